@@ -1,4 +1,4 @@
-"""ClimaX's shards: <folder>/<split>/<year>_<shard>.npz with one array [frames, 1, H, W] a variable.
+"""Fields in ClimaX's shards: <folder>/<split>/<year>_<shard>.npz with one array [frames, 1, H, W] a variable.
 
 The shards do not say their times. Shard k of a year goes on where shard k - 1 ended, the first begins with the year, and
 the hours between frames follow from the frames in a year: a year of 8736, 8760 or 8784 hours, at whose end the published
@@ -36,7 +36,7 @@ _NAME = re.compile(r"(\d{4}|\d{12})(?:-\d{12})?_(\d+)\.npz")
 """The year, or for CMIP the minute of the first frame, then the shard."""
 _SPLITS = ("train", "val", "test")
 _HOURS_IN_YEAR = (8640, 8784)
-"""A year of 360 days, a leap year."""
+"""Hours of a year of 360 days, and of a leap year."""
 _LOST_HOURS = 72
 """Most hours missing between two years: two days that the script drops, and the frames next to them."""
 _DAMAGED = (zipfile.BadZipFile, ValueError, OSError, KeyError, EOFError)
@@ -47,7 +47,7 @@ def is_climax(folder: Path) -> bool:
     return (folder / "lat.npy").is_file() and (folder / "lon.npy").is_file()
 
 
-class NpzStore(FieldStore):
+class ClimaxStore(FieldStore):
     """Fields in ClimaX shards, of all splits together; the run says which years are for what."""
 
     def __init__(
@@ -68,7 +68,7 @@ class NpzStore(FieldStore):
         self.grid, self._orientation = orient_grid(latitudes, longitudes, f"{folder}/lat.npy and lon.npy")
         self._files = _in_order(folder)
         # Times follow from the lengths of all shards before, so each is looked at as the store is opened.
-        lengths = [self._check(path) for _, _, path in self._files]
+        lengths = [self._count_frames(path) for _, _, path in self._files]
         ends = np.cumsum(lengths)
         self.segments = tuple(
             Segment(path, int(end) - length, int(end))
@@ -97,11 +97,7 @@ class NpzStore(FieldStore):
     def read_static(self) -> Float32Array:
         """Read the fields without time, [S, H, W]: the first frame of each, as shards repeat them in every frame."""
         fields = [self._converted(name, self._array(self.segments[0], name)[0, 0]) for name in self.statics]
-        return np.stack(fields) if fields else np.empty((0, *self.grid.shape), dtype=np.float32)
-
-    def locate(self, variable: int, frame: int) -> tuple[Path, int]:
-        """Find the file that holds a frame of a variable, and the time index in that file."""
-        return self.locate_in_segments(frame)
+        return self.stack_static(fields)
 
     def allows_gap(self, frame: int) -> bool:
         """Return whether a year ends with `frame` and the next begins so soon that only the dropped days can be missing."""
@@ -109,8 +105,8 @@ class NpzStore(FieldStore):
         last = any(segment.end == frame + 1 for segment in self.segments)
         return last and hours <= _LOST_HOURS
 
-    def _check(self, path: Path) -> int:
-        """Return the number of frames of a shard, after a look at every array of the run in it."""
+    def _count_frames(self, path: Path) -> int:
+        """Return the number of frames of a shard, after a check of every array of the run in it."""
         lengths: dict[str, int] = {}
         for name in (*self.variables, *self.statics):
             array = self._array(Segment(path, 0, 0), name)
@@ -157,6 +153,7 @@ class NpzStore(FieldStore):
         return self._orientation.apply(self._naming.convert(name, np.array(field, dtype=np.float32)))
 
     def _time_axis(self, source: FieldSource, lengths: Sequence[int]) -> TimeAxis:
+        """Return the times of all frames, which follow from the names and lengths of the shards."""
         calendar = canonical_calendar(source.calendar or "standard")
         frames: dict[str, int] = {}
         for (begin, _, _), length in zip(self._files, lengths, strict=True):
@@ -164,6 +161,7 @@ class NpzStore(FieldStore):
         parts: list[Int64Array] = []
         for begin, count in frames.items():
             step = source.step_hours or _infer_step(self.path, begin, count)
+            # The name begins with the year, or with the minute YYYYMMDDhhmm.
             fields = [int(begin[:4]), *(int(begin[at : at + 2]) for at in range(4, len(begin), 2))]
             date = cftime.datetime(*(fields if len(fields) > 1 else (fields[0], 1, 1)), calendar=calendar)
             times = int(cftime.date2num(date, EPOCH, calendar)) + np.arange(count, dtype=np.int64) * step * HOUR
@@ -206,6 +204,7 @@ def _in_order(folder: Path) -> list[tuple[str, int, Path]]:
 
 
 def _infer_step(folder: Path, year: str, frames: int) -> int:
+    """Return the hours between frames with which `frames` of them make a year. Raises DataError where none do."""
     for step in (1, 2, 3, 6, 12, 24) if len(year) == 4 else ():
         if _HOURS_IN_YEAR[0] <= frames * step <= _HOURS_IN_YEAR[1]:
             return step
@@ -220,7 +219,7 @@ def _read_coordinates(path: Path) -> Any:
 
 
 def _map_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Any:
-    """Map a stored member of a zip file into memory."""
+    """Map an uncompressed member of a zip file into memory."""
     with archive.open(info) as member:
         version = np.lib.format.read_magic(member)
         reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

@@ -34,7 +34,6 @@ _SAME = {"standard": _GREGORIAN, "gregorian": _GREGORIAN, "365_day": "noleap", "
 """Calendars under another name; the Gregorian ones differ before 1582 only."""
 _DAYS_BEFORE = np.cumsum([0, 31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30])
 """Days before each month of a leap year."""
-_DATE = re.compile(r"(\d{4})(?:-(\d{2})(?:-(\d{2})(?:[ T](\d{2})(?::(\d{2}))?)?)?)?")
 
 
 @dataclass(frozen=True)
@@ -97,6 +96,7 @@ def require_same_grid(first_path: Path, first: Grid, path: Path, grid: Grid) -> 
 
 
 def _latitude_bounds(centres: Float64Array) -> Float64Array:
+    """Return the latitudes [H + 1] between which cells with these centres lie; see `Grid.area_weights`."""
     if len(centres) == 1:
         return np.array([-90.0, 90.0])
     inner = (centres[:-1] + centres[1:]) / 2
@@ -114,7 +114,7 @@ class Orientation:
     flip: bool
     """Whether the file runs from north to south."""
     roll: int
-    """Columns by which the file begins west of the grid."""
+    """Columns of the file that lie west of the grid's first."""
 
     def apply(self, fields: Float32Array) -> Float32Array:
         """Turn fields [..., H, W]."""
@@ -190,7 +190,7 @@ class TimeAxis:
 
     @property
     def days_in_year(self) -> int:
-        """Return how many values `days_of_year` has."""
+        """Return the number of values that `days_of_year` may have."""
         return 360 if self.calendar == "360_day" else 366
 
     @property
@@ -216,7 +216,7 @@ class TimeAxis:
 
 
 def canonical_calendar(calendar: str) -> str:
-    """Return one name for each calendar. Raises ConfigError for an unknown one."""
+    """Return the one name under which a calendar is known here. Raises ConfigError for an unknown one."""
     name = _SAME.get(calendar.lower(), calendar.lower())
     known = (_GREGORIAN, "noleap", "all_leap", "360_day", "julian")
     if name not in known:
@@ -266,10 +266,8 @@ def moment_bounds(moment: str, calendar: str) -> tuple[int, int]:
 
     Raises ConfigError for a date that `calendar` does not have.
     """
-    match = _DATE.fullmatch(moment)
-    assert match is not None, moment
-    year, month, day, hour, minute = (None if part is None else int(part) for part in match.groups())
-    assert year is not None
+    year, *stated = map(int, re.findall(r"\d+", moment))
+    month, day, hour, minute = [*stated, None, None, None, None][:4]
     try:
         start = cftime.datetime(year, month or 1, day or 1, hour or 0, minute or 0, calendar=calendar)
         after_month = (year, month + 1) if month and month < 12 else (year + 1, 1)

@@ -29,6 +29,7 @@ from phalanx.families.weather.data.field_survey import Survey
 
 SplitName = Literal["train", "validation", "test"]
 _SHOWN = 5
+"""Incomplete frames that the log names."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Windows:
     incomplete: int
     """Frames with missing values, each variable counted."""
     places: tuple[str, ...]
-    """The first few of those: file, variable, time index."""
+    """File, variable and time index of the first few incomplete frames."""
 
     def report(self) -> str:
         """Say what was left out, in one line for the log."""
@@ -63,7 +64,7 @@ class Windows:
 
 
 def split_frames(data: FieldData, store: FieldStore, split: SplitName) -> Int64Array:
-    """Return the frames of a split, those left out for the gap to an earlier split excepted.
+    """Return the frames of a split without those that lie within the gap behind an earlier split.
 
     Raises ConfigError where splits overlap or the run has no such split, DataError where no frame lies in it.
     """
@@ -109,6 +110,7 @@ def period_frames(period: Period, store: FieldStore, field: str) -> Int64Array:
 
 
 def _moment_seconds(moment: str, store: FieldStore, *, last: bool) -> int:
+    """Return the first or last second, since 1970, of a date or of a time step of the store."""
     if not moment.startswith("step "):
         return moment_bounds(moment, store.times.calendar)[last]
     step = int(moment.removeprefix("step "))
@@ -171,6 +173,7 @@ def find_windows(data: FieldData, store: FieldStore, survey: Survey, split: Spli
 
 
 def _refuse_missing(store: FieldStore, survey: Survey, frames: Int64Array) -> None:
+    """Raise DataError for the first of `frames` that has missing values."""
     incomplete = survey.incomplete[frames]
     if incomplete.any():
         row, variable = (int(item[0]) for item in np.nonzero(incomplete))
@@ -191,18 +194,18 @@ class SplitSource:
     windows: Windows
     weight: float
     fingerprint: str
-    """Of the content of the store."""
+    """Checksum of the content of the store."""
 
 
 @dataclass(frozen=True)
 class Cases:
-    """Forecasts to make, one an entry of each int64 array [n]."""
+    """Forecasts to make, one for each entry of the int64 arrays [n]."""
 
     source: Int64Array
     start: Int64Array
-    """Frame of the input in its source."""
+    """Frames of the inputs in their source."""
     target: Int64Array
-    """Frame of the truth."""
+    """Frames of the truth."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -234,8 +237,8 @@ class FieldReader:
     ) -> None:
         """Take sources that hold all variables on one grid.
 
-        statistics_key: what the statistics come from, for the fingerprint; their own last bits may differ between
-        machines. leads: hours, ascending, as in the columns of the windows.
+        statistics_key: checksum of what the statistics come from, for the fingerprint; their own last bits may differ
+        between machines. leads: hours, ascending, as in the columns of the windows.
         """
         self.sources = tuple(sources)
         self.inputs = tuple(inputs)

@@ -1,7 +1,7 @@
-"""What a run normalises by, and what forecasts are compared with: means and deviations, and the climatology.
+"""Statistics that a run normalises by, and the climatology that forecasts are compared with.
 
 Both are taken over whole periods, never over a part of them. The climatology is the mean of past years for each day of the
-year and time of day: what a forecast must know better than.
+year and time of day: a forecast that is no better is of no use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from phalanx.families.weather.data.field_store import FieldStore
 from phalanx.files import write_atomically
 
 _PAIRS_AT_ONCE = 16
+"""Pairs of frames whose differences are in memory together."""
 _FRAMES_AT_ONCE = 64
+"""Frames of one variable that are in memory together."""
 
 
 class _Part(BaseModel):
@@ -37,16 +39,16 @@ class VariableStatistics(_Part):
 
 
 class FieldStatistics(_Part):
-    """What a run normalises by; as a file, what a later run resumes with."""
+    """Means and deviations that a run normalises by; a run directory keeps them, and a later run may start from them."""
 
     format: Literal["phalanx-field-statistics"] = "phalanx-field-statistics"
     version: Literal[1] = 1
     period: str
-    """The times behind them, in words."""
+    """Times that they are taken over, in words."""
     frames: int
-    """How many frames those are."""
+    """Number of frames that they are taken over."""
     variables: dict[str, VariableStatistics]
-    """By name in the run, static fields too."""
+    """Statistics by name in the run, those of static fields too."""
 
     def mean_of(self, names: Sequence[str]) -> Float64Array:
         """Return the means of these variables, [n]."""
@@ -57,7 +59,7 @@ class FieldStatistics(_Part):
         return np.array([self.variables[name].std for name in names])
 
     def write(self, path: Path) -> None:
-        """Write them to a file."""
+        """Write the statistics to a file."""
         write_atomically(path, self.model_dump_json(indent=1) + "\n")
 
 
@@ -106,14 +108,14 @@ class Climatology:
     """Means of some variables by day of the year and time of day."""
 
     mean: Float32Array
-    """[D, K, V, H, W]: of day d of the year and the k-th of K equal parts of the day; NaN where there was no value."""
+    """[D, K, V, H, W]: mean of day d of the year and the k-th of K equal parts of the day; NaN where there was no value."""
     frames: Int64Array
     """[D, K]: frames behind each mean."""
     calendar: str
     days: int
     """Days of the year that each mean covers, its own in the middle."""
     name: str
-    """Where the frames come from, for messages."""
+    """Path that the frames come from, for messages."""
 
     def at(self, times: TimeAxis, frames: Int64Array) -> Float32Array:
         """Return the climatology [n, V, H, W] of the times of `frames`, int64 [n].
@@ -179,4 +181,5 @@ def _window_sums(values: Float64Array, days: int) -> Float64Array:
 
 
 def _part_of_day(times: TimeAxis, parts: int) -> Int64Array:
+    """Return which of `parts` equal parts of the day each time is in, [T]."""
     return times.seconds_of_day * parts // DAY

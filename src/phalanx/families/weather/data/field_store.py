@@ -1,4 +1,4 @@
-"""Bodies of fields a run can read: one interface, whatever the format on disk.
+"""Stores of fields that a run can read: one interface, whatever the format on disk.
 
 A store holds some variables on one grid along one time axis. It is read by frame, in any order, and holds no position;
 frame t of all variables belongs to one time. Frames are float32 in the orientation of `grid`, NaN where there is no value.
@@ -36,7 +36,7 @@ class FieldStore(ABC):
     """Fields on one grid along one time axis."""
 
     path: Path
-    """Where it lies, for messages."""
+    """Path of the store, for messages."""
     variables: tuple[str, ...]
     """Names in the run, in the order `read` gives them."""
     statics: tuple[str, ...]
@@ -69,9 +69,10 @@ class FieldStore(ABC):
     def read_static(self) -> Float32Array:
         """Read the fields without time, [S, H, W]."""
 
-    @abstractmethod
     def locate(self, variable: int, frame: int) -> tuple[Path, int]:
-        """Find the file that holds a frame of a variable, and the time index in that file."""
+        """Find the file that holds a frame of a variable, and the time index in that file; by default by `segments`."""
+        segment = next(segment for segment in self.segments if segment.first <= frame < segment.end)
+        return segment.path, frame - segment.first
 
     def allows_gap(self, frame: int) -> bool:
         """Return whether the format always has a hole in the time axis behind `frame`."""
@@ -88,14 +89,13 @@ class FieldStore(ABC):
         rows, columns = self.grid.shape
         return 4 * len(self.variables) * rows * columns
 
-    def locate_in_segments(self, frame: int) -> tuple[Path, int]:
-        """Find file and time index of a frame, where files hold all variables."""
-        segment = next(segment for segment in self.segments if segment.first <= frame < segment.end)
-        return segment.path, frame - segment.first
+    def stack_static(self, fields_HW: Sequence[Float32Array]) -> Float32Array:
+        """Return static fields as one array [S, H, W], which has the shape of the grid also where there are none."""
+        return np.stack(fields_HW) if fields_HW else np.empty((0, *self.grid.shape), dtype=np.float32)
 
 
 class Naming:
-    """What variables are called in the files of one source, and how their numbers become those of the run."""
+    """Rules of one source: what variables are called in its files, and how their numbers become those of the run."""
 
     def __init__(self, names: Sequence[FieldName]) -> None:
         self._rules = {rule.name: rule for rule in names}
@@ -109,11 +109,11 @@ class Naming:
         return self._rules[name].scale if name in self._rules else 1.0
 
     def offset(self, name: str) -> float:
-        """Return what is added after the factor."""
+        """Return the number added after the factor."""
         return self._rules[name].offset if name in self._rules else 0.0
 
     def convert(self, name: str, fields: Float32Array) -> Float32Array:
-        """Turn stored numbers of a variable into those of the run, in place; gives them back."""
+        """Turn stored numbers of a variable into those of the run, in place, and return them."""
         scale, offset = self.scale(name), self.offset(name)
         # Most variables need neither, and a pass over the fields costs time.
         if (scale, offset) != (1.0, 0.0):
@@ -132,10 +132,10 @@ class Naming:
 
 
 class BlockCache:
-    """The pieces of compressed files read last, up to a number of bytes. Safe to use from several threads."""
+    """Keeps the pieces of compressed files that were read last. Safe to use from several threads."""
 
     def __init__(self, capacity: int) -> None:
-        """capacity: bytes; a single piece larger than that is still handed out, but not kept."""
+        """capacity: most bytes that are kept; a single piece larger than that is still handed out, but not kept."""
         self.capacity = capacity
         self._bytes = 0
         self._blocks: OrderedDict[Hashable, Float32Array] = OrderedDict()

@@ -20,6 +20,7 @@ from phalanx.families.weather.data.coordinates import HOUR, BoolArray, Float32Ar
 from phalanx.families.weather.data.field_store import FieldStore
 
 _BLOCK_BYTES = 64 * 2**20
+"""Memory for the frames that are looked at together."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Survey:
-    """What each frame holds. Arrays are [T, V] unless said otherwise; a frame without values has NaN moments."""
+    """Content of each frame. Arrays are [T, V] unless said otherwise; a frame without values has NaN moments."""
 
     valid: Int64Array
     """Points that have a value."""
@@ -209,6 +210,7 @@ kelvin near the ground."""
 _COMMON_DAYS = 0.5
 """Part of the days of the year that two sources share if they are of one season: means by latitude are then compared."""
 _LEAST_ROWS = 4
+"""Latitudes that a comparison of means by latitude needs."""
 _UNITS = (
     (9.80665, "geopotential and its height"),
     (100.0, "hPa and Pa, or percent and fractions"),
@@ -221,15 +223,15 @@ _ZERO = (273.15, "kelvin and degrees Celsius")
 
 @dataclass(frozen=True)
 class SourceSummary:
-    """What is known of the variables in one file or source."""
+    """Statistics of the variables in one file or source."""
 
     names: Sequence[str]
-    """[V]: where each variable lies, for messages."""
+    """[V]: path of each variable, for messages."""
     moments: Moments
     profile: Float64Array | None
     """[V, H]: mean by latitude, south to north; None where unknown."""
     days: frozenset[int]
-    """Days of the year it has frames of."""
+    """Days of the year that it has frames of."""
 
 
 def require_alike(variables: Sequence[str], first: SourceSummary, second: SourceSummary) -> None:
@@ -259,6 +261,7 @@ def require_alike(variables: Sequence[str], first: SourceSummary, second: Source
 
 
 def _guess_cause(ratio: float, shift: float) -> str:
+    """Return in words which units differ by about this factor of deviations, or by this shift of means."""
     factor = max(ratio, 1 / ratio)
     for known, what in _UNITS:
         if 0.6 < factor / known < 1.6:
@@ -269,6 +272,7 @@ def _guess_cause(ratio: float, shift: float) -> str:
 
 
 def _require_same_way_up(variables: Sequence[str], first: SourceSummary, second: SourceSummary) -> None:
+    """Raise DataError where the means by latitude of `second` are those of `first` upside down."""
     if first.profile is None or second.profile is None or first.profile.shape[1] < _LEAST_ROWS:
         return
     upright, turned = [], []
@@ -288,6 +292,7 @@ def _require_same_way_up(variables: Sequence[str], first: SourceSummary, second:
 
 
 def _correlate_rows(a: Float64Array, b: Float64Array) -> float:
+    """Return the correlation of two means by latitude [H] over the rows that both have; NaN where there are too few."""
     both = np.isfinite(a) & np.isfinite(b)
     if both.sum() < _LEAST_ROWS or a[both].std() == 0 or b[both].std() == 0:
         return float("nan")

@@ -1,4 +1,4 @@
-"""All fields of a run, opened and checked once: what each split reads, what it is normalised by, and the climatology.
+"""All fields of a run, opened and checked once: readers of splits, statistics to normalise by, and the climatology.
 
 The format of a store is told apart by what lies at the path, never by a setting.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from phalanx.errors import DataError
 from phalanx.families.weather.config import FieldData, FieldSource
 from phalanx.families.weather.data import require_package
-from phalanx.families.weather.data.climax_store import NpzStore, is_climax
+from phalanx.families.weather.data.climax_store import ClimaxStore, is_climax
 from phalanx.families.weather.data.coordinates import Float64Array, Grid, require_same_grid
 from phalanx.families.weather.data.field_samples import (
     FieldReader,
@@ -50,11 +50,11 @@ _NETCDF = (".nc", ".nc4", ".netcdf", ".cdf")
 _ZARR = ("zarr.json", ".zgroup", ".zmetadata")
 _PATTERN = "*?["
 _SURVEY_BYTES = 4 * 2**30
-"""Fields that are looked through as a run opens them; more must be prepared first, or every rank would read everything."""
+"""Most bytes of fields that every rank looks through as it opens them; more must be prepared first."""
 
 
 class FieldSet:
-    """The sources of a run."""
+    """The opened sources of a run."""
 
     def __init__(self, data: FieldData) -> None:
         """Open every source and check it, against the others and against given statistics.
@@ -83,7 +83,7 @@ class FieldSet:
             summaries = [self._summarize(index) for index in range(len(self.stores))]
             for summary in summaries[1:]:
                 require_alike(self.variables, summaries[0], summary)
-        self.statistics = self._statistics()
+        self.statistics = self._find_statistics()
 
     @property
     def grid(self) -> Grid:
@@ -99,7 +99,7 @@ class FieldSet:
         return FieldReader(
             [
                 SplitSource(
-                    store, find_windows(self.data, store, survey, split, hours), source.weight, self._content(index)
+                    store, find_windows(self.data, store, survey, split, hours), source.weight, self._content_key(index)
                 )
                 for index, (store, survey, source) in enumerate(
                     zip(self.stores, self.surveys, self.data.sources, strict=True)
@@ -139,7 +139,8 @@ class FieldSet:
         columns = [self.variables.index(name) for name in self.data.target_variables]
         return difference_std(store, columns, windows.starts, windows.targets[:, 0])
 
-    def _statistics(self) -> FieldStatistics:
+    def _find_statistics(self) -> FieldStatistics:
+        """Return the statistics that the run file names, or those of the training split."""
         names = [*self.variables, *self.data.static]
         if self.data.statistics is not None:
             given = read_statistics(Path(self.data.statistics), names)
@@ -167,18 +168,22 @@ class FieldSet:
 
     @cached_property
     def _training_moments(self) -> Moments:
-        """Return moments of all training frames of all sources, each value counted once."""
+        """Return the moments of all training frames of all sources, each value counted once."""
         parts = [survey.moments(frames) for survey, frames in zip(self.surveys, self._train, strict=True)]
         points = [survey.points(frames) for survey, frames in zip(self.surveys, self._train, strict=True)]
         return merge_moments(parts, points)
 
     @property
     def _statistics_key(self) -> str:
+        """Return a checksum of what the statistics follow from."""
         if self.data.statistics is not None:
             return hash_of(self.statistics.model_dump_json())
-        return hash_of([self._content(index) for index in range(len(self.stores))], [f.tobytes() for f in self._train])
+        return hash_of(
+            [self._content_key(index) for index in range(len(self.stores))], [f.tobytes() for f in self._train]
+        )
 
-    def _content(self, source: int) -> str:
+    def _content_key(self, source: int) -> str:
+        """Return a checksum of the content of a source."""
         survey = self.surveys[source]
         # Counts and extremes are exact on every machine; sums are not.
         return hash_of(
@@ -186,6 +191,7 @@ class FieldSet:
         )
 
     def _summarize(self, source: int) -> SourceSummary:
+        """Return the statistics of the training frames of a source, for comparison with those of others."""
         store, frames = self.stores[source], self._train[source]
         names = [str(store.path)] * len(self.variables)
         survey = self.surveys[source]
@@ -194,6 +200,7 @@ class FieldSet:
 
 
 def _read_survey(store: FieldStore, source: FieldSource) -> Survey:
+    """Return the survey of a prepared store, or look through one that is small enough. Raises DataError for others."""
     if isinstance(store, PreparedStore):
         return store.read_survey()
     # Every rank opens its data: what takes minutes to look through must be prepared once instead.
@@ -216,7 +223,7 @@ def open_store(source: FieldSource, variables: Sequence[str], statics: Sequence[
     if is_prepared(path):
         return PreparedStore(path, source, variables, statics)
     if is_climax(path):
-        return NpzStore(path, source, variables, statics, cache)
+        return ClimaxStore(path, source, variables, statics, cache)
     files = field_files(path)
     # Only files need it: prepared fields and ClimaX shards are read without.
     require_package("xarray", f"{path} needs")

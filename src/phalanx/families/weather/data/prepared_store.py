@@ -53,23 +53,24 @@ class FieldsManifest(Part):
     format: Literal["phalanx-fields"]
     version: Literal[1] = 1
     variables: list[str]
-    """In their order within a frame."""
+    """Variables in their order within a frame."""
     statics: list[str]
     calendar: str
     frames: _Count
     first: str
     """Time of the first frame."""
     last: str
+    """Time of the last frame."""
     step_hours: float
-    """Usual time between frames."""
+    """Usual time between frames, hours."""
     whole: bool
     """Whether the time axis was checked for holes; only those that its format always has can then be left."""
     rows: _Count
     columns: _Count
     source: str
-    """What was prepared, as given."""
+    """Path of what was prepared, as given."""
     converted: list[FieldName] = Field(default=[])
-    """The rules by which variables got their names and units when they were prepared."""
+    """Rules by which variables got their names and units when they were prepared."""
     arrays: FileRecord
     shards: list[ShardRecord]
 
@@ -90,7 +91,7 @@ class PreparedStore(FieldStore):
     units_compared = True
 
     def __init__(self, folder: Path, source: FieldSource, variables: Sequence[str], statics: Sequence[str]) -> None:
-        """Open the folder. Raises DataError for a missing, truncated or lengthened file, by name, or a missing variable."""
+        """Open the folder. Raises DataError for a missing variable, and for a missing, truncated or lengthened file."""
         self.path = folder
         self.variables = tuple(variables)
         self.statics = tuple(statics)
@@ -102,11 +103,13 @@ class PreparedStore(FieldStore):
         arrays = _load_arrays(folder, self.manifest)
         self.grid = Grid(arrays["latitudes"], arrays["longitudes"])
         self.times = TimeAxis(self.manifest.calendar, arrays["times"])
-        stored = [
-            self._naming.convert(name, arrays["static"][column].copy())
-            for name, column in zip(statics, static_columns, strict=True)
-        ]
-        self._static = np.stack(stored) if stored else np.empty((0, *self.grid.shape), dtype=np.float32)
+        # Copies: conversion is in place, and the same column may serve under two names.
+        self._static = self.stack_static(
+            [
+                self._naming.convert(name, arrays["static"][column].copy())
+                for name, column in zip(statics, static_columns, strict=True)
+            ]
+        )
         self._survey = Survey(**{field.name: arrays[field.name] for field in fields(Survey)})
         ends = np.cumsum([shard.frames for shard in self.manifest.shards])
         self.segments = tuple(
@@ -114,7 +117,7 @@ class PreparedStore(FieldStore):
             for shard, end in zip(self.manifest.shards, ends, strict=True)
         )
         self._starts = np.array([segment.first for segment in self.segments], dtype=np.int64)
-        self._shards = [self._map(segment) for segment in self.segments]
+        self._shards = [self._map_shard(segment) for segment in self.segments]
         self.fingerprint = hash_of(
             [self.manifest.arrays.sha256, *(shard.file.sha256 for shard in self.manifest.shards)],
             self._naming.describe((*variables, *statics)),
@@ -123,7 +126,7 @@ class PreparedStore(FieldStore):
     def fill(self, out: Float32Array, frames: Int64Array, variables: Sequence[int]) -> None:
         """Write the fields of these frames to `out`, [n, len(variables), H, W]."""
         columns = [self._columns[variable] for variable in variables]
-        # Neighbours in a frame lie in one piece.
+        # Neighbouring variables of a frame lie in one piece, and are copied at once.
         together = columns == list(range(columns[0], columns[0] + len(columns)))
         shards = np.searchsorted(self._starts, frames, side="right") - 1
         for row, (frame, shard) in enumerate(zip(frames.tolist(), shards.tolist(), strict=True)):
@@ -143,14 +146,10 @@ class PreparedStore(FieldStore):
         return self._static
 
     def read_survey(self) -> Survey:
-        """Return the survey made when the folder was prepared, of this store's variables."""
+        """Return the survey made when the folder was prepared, of this store's variables, in the units of the run."""
         scale = np.array([self._naming.scale(name) for name in self.variables])
         offset = np.array([self._naming.offset(name) for name in self.variables])
         return self._survey.select(self._columns, scale, offset)
-
-    def locate(self, variable: int, frame: int) -> tuple[Path, int]:
-        """Find the file that holds a frame of a variable, and the time index in that file."""
-        return self.locate_in_segments(frame)
 
     def verify(self) -> None:
         """Read everything and compare checksums. Raises DataError naming the file, expected and found."""
@@ -167,7 +166,8 @@ class PreparedStore(FieldStore):
             )
         return list(there).index(stored)
 
-    def _map(self, segment: Segment) -> Any:
+    def _map_shard(self, segment: Segment) -> Any:
+        """Map a shard into memory: [frames, variables, H, W]."""
         shape = (segment.end - segment.first, len(self.manifest.variables), *self.grid.shape)
         if segment.path.stat().st_size != 4 * int(np.prod(shape)):
             raise DataError(f"{segment.path}: {segment.path.stat().st_size} bytes do not hold {shape} float32 values")
@@ -175,7 +175,7 @@ class PreparedStore(FieldStore):
 
 
 def _still_to_apply(names: Sequence[FieldName], manifest: FieldsManifest, folder: Path) -> list[FieldName]:
-    """Return the rules that preparing has not applied: a run file may keep those of the files that its folder was made of.
+    """Return the rules that preparing has not applied; a run file may still have those of the files that were prepared.
 
     Raises DataError for a rule that would have made other numbers of what was prepared.
     """
@@ -194,6 +194,7 @@ def _still_to_apply(names: Sequence[FieldName], manifest: FieldsManifest, folder
 
 
 def _load_arrays(folder: Path, manifest: FieldsManifest) -> dict[str, Any]:
+    """Read times, grid, static fields and survey. Raises DataError for an altered file or one without these."""
     path = check_size(folder, manifest.arrays)
     # Times, grid and survey decide which frames are read, and are small: their checksum is compared at once.
     check_content(folder, manifest.arrays)

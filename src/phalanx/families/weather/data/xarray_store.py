@@ -114,7 +114,7 @@ class XarrayStore(FieldStore):
             self._naming.convert(name, file.read_static(slot))
             for name, (file, slot) in zip(self.statics, self._static, strict=True)
         ]
-        return np.stack(fields) if fields else np.empty((0, *self.grid.shape), dtype=np.float32)
+        return self.stack_static(fields)
 
     def locate(self, variable: int, frame: int) -> tuple[Path, int]:
         """Find the file that holds a frame of a variable, and the time index in that file."""
@@ -130,7 +130,9 @@ class XarrayStore(FieldStore):
     def _pieces_of(self, name: str, files: Sequence[FieldFile]) -> list[_Piece]:
         """Return the parts of a variable in the order of their times."""
         stored = self._naming.stored_name(name)
-        found = [(file, slot) for file in files if (slot := file.find(stored)) is not None and file.in_time(slot)]
+        found = [
+            (file, slot) for file in files if (slot := file.find(stored)) is not None and file.depends_on_time(slot)
+        ]
         if not found:
             if any(file.find(stored) for file in files):
                 raise DataError(f"{self.path}: {name} does not depend on time; name it under data.static")
@@ -156,12 +158,13 @@ class XarrayStore(FieldStore):
         return pieces
 
     def _static_slot(self, name: str, files: Sequence[FieldFile]) -> tuple[FieldFile, Slot]:
+        """Find the first file with a static field. Raises DataError where none has it, or where it depends on time."""
         stored = self._naming.stored_name(name)
         for file in files:
             slot = file.find(stored)
             if slot is None:
                 continue
-            if file.in_time(slot):
+            if file.depends_on_time(slot):
                 raise DataError(f"{file.path}: {name} depends on time; name it under data.inputs, not data.static")
             require_same_grid(self.path, self.grid, file.path, file.grid)
             return file, slot
@@ -184,6 +187,7 @@ def _join_times(name: str, pieces: Sequence[_Piece]) -> TimeAxis:
 def _require_same_times(
     first_name: str, first: TimeAxis, name: str, axis: TimeAxis, files: Sequence[FieldFile]
 ) -> None:
+    """Raise DataError, naming the first time that one of two variables lacks, where their times differ."""
     if axis.calendar == first.calendar and np.array_equal(axis.seconds, first.seconds):
         return
     only_first = np.setdiff1d(first.seconds, axis.seconds)
@@ -206,6 +210,7 @@ def _name_files(path: Path, files: Sequence[FieldFile]) -> str:
 
 
 def _list_known(stored: str, files: Sequence[FieldFile]) -> str:
+    """Return the names that files have, the one most like `stored` first, for messages."""
     names = sorted({name for file in files for name in file.names()})
     near = get_close_matches(stored, names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -225,18 +230,18 @@ _LONGITUDES = ("lon", "longitude", "nav_lon")
 _LEVELS = ("level", "pressure_level", "plev", "isobaricInhPa", "lev", "pressure")
 _TIMES = ("time", "valid_time")
 _PLAIN_BLOCK_BYTES = 2**18
-"""What is read at once where nothing is compressed: a call through xarray takes about as long as reading this much."""
+"""Bytes read at once where nothing is compressed: a call through xarray takes about as long as reading this many."""
 _COORDINATES = 2**24
 """Most values along a dimension: 1,900 years of hours. They are all read as a file is opened."""
 _POINTS = 2**28
 """Most points of a field: 1 GiB in memory."""
 _READ_ERRORS = (OSError, RuntimeError, ValueError, KeyError, IndexError)
-"""What HDF5, zarr and their filters raise for damaged files."""
+"""Errors that HDF5, zarr and their filters raise for damaged files."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a variable lies in a file."""
+    """Place of a variable in a file."""
 
     array: str
     level: int | None
@@ -245,7 +250,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class FieldFile:
-    """An open file."""
+    """An open netCDF file or zarr store."""
 
     path: Path
     dataset: Any
@@ -255,7 +260,7 @@ class FieldFile:
     lon_dim: str
     time_dim: str | None
     times: TimeAxis | None
-    """None where nothing in the file depends on time."""
+    """Times of its frames; None where nothing in the file depends on time."""
 
     def find(self, name: str) -> Slot | None:
         """Find the variable `name`: under that name, or as its level of an array with a level dimension."""
@@ -271,7 +276,7 @@ class FieldFile:
         found = np.flatnonzero(np.abs(levels - level) < 1e-3)
         return Slot(array, int(found[0])) if found.size else None
 
-    def in_time(self, slot: Slot) -> bool:
+    def depends_on_time(self, slot: Slot) -> bool:
         """Return whether a variable depends on time."""
         return self.time_dim is not None and self.time_dim in self.dataset[slot.array].dims
 
@@ -302,13 +307,14 @@ class FieldFile:
 
     def read(self, slot: Slot, first: int, end: int) -> Float32Array:
         """Read frames first..end-1 of a variable, [n, H, W] in the orientation of the grid."""
-        return self._values(slot, {self.time_dim: slice(first, end)}, f"time indices {first} to {end - 1}")
+        return self._read_values(slot, {self.time_dim: slice(first, end)}, f"time indices {first} to {end - 1}")
 
     def read_static(self, slot: Slot) -> Float32Array:
         """Read a field without time, [H, W]."""
-        return self._values(slot, {}, "no time")
+        return self._read_values(slot, {}, "no time")
 
-    def _values(self, slot: Slot, index: dict[Any, Any], what: str) -> Float32Array:
+    def _read_values(self, slot: Slot, index: dict[Any, Any], what: str) -> Float32Array:
+        """Read a part of an array in the orientation of the grid. what: names the part in messages."""
         array = self.dataset[slot.array]
         if slot.level is not None:
             index = {**index, next(dim for dim in array.dims if dim in _LEVELS): slot.level}
@@ -387,6 +393,7 @@ def _declared_lengths(path: Path) -> dict[str, int]:
 
 
 def _find_dimension(dataset: Any, names: list[str], usual: tuple[str, ...], kind: str, path: Path) -> str:
+    """Return the dimension that is called, or by CF convention declares itself, latitude or longitude."""
     for name in names:
         known = name.lower() in usual or (name in dataset.coords and dataset[name].attrs.get("standard_name") == kind)
         if known and name in dataset.coords:
@@ -398,6 +405,7 @@ def _find_dimension(dataset: Any, names: list[str], usual: tuple[str, ...], kind
 
 
 def _time_dimension(dataset: Any, names: list[str], source: FieldSource, path: Path) -> str | None:
+    """Return the dimension that the run file names, has a usual name or counts from a date; None where there is none."""
     if source.time_dim is not None:
         if source.time_dim not in names or source.time_dim not in dataset.coords:
             raise DataError(f"{path}: no dimension {source.time_dim!r} with times; it has {', '.join(names)}")
