@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from phalanx.counter_random import normal_values, stream_key  # noqa: E402
 from phalanx.layout.initial_values import fill  # noqa: E402
-from phalanx.nn.initial import InitRule  # noqa: E402
+from phalanx.nn.parameters import InitRule  # noqa: E402
 
 NAME, SEED, STD = "blocks.0.mlp.up.weight", 0, 0.02
 COMPARED = 4_200_000

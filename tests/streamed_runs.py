@@ -29,7 +29,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.streamed_weights.ring_transport import WeightRing
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
 from phalanx.layout.streamed_weights.streamed_sharding import StreamedSharding
-from phalanx.nn.initial import InitRule
+from phalanx.nn.parameters import InitRule
 from phalanx.nn.precision import PRECISIONS
 from whole_model import CPU, Box, box, place_of
 

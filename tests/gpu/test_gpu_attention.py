@@ -45,7 +45,7 @@ def small_model(
 
 def random_attention(model: LanguageModel) -> Attention:
     """Attention in float64 with weights large enough that it is far from uniform."""
-    attention = Attention(model).double()
+    attention = Attention(model.layer(0).attention).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in attention.named_parameters():
@@ -67,7 +67,7 @@ def passes(
     # What `training.attention=auto` takes in training where nothing else can run.
     kernel = "efficient" if dtype == torch.float32 else "sdpa"
     places = torch.arange(LENGTH, device=device)
-    out = attention(x, attention_context(model, places, dtype, kernel=kernel))
+    out = attention(x, attention_context(model.layer(0).attention, places, dtype, kernel=kernel))
     out.square().sum().backward()
     assert x.grad is not None
     found = {"out": out.detach(), "grad of x": x.grad}
@@ -75,7 +75,7 @@ def passes(
     with torch.no_grad():
         cache = KeyValueCache()
         for start, stop in ((0, 5), (5, 6), (6, 7)):
-            context = attention_context(model, places[start:stop], dtype, past=start)
+            context = attention_context(model.layer(0).attention, places[start:stop], dtype, past=start)
             found[f"read {start}"] = attention(x.detach()[:1, start:stop], context, cache)
     return found
 

@@ -62,7 +62,7 @@ def test_the_compiler_sees_one_operation_each_way(without_elements: None) -> Non
         graphs.append(str(graph.graph))
         return make_boxed_func(graph)
 
-    context = attention_context(FAMILIES["llama"], torch.arange(S), torch.bfloat16, kernel="flash4")
+    context = attention_context(FAMILIES["llama"].layer(0).attention, torch.arange(S), torch.bfloat16, kernel="flash4")
     compiled = torch.compile(
         lambda q, k, v: attend(q, k, v, context) * 2.0, backend=aot_autograd(fw_compiler=keep), fullgraph=True
     )
@@ -75,7 +75,7 @@ def test_the_compiler_sees_one_operation_each_way(without_elements: None) -> Non
 
 def test_the_choice_leads_to_the_kernel() -> None:
     assert AttentionChoice("flash4").kernel == "flash4"
-    llama = attention_context(FAMILIES["llama"], torch.arange(S), torch.bfloat16, kernel="flash4")
+    llama = attention_context(FAMILIES["llama"].layer(0).attention, torch.arange(S), torch.bfloat16, kernel="flash4")
     assert llama.flash4 and llama.bias is None
 
 

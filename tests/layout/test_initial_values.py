@@ -21,7 +21,7 @@ from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout import initial_values
 from phalanx.layout.initial_values import fill, initialise_parameters
-from phalanx.nn.initial import InitRule, InitRules
+from phalanx.nn.parameters import InitRule, InitRules
 from phalanx.torch_compat.common import full_name
 from small_models import GPT, LLAMA
 

@@ -18,7 +18,7 @@ from distributed_ranks import run_ranks
 from phalanx.config.schema import Layout
 from phalanx.errors import PhalanxError
 from phalanx.layout.parallelize import ParallelModule, parallelize
-from phalanx.nn.initial import InitRule, InitRules
+from phalanx.nn.parameters import InitRule, InitRules
 from phalanx.nn.splits import Split
 from whole_model import CPU, Box, box, joined
 

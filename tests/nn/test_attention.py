@@ -24,7 +24,9 @@ def mixed_values(
     generator = torch.Generator().manual_seed(3)
     shapes = [(2, heads, 40, model.head_size) for heads in (model.n_heads, model.kv_heads, model.kv_heads)]
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-    context = attention_context(model, torch.arange(40), dtype, kernel=kernel, document_ids_BS=documents)
+    context = attention_context(
+        model.layer(0).attention, torch.arange(40), dtype, kernel=kernel, document_ids_BS=documents
+    )
     return attend(*inputs, context)
 
 
@@ -40,8 +42,10 @@ def test_flex_gives_the_numbers_of_sdpa(family: str, documents: torch.Tensor | N
 def test_only_plain_causal_masks_run_without_the_guard_for_masked_rows() -> None:
     """On a GPU, unguarded document masks give NaN: a query meets blocks of keys that it may not see at all."""
     positions = torch.arange(40)
-    assert attention_context(MPT, positions, torch.float32, kernel="flex").rows_safe
-    packed = attention_context(MPT, positions, torch.float32, kernel="flex", document_ids_BS=DOCUMENTS)
+    assert attention_context(MPT.layer(0).attention, positions, torch.float32, kernel="flex").rows_safe
+    packed = attention_context(
+        MPT.layer(0).attention, positions, torch.float32, kernel="flex", document_ids_BS=DOCUMENTS
+    )
     assert not packed.rows_safe
 
 
@@ -56,7 +60,9 @@ def test_repeated_keys_give_the_numbers_of_shared_ones(dtype: torch.dtype, docum
     found = {}
     kernels: tuple[AttentionKernel, ...] = ("sdpa", "efficient")
     for kernel in kernels:
-        context = attention_context(LLAMA, torch.arange(40), dtype, kernel=kernel, document_ids_BS=documents)
+        context = attention_context(
+            LLAMA.layer(0).attention, torch.arange(40), dtype, kernel=kernel, document_ids_BS=documents
+        )
         assert context.repeated == (kernel == "efficient")
         out = attend(*inputs, context)
         found[kernel] = (out, *torch.autograd.grad(out, inputs, grad))
@@ -79,7 +85,7 @@ def test_accelerators_get_keys_for_every_head_where_no_fused_kernel_shares_them(
     dtype: torch.dtype, documents: torch.Tensor | None, rocm: bool, repeated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "is_rocm", lambda: rocm)
-    context = attention_context(LLAMA, torch.arange(40), dtype, document_ids_BS=documents)
+    context = attention_context(LLAMA.layer(0).attention, torch.arange(40), dtype, document_ids_BS=documents)
     query, key = (
         torch.empty(2, heads, 40, LLAMA.head_size, dtype=dtype, device="meta")
         for heads in (LLAMA.n_heads, LLAMA.kv_heads)
@@ -96,7 +102,7 @@ def test_accelerators_get_keys_for_every_head_where_no_fused_kernel_shares_them(
 
 
 def test_alibi_bias_is_slope_times_distance() -> None:
-    context = attention_context(MPT, torch.arange(5), torch.float64)
+    context = attention_context(MPT.layer(0).attention, torch.arange(5), torch.float64)
     assert context.bias is not None
     slope = 2.0 ** -(8 * 2 / 8)  # head 0 of 6 takes the second slope of 8
     expected = torch.tensor([-3 * slope, -2 * slope, -slope, 0.0, -torch.inf], dtype=torch.float64)
@@ -162,7 +168,7 @@ def test_clipping_clamps_queries_keys_and_values() -> None:
     attention = random_decoder(model).blocks[0].attention
     x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0))
     clipped = attention._project(x)
-    attention.clip_qkv = None
+    attention.clip = None
     for ours, plain in zip(clipped, attention._project(x), strict=True):
         assert plain.abs().max() > 0.3
         assert torch.equal(ours, plain.clamp(-0.3, 0.3))
@@ -186,7 +192,7 @@ def test_kernels_get_rows_that_begin_at_multiples_of_16_bytes(
 
     attention.attend = core
     samples, length = samples_length
-    context = attention_context(model, torch.arange(length), torch.float32)
+    context = attention_context(model.layer(0).attention, torch.arange(length), torch.float32)
     attention(torch.ones(samples, length, model.d_model), context).sum().backward()
     assert len(seen) == 3
     for x in seen:
@@ -216,7 +222,7 @@ def test_a_single_query_meets_no_kernel_that_checks_its_strides(family: str) -> 
     )
     found = {}
     for kernel in ("sdpa", "efficient"):
-        context = attention_context(model, torch.tensor([39]), torch.float64, kernel=kernel, past=39)
+        context = attention_context(model.layer(0).attention, torch.tensor([39]), torch.float64, kernel=kernel, past=39)
         graphs: list[str] = []
 
         def keep(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor], graphs: list[str] = graphs) -> Any:

@@ -10,30 +10,28 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from phalanx.config.model import RopeScaling
+from phalanx.config.model import AlibiConfig, RopeConfig, RopeScaling
 from phalanx.nn.positions import alibi_slopes, rope_frequencies, rope_tables, rotate
-from small_models import LLAMA, MPT
+from small_models import LLAMA
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 20, 112])
 def test_alibi_slopes_are_those_of_mpt(heads: int) -> None:
-    model = MPT.model_copy(update={"n_heads": heads, "d_model": 8 * heads})
     # The bias one position back is minus the slope.
     expected = -build_mpt_alibi_tensor(heads, 2)[:, 0, 0]
-    torch.testing.assert_close(alibi_slopes(model, CPU), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(alibi_slopes(AlibiConfig(heads, 8.0), CPU), expected, rtol=1e-6, atol=0)
 
 
 def test_rotary_frequencies_without_scaling() -> None:
-    model = LLAMA.model_copy(update={"rope_scaling": None})
     expected = torch.tensor([5000.0 ** (-2 * i / 8) for i in range(4)])
-    torch.testing.assert_close(rope_frequencies(model, CPU), expected)
+    torch.testing.assert_close(rope_frequencies(RopeConfig(8, 5000.0, None), CPU), expected)
 
 
 def test_scaled_rotary_frequencies_are_those_of_llama_3() -> None:
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_positions=8192)
-    model = LLAMA.model_copy(update={"head_dim": 128, "rope_theta": 500000.0, "rope_scaling": scaling})
+    rope = RopeConfig(128, 500000.0, scaling)
     config = LlamaConfig(
         hidden_size=4096,
         num_attention_heads=32,
@@ -47,16 +45,18 @@ def test_scaled_rotary_frequencies_are_those_of_llama_3() -> None:
         },
     )
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, CPU)
-    torch.testing.assert_close(rope_frequencies(model, CPU), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(rope_frequencies(rope, CPU), expected, rtol=1e-6, atol=0)
 
 
 def test_rotation_makes_products_depend_on_distance_alone() -> None:
+    rope = LLAMA.layer(0).attention.rope
+    assert rope is not None
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 1, 1, 1, 8, generator=generator, dtype=torch.float64)
 
     def product(query_position: int, key_position: int) -> float:
         turned = [
-            rotate(x, *(table.double() for table in rope_tables(LLAMA, torch.tensor([position]))))
+            rotate(x, *(table.double() for table in rope_tables(rope, torch.tensor([position]))))
             for x, position in ((query, query_position), (key, key_position))
         ]
         return float((turned[0] * turned[1]).sum())

@@ -2,10 +2,16 @@
 
 Pure description: it holds what defines the function the model computes and nothing about devices or layouts.
 Cross-field rules that belong to the shape alone (heads that divide the width) are checked here.
+
+`LanguageModel.layer` says what one layer is, in a typed configuration for each module of `nn` that it is built of. Modules,
+splits and sizes are made from these, so layers may differ, and an option of attention or MLP is one field here and one
+place in `nn`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -50,6 +56,126 @@ class RopeScaling(Section):
                 f"low_freq_factor={self.low_freq_factor} must be less than high_freq_factor={self.high_freq_factor}"
             )
         return self
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """A normalisation over the last dim."""
+
+    width: int
+    kind: Literal["layernorm", "rmsnorm"]
+    eps: float
+    bias: bool
+    """Whether a LayerNorm has a bias; RMSNorm never has one."""
+
+    def parameter_count(self) -> int:
+        """Return all parameters."""
+        return self.width * (2 if self.bias and self.kind == "layernorm" else 1)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary positions."""
+
+    size: int
+    """Features of a head that are rotated."""
+    theta: float
+    """Base of the frequencies."""
+    scaling: RopeScaling | None
+
+
+@dataclass(frozen=True)
+class AlibiConfig:
+    """Linear biases of attention."""
+
+    heads: int
+    bias_max: float
+    """Slopes run from 2^-(bias_max/heads) to 2^-bias_max."""
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Self-attention of one layer. Layers with equal attention share masks and rotary tables."""
+
+    width: int
+    """Features of the residual stream."""
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    head_size: int
+    bias: bool
+    """Whether the projections have biases."""
+    head_norm: NormConfig | None
+    """Normalisation of each query and key head before the product; None leaves them."""
+    clip: float | None
+    """Clamp on the projected queries, keys and values; None leaves them."""
+    rope: RopeConfig | None
+    alibi: AlibiConfig | None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key and a value head."""
+        return self.heads // self.kv_heads
+
+    def matrix_parameters(self) -> int:
+        """Return the parameters of the projections."""
+        return 2 * self.width * (self.heads + self.kv_heads) * self.head_size
+
+    def parameter_count(self) -> int:
+        """Return all parameters."""
+        biases = (self.heads + 2 * self.kv_heads) * self.head_size + self.width if self.bias else 0
+        norms = 0 if self.head_norm is None else 2 * self.head_norm.parameter_count()
+        return self.matrix_parameters() + biases + norms
+
+    def products_per_token(self, positions: int) -> int:
+        """Return the multiplications of scores and weighted values for one query that attends to all `positions`."""
+        return 2 * self.heads * self.head_size * positions
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """MLP of one layer."""
+
+    width: int
+    """Features of the residual stream."""
+    hidden: int
+    """Hidden features."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu"]
+    bias: bool
+
+    @property
+    def gated(self) -> bool:
+        """Whether a gate multiplies the hidden features, which takes a third matrix."""
+        return self.activation == "swiglu"
+
+    def matrix_parameters(self) -> int:
+        """Return the parameters of the matrices."""
+        return (3 if self.gated else 2) * self.width * self.hidden
+
+    def parameter_count(self) -> int:
+        """Return all parameters."""
+        biases = (2 if self.gated else 1) * self.hidden + self.width if self.bias else 0
+        return self.matrix_parameters() + biases
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    norm: NormConfig
+    """Both norms."""
+    attention: AttentionConfig
+    mlp: MLPConfig
+    dropout: float
+    """Chance that an element of a residual branch is dropped."""
+
+    def matrix_parameters(self) -> int:
+        """Return the parameters that multiply every token."""
+        return self.attention.matrix_parameters() + self.mlp.matrix_parameters()
+
+    def parameter_count(self) -> int:
+        """Return all parameters."""
+        return self.attention.parameter_count() + self.mlp.parameter_count() + 2 * self.norm.parameter_count()
 
 
 class LanguageModel(BlockModel):
@@ -113,6 +239,36 @@ class LanguageModel(BlockModel):
         if self.positions != "rope" and self.rope_scaling is not None:
             raise ValueError(f"rope_scaling has no effect with positions={self.positions}; set it to null")
         return self
+
+    def layer(self, number: int) -> LayerConfig:
+        """Return what layer `number` is; as yet all are alike."""
+        rope = RopeConfig(self.head_size, self.rope_theta, self.rope_scaling)
+        alibi = AlibiConfig(self.n_heads, self.alibi_bias_max)
+        return LayerConfig(
+            norm=self.residual_norm,
+            attention=AttentionConfig(
+                width=self.d_model,
+                heads=self.n_heads,
+                kv_heads=self.kv_heads,
+                head_size=self.head_size,
+                bias=self.bias,
+                head_norm=NormConfig(self.head_size, self.norm, self.norm_eps, bias=False) if self.qk_norm else None,
+                clip=self.clip_qkv,
+                rope=rope if self.positions == "rope" else None,
+                alibi=alibi if self.positions == "alibi" else None,
+            ),
+            mlp=MLPConfig(width=self.d_model, hidden=self.ff_size, activation=self.mlp, bias=self.bias),
+            dropout=self.dropout,
+        )
+
+    def layer_kinds(self) -> Mapping[LayerConfig, int]:
+        """Return the layers that differ, each with how many there are of it."""
+        return {self.layer(0): self.n_layers}
+
+    @property
+    def residual_norm(self) -> NormConfig:
+        """Normalisation of the residual stream: in every layer and before the head."""
+        return NormConfig(self.d_model, self.norm, self.norm_eps, self.bias)
 
     @property
     def kv_heads(self) -> int:

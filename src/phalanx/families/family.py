@@ -16,8 +16,7 @@ from typing import ClassVar, Self
 from phalanx.config.families import sizes_of
 from phalanx.config.model import Model
 from phalanx.config.schema import Run
-from phalanx.nn.initial import InitRules
-from phalanx.nn.kinds import ParameterKind
+from phalanx.nn.parameters import InitRules, ParameterKind
 from phalanx.nn.precision import PRECISIONS, Precision
 from phalanx.nn.splits import SplitCount, Splits
 

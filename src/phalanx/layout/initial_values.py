@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.counter_random import normal_values, stream_key
 from phalanx.errors import PhalanxError
 from phalanx.layout.place import TensorSplit, TensorSplits, place_of
-from phalanx.nn.initial import InitRule, InitRules
+from phalanx.nn.parameters import InitRule, InitRules
 
 _CHUNK_CPU = 32_000
 """Elements a thread fills at a time: its temporaries stay in the cache of its core, and PyTorch spreads no operation on

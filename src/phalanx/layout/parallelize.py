@@ -33,7 +33,7 @@ from phalanx.layout.place import Place, TensorSplits, place_of
 from phalanx.layout.prepare_blocks import compile_blocks, recompute_block
 from phalanx.layout.spec import DEGREES, ResolvedLayout
 from phalanx.layout.tensor_parallel.split_plain import PlainSplit, split_plain_modules
-from phalanx.nn.initial import InitRules
+from phalanx.nn.parameters import InitRules
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import Split
 

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import AttentionConfig
 from phalanx.kernels.flash4 import flash4_attention
-from phalanx.nn.layers import Linear, Norm
+from phalanx.nn.layers import Linear, build_norm
 from phalanx.nn.positions import alibi_slopes, rope_tables, rotate
+from phalanx.nn.splits import Split, Splits
 from phalanx.torch_compat import common as compat
 
 AttentionKernel = Literal["sdpa", "efficient", "flex", "flash4"]
@@ -86,7 +87,7 @@ class KeyValueCache:
 
 
 def attention_context(
-    config: LanguageModel,
+    config: AttentionConfig,
     positions_S: Tensor,
     dtype: torch.dtype,
     *,
@@ -101,17 +102,15 @@ def attention_context(
     past: number of cached positions before the first query (generation only; the keys are then positions 0 .. past+S-1).
     heads: the query heads that are computed.
     """
-    rope = rope_tables(config, positions_S) if config.positions == "rope" else None
-    alibi = config.positions == "alibi"
+    rope = None if config.rope is None else rope_tables(config.rope, positions_S)
+    slopes_H = None if config.alibi is None else alibi_slopes(config.alibi, positions_S.device)[heads]
     if kernel == "flex":
-        slopes = alibi_slopes(config, positions_S.device)[heads] if alibi else None
         mask = _flex_mask(positions_S, document_ids_BS)
-        return AttentionContext(rope, None, slopes, mask, rows_safe=document_ids_BS is None)
-    if not alibi and document_ids_BS is None and past == 0:
+        return AttentionContext(rope, None, slopes_H, mask, rows_safe=document_ids_BS is None)
+    if slopes_H is None and document_ids_BS is None and past == 0:
         return AttentionContext(rope, None, None, None, flash4=kernel == "flash4", repeated=kernel == "efficient")
     keys = torch.arange(past + len(positions_S), device=positions_S.device)
     documents = None if document_ids_BS is None else (document_ids_BS, document_ids_BS)
-    slopes_H = alibi_slopes(config, positions_S.device)[heads] if alibi else None
     bias = dense_bias(slopes_H, positions_S, keys, dtype, documents)
     return AttentionContext(rope, bias, None, None, repeated=kernel == "efficient")
 
@@ -121,7 +120,7 @@ class ContextBuilder(Protocol):
 
     def __call__(
         self,
-        config: LanguageModel,
+        config: AttentionConfig,
         positions_S: Tensor,
         dtype: torch.dtype,
         *,
@@ -276,19 +275,18 @@ class Attention(nn.Module):
     contiguous part of the rows is therefore a whole number of groups, which is what tensor parallelism splits.
     """
 
-    def __init__(self, config: LanguageModel) -> None:
+    def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
         self.head_size = config.head_size
-        self.group = config.n_heads // config.kv_heads
-        self.clip_qkv = config.clip_qkv
+        self.group = config.group
+        self.clip = config.clip
         self.attend: AttentionCore = attend
-        width = config.n_heads * config.head_size
-        self.qkv = Linear(config.d_model, width + 2 * config.kv_heads * config.head_size, bias=config.bias)
-        self.output = Linear(width, config.d_model, bias=config.bias)
+        width = config.heads * config.head_size
+        self.qkv = Linear(config.width, width + 2 * config.kv_heads * config.head_size, bias=config.bias)
+        self.output = Linear(width, config.width, bias=config.bias)
         self.query_norm = self.key_norm = None
-        if config.qk_norm:
-            self.query_norm = Norm(config.head_size, kind=config.norm, eps=config.norm_eps, bias=False)
-            self.key_norm = Norm(config.head_size, kind=config.norm, eps=config.norm_eps, bias=False)
+        if config.head_norm is not None:
+            self.query_norm, self.key_norm = build_norm(config.head_norm), build_norm(config.head_norm)
 
     def forward(self, x_BSD: Tensor, context: RotaryContext, cache: KeyValueCache | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]. With `cache`, keys and values of earlier positions are attended to as well."""
@@ -305,11 +303,23 @@ class Attention(nn.Module):
     def _project(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [B, S, H, E], keys and values [B, S, K, E]."""
         qkv = self.qkv(x_BSD)
-        if self.clip_qkv is not None:
-            qkv = qkv.clamp(-self.clip_qkv, self.clip_qkv)
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
         grouped = qkv.unflatten(-1, (-1, self.group + 2, self.head_size))
         query = grouped[..., : self.group, :].flatten(2, 3)
         key, value = grouped[..., self.group, :], grouped[..., self.group + 1, :]
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
+
+
+def attention_splits(config: AttentionConfig) -> Splits:
+    """Return how attention may be split over tensor-parallel ranks, by names in it; "" is attention itself.
+
+    Whole groups of heads stay together: query heads need the key and the value head that they share.
+    """
+    return [
+        ("", Split("attention")),
+        ("qkv", Split("column", (config.group + 2) * config.head_size)),
+        ("output", Split("row", config.group * config.head_size)),
+    ]

@@ -1,4 +1,4 @@
-"""Layers without attention: linear, normalisation, MLP. Plain PyTorch for one device.
+"""Layers without attention: linear, normalisation, MLP, and numbered blocks of any. Plain PyTorch for one device.
 
 Parameters are kept in their own (main) format and cast to the format of the activations where they are used, so the same
 code runs with float32 main parameters and bfloat16 activations, or with parameters that somebody else has already cast.
@@ -7,13 +7,16 @@ code runs with float32 main parameters and bfloat16 activations, or with paramet
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import MLPConfig, NormConfig
 from phalanx.kernels.swiglu import gated_linear, swiglu
+from phalanx.nn.splits import Split, Splits
 
 
 class Linear(nn.Module):
@@ -99,11 +102,11 @@ def gate_block(d_ff: int) -> int:
 class GeluMLP(nn.Module):
     """down(gelu(up(x))), exact GELU or its tanh form (GPT-2)."""
 
-    def __init__(self, config: LanguageModel) -> None:
+    def __init__(self, config: MLPConfig) -> None:
         super().__init__()
-        self.approximate = "tanh" if config.mlp == "gelu_tanh" else "none"
-        self.up = Linear(config.d_model, config.ff_size, bias=config.bias)
-        self.down = Linear(config.ff_size, config.d_model, bias=config.bias)
+        self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
+        self.up = Linear(config.width, config.hidden, bias=config.bias)
+        self.down = Linear(config.hidden, config.width, bias=config.bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
@@ -114,10 +117,10 @@ class GeluMLP(nn.Module):
 class SwigluMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020), gate and up in one matrix; see `gate_block` for its row order."""
 
-    def __init__(self, config: LanguageModel) -> None:
+    def __init__(self, config: MLPConfig) -> None:
         super().__init__()
-        self.gate_up = Linear(config.d_model, 2 * config.ff_size, bias=config.bias)
-        self.down = GatedLinear(config.ff_size, config.d_model, bias=config.bias, block=gate_block(config.ff_size))
+        self.gate_up = Linear(config.width, 2 * config.hidden, bias=config.bias)
+        self.down = GatedLinear(config.hidden, config.width, bias=config.bias, block=gate_block(config.hidden))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
@@ -125,11 +128,47 @@ class SwigluMLP(nn.Module):
         return hidden
 
 
-def build_mlp(config: LanguageModel) -> GeluMLP | SwigluMLP:
-    """Return the MLP `config.mlp` asks for."""
-    return SwigluMLP(config) if config.mlp == "swiglu" else GeluMLP(config)
+def build_mlp(config: MLPConfig) -> GeluMLP | SwigluMLP:
+    """Return the MLP that `config` asks for."""
+    return SwigluMLP(config) if config.gated else GeluMLP(config)
 
 
-def build_norm(config: LanguageModel) -> Norm:
-    """Return a norm of the kind that `config` asks for, of the residual stream's width."""
-    return Norm(config.d_model, kind=config.norm, eps=config.norm_eps, bias=config.bias)
+def mlp_unit(config: MLPConfig) -> int:
+    """Return the hidden features that tensor parallelism keeps together; see `gate_block`."""
+    return gate_block(config.hidden) if config.gated else 1
+
+
+def mlp_splits(config: MLPConfig) -> Splits:
+    """Return how the matrices of an MLP may be split over tensor-parallel ranks, by their names in it."""
+    unit = mlp_unit(config)
+    first = ("gate_up", Split("column", 2 * unit)) if config.gated else ("up", Split("column"))
+    return [first, ("down", Split("row", unit))]
+
+
+def build_norm(config: NormConfig) -> Norm:
+    """Return the norm that `config` asks for."""
+    return Norm(config.width, kind=config.kind, eps=config.eps, bias=config.bias)
+
+
+Block = TypeVar("Block", bound=nn.Module)
+
+
+class NumberedBlocks(nn.Module, Generic[Block]):
+    """Consecutive blocks under their numbers in the whole model, so that parameter names do not depend on the part."""
+
+    def __init__(self, make: Callable[[int], Block], numbers: range) -> None:
+        super().__init__()
+        self.numbers = numbers
+        for number in numbers:
+            self.add_module(str(number), make(number))
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[Block]:
+        return (self[number] for number in self.numbers)
+
+    def __getitem__(self, number: int) -> Block:
+        """Return the block with this number in the whole model."""
+        block: Block = self._modules[str(number)]  # type: ignore[assignment]
+        return block

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.config.model import LanguageModel, RopeScaling
+from phalanx.config.model import AlibiConfig, RopeConfig
 
 
 class Positions(NamedTuple):
@@ -20,28 +20,26 @@ class Positions(NamedTuple):
     """int64: of the rows of the residual stream."""
 
 
-def rope_frequencies(config: LanguageModel, device: torch.device) -> Tensor:
+def rope_frequencies(rope: RopeConfig, device: torch.device) -> Tensor:
     """Return rotary frequencies in radians a position, float32 [E/2] (Su et al. 2021, section 3.2.2).
 
-    With `rope_scaling`, frequencies whose wavelength exceeds the pre-training context are divided by `factor`, short ones
+    With a scaling, frequencies whose wavelength exceeds the pre-training context are divided by `factor`, short ones
     kept, and those between blended linearly (Llama 3.1).
     """
-    size = config.head_size
-    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-    frequencies = config.rope_theta**-exponents
-    return frequencies if config.rope_scaling is None else _stretch(frequencies, config.rope_scaling)
-
-
-def _stretch(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    exponents = torch.arange(0, rope.size, 2, dtype=torch.float32, device=device) / rope.size
+    frequencies = rope.theta**-exponents
+    scaling = rope.scaling
+    if scaling is None:
+        return frequencies
     turns = scaling.original_positions * frequencies / (2 * math.pi)
     keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     keep = keep.clamp(0.0, 1.0)
     return frequencies * (keep + (1.0 - keep) / scaling.factor)
 
 
-def rope_tables(config: LanguageModel, positions_S: Tensor) -> tuple[Tensor, Tensor]:
+def rope_tables(rope: RopeConfig, positions_S: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles at integer `positions_S`: two float32 [S, E/2]."""
-    angles = positions_S.to(torch.float32)[:, None] * rope_frequencies(config, positions_S.device)
+    angles = positions_S.to(torch.float32)[:, None] * rope_frequencies(rope, positions_S.device)
     return angles.cos(), angles.sin()
 
 
@@ -53,14 +51,14 @@ def rotate(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHE.dtype)
 
 
-def alibi_slopes(config: LanguageModel, device: torch.device) -> Tensor:
+def alibi_slopes(alibi: AlibiConfig, device: torch.device) -> Tensor:
     """Return the slope of each head, float32 [H]: bias = slope * (key position - query position) (Press et al. 2022).
 
     Head counts that are no power of two take every second slope of the next power of two first, as MPT does.
     """
-    count = 2 ** math.ceil(math.log2(config.n_heads))
-    exponents = torch.arange(1, count + 1, dtype=torch.float32, device=device) * (config.alibi_bias_max / count)
+    count = 2 ** math.ceil(math.log2(alibi.heads))
+    exponents = torch.arange(1, count + 1, dtype=torch.float32, device=device) * (alibi.bias_max / count)
     slopes: Tensor = 2.0**-exponents
-    if count != config.n_heads:
+    if count != alibi.heads:
         slopes = torch.cat((slopes[1::2], slopes[::2]))
-    return slopes[: config.n_heads]
+    return slopes[: alibi.heads]

@@ -33,6 +33,11 @@ Splits = list[tuple[str, Split]]
 """Patterns of module names with their split; a module that no pattern names is computed alike on every rank."""
 
 
+def name_splits(module: str, splits: Splits) -> Splits:
+    """Return `splits` of a module, which go by the names in it, by the names in the model. module: pattern of its name."""
+    return [(f"{module}.{name}" if name else module, split) for name, split in splits]
+
+
 @dataclass(frozen=True)
 class SplitCount:
     """A number of equal things that a degree of parallelism must divide."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import NormConfig
 from phalanx.counter_random import CounterDropout, DropoutContext
 from phalanx.nn.cross_entropy import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
 from phalanx.nn.layers import build_norm
@@ -17,15 +17,18 @@ class TokenEmbedding(nn.Module):
 
     positions: nn.Parameter | None
 
-    def __init__(self, config: LanguageModel, dtype: torch.dtype) -> None:
+    def __init__(
+        self, vocab_size: int, width: int, *, learned_positions: int | None, dropout: float, dtype: torch.dtype
+    ) -> None:
+        """learned_positions: rows of the table of positions; None has none. dtype: of the activations."""
         super().__init__()
         self.dtype = dtype
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
-        if config.positions == "learned":
-            self.positions = nn.Parameter(torch.empty(config.max_positions, config.d_model))
+        self.weight = nn.Parameter(torch.empty(vocab_size, width))
+        if learned_positions is not None:
+            self.positions = nn.Parameter(torch.empty(learned_positions, width))
         else:
             self.register_parameter("positions", None)
-        self.dropout = CounterDropout(config.dropout, site=0)
+        self.dropout = CounterDropout(dropout, site=0)
 
     def forward(self, tokens_BS: Tensor, positions_S: Tensor, dropout: DropoutContext | None = None) -> Tensor:
         """Embed token ids [B, S] as activations [B, S, D] in the model's activation format.
@@ -51,15 +54,17 @@ class OutputHead(nn.Module):
 
     weight: nn.Parameter | None
 
-    def __init__(self, config: LanguageModel, *, chunk_tokens: int, z_loss: float, owns_weight: bool) -> None:
+    def __init__(
+        self, vocab_size: int, norm: NormConfig, *, chunk_tokens: int, z_loss: float, owns_weight: bool
+    ) -> None:
         super().__init__()
-        self.norm = build_norm(config)
+        self.norm = build_norm(norm)
         if owns_weight:
-            self.weight = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+            self.weight = nn.Parameter(torch.empty(vocab_size, norm.width))
         else:
             # None rather than no attribute, so that code may ask for it in either case.
             self.register_parameter("weight", None)
-        self.vocab_size = config.vocab_size
+        self.vocab_size = vocab_size
         self.chunk_tokens = chunk_tokens
         self.z_loss = z_loss
         # An attribute, so that a compiled or a vocabulary-parallel form can take its place.

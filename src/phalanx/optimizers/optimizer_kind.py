@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.config.schema import Optimizer
 from phalanx.extensions import Registry
-from phalanx.nn.kinds import ParameterKind
+from phalanx.nn.parameters import ParameterKind
 
 Group = dict[str, Any]
 """Parameters that are updated alike, as `torch.optim.Optimizer` takes them: `params` and `weight_decay`."""

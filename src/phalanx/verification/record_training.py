@@ -18,7 +18,7 @@ from phalanx.layout.layout_model import Stage
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.nn.initial import InitRule
+from phalanx.nn.parameters import InitRule
 from phalanx.optimizers import build_optimizer
 from phalanx.training.step import TrainStep
 from phalanx.verification.family import VerifiableModel

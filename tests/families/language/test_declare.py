@@ -14,8 +14,8 @@ from phalanx.config.model import LanguageModel
 from phalanx.config.presets import load_preset, preset_names
 from phalanx.families.language.declare import DeclaredLanguage, ParameterKind
 from phalanx.families.language.model.decoder import Decoder
-from phalanx.nn.initial import InitRule
 from phalanx.nn.layers import Linear, Norm
+from phalanx.nn.parameters import InitRule
 
 OPTIONS: dict[str, list[object]] = {
     "positions": ["learned", "alibi", "rope"],

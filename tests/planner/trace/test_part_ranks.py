@@ -54,7 +54,7 @@ def communicate(model: LanguageModel, tp: int, cp: int, recompute: Any) -> list[
     (block,) = part.blocks
     recompute_block(block, recompute)
     positions = share.positions(LENGTH, torch.device("cpu"))
-    context = part.attention_context(model, positions.tokens_S, torch.float32)
+    context = part.attention_context(model.layer(0).attention, positions.tokens_S, torch.float32)
     x = torch.randn(SAMPLES, LENGTH // (tp * cp), model.d_model, requires_grad=True)
     with Communication() as seen:
         block(x, context).sum().backward()

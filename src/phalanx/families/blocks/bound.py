@@ -36,9 +36,8 @@ from phalanx.layout.mesh import Mesh
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.streamed_weights.stream_pairs import Stream, stream_matrices
-from phalanx.nn.initial import InitRules
-from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.layers import Linear
+from phalanx.nn.parameters import InitRules, ParameterKind
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk, SplitCount, Splits
 from phalanx.planner.trace.traced_model import MODEL_PARTS, Kernel, PartName, PartTracer, Setting, TracedModel

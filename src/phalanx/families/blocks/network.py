@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from phalanx.config.model import BlockModel
 from phalanx.data.sources import TensorSpec, valid_targets
-from phalanx.nn.blocks import NumberedBlocks
-from phalanx.nn.initial import InitRule, InitRules
-from phalanx.nn.kinds import ParameterKind
+from phalanx.nn.layers import NumberedBlocks
+from phalanx.nn.parameters import InitRule, InitRules, ParameterKind
 from phalanx.nn.splits import ModelChunk, Splits
 
 

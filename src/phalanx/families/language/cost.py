@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,15 +55,17 @@ class LanguageParts(DeclaredLanguage, PartTracer):
             if isinstance(module, Attention):
                 module.attend = core
         split_context(part, share, core)
-        if name != "block":
-            # Built once a stage: it belongs to the blocks.
-            part.attention_context = _no_context
-        elif self.setting.attention == "flex":
-            _without_bias(part)
+        if self.setting.attention == "flex":
+            # FlexAttention computes its bias: nothing is kept for it.
+            _change_context(part, "bias", lambda bias: None)
         elif stream is not None:
-            _with_one_bias(part)
+            # The bias of one head, not of each head of a chunk: what chunks share is counted with what blocks share.
+            _change_context(part, "bias", lambda bias: bias[:, :1])
         if name == "block" and stream is not None:
-            _with_slopes_of_chunks(part)
+            # A ring has slopes for the heads of all chunks, of which the traced projection pair has its own number.
+            pair = next(m.pair for m in part.modules() if isinstance(m, Streamed) and isinstance(m, Attention))
+            heads = pair.plan.units * model.layer(0).attention.group
+            _change_context(part, "slopes_H", lambda slopes_H: slopes_H.new_empty(heads))
         return LanguageStage(part.to(dtype), 0, share, seed=0, length=self.setting.length)
 
     def whole_part(self, part: ModelChunk) -> nn.Module:
@@ -155,42 +158,13 @@ def _math_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> 
     return out
 
 
-def _no_context(*_: Any, **_keywords: Any) -> Any:
-    return None
-
-
-def _without_bias(part: Decoder) -> None:
-    """FlexAttention computes its bias: nothing is kept for it."""
+def _change_context(part: Decoder, field: str, change: Callable[[Tensor], Tensor | None]) -> None:
+    """Put `change` of a tensor into what the layers of `part` have in common, where their context has that field."""
     build = part.attention_context
 
     def context(*arguments: Any, **keywords: Any) -> Any:
         made: Any = build(*arguments, **keywords)
-        return made._replace(bias=None) if hasattr(made, "bias") else made
-
-    part.attention_context = context
-
-
-def _with_one_bias(part: Decoder) -> None:
-    """A bias for one head in place of those of a chunk's heads: what they share is counted with what blocks share."""
-    build = part.attention_context
-
-    def context(*arguments: Any, **keywords: Any) -> Any:
-        made: Any = build(*arguments, **keywords)
-        bias = getattr(made, "bias", None)
-        return made if bias is None else made._replace(bias=bias[:, :1])
-
-    part.attention_context = context
-
-
-def _with_slopes_of_chunks(part: Decoder) -> None:
-    """As many slopes for a ring as the heads of all chunks, of which a chain that is traced has its own number."""
-    build = part.attention_context
-    chain = next(m.pair for m in part.modules() if isinstance(m, Streamed) and isinstance(m, Attention))
-    each = part.config.n_heads // part.config.kv_heads
-
-    def context(*arguments: Any, **keywords: Any) -> Any:
-        made: Any = build(*arguments, **keywords)
-        slopes = getattr(made, "slopes_H", None)
-        return made if slopes is None else made._replace(slopes_H=slopes.new_empty(chain.plan.units * each))
+        value = getattr(made, field, None)
+        return made if value is None else made._replace(**{field: change(value)})
 
     part.attention_context = context

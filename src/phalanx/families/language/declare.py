@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 from phalanx.config.model import LanguageModel
 from phalanx.families.family import DeclaredModel
 from phalanx.families.language.sizes import block_flops_per_token, head_flops_per_token
-from phalanx.nn.initial import InitRule, InitRules
-from phalanx.nn.kinds import ParameterKind
-from phalanx.nn.layers import gate_block
-from phalanx.nn.splits import Split, SplitCount, Splits
+from phalanx.nn.attention import attention_splits
+from phalanx.nn.layers import mlp_splits, mlp_unit
+from phalanx.nn.parameters import InitRule, InitRules, ParameterKind
+from phalanx.nn.splits import Split, SplitCount, Splits, name_splits
 
 _KINDS: tuple[tuple[str, ParameterKind], ...] = (
     ("*norm.weight", "norm"),
@@ -47,17 +47,11 @@ class DeclaredLanguage(DeclaredModel):
 
     def splits(self) -> Splits:
         """Return how modules may be split over tensor-parallel ranks; see `nn.splits`."""
-        model = self.model
-        group = model.n_heads // model.kv_heads
-        gate = gate_block(model.ff_size) if model.mlp == "swiglu" else 1
+        layer = self.model.layer(0)
         return [
             ("embedding", Split("lookup")),
-            ("blocks.*.attention", Split("attention")),
-            ("blocks.*.attention.qkv", Split("column", (group + 2) * model.head_size)),
-            ("blocks.*.attention.output", Split("row", group * model.head_size)),
-            ("blocks.*.mlp.gate_up", Split("column", 2 * gate)),
-            ("blocks.*.mlp.up", Split("column")),
-            ("blocks.*.mlp.down", Split("row", gate)),
+            *name_splits("blocks.*.attention", attention_splits(layer.attention)),
+            *name_splits("blocks.*.mlp", mlp_splits(layer.mlp)),
             ("head", Split("logits")),
         ]
 
@@ -65,11 +59,11 @@ class DeclaredLanguage(DeclaredModel):
         """Return what a tensor-parallel degree must divide. Parts of the vocabulary may be uneven, so it is not among
         them."""
         model = self.model
-        gate = gate_block(model.ff_size) if model.mlp == "swiglu" else 1
+        unit = mlp_unit(model.layer(0).mlp)
         return [
             SplitCount("model.n_heads", model.n_heads),
             SplitCount("model.n_kv_heads", model.kv_heads),
-            SplitCount("model.d_ff", model.ff_size // gate, gate),
+            SplitCount("model.d_ff", model.ff_size // unit, unit),
         ]
 
     def block_costs(self) -> tuple[float, float]:

@@ -17,8 +17,7 @@ from phalanx.families.materials.inputs import MaterialsInputs
 from phalanx.families.materials.layout import MaterialsLayout
 from phalanx.families.materials.model.heads import head_outputs
 from phalanx.families.materials.verification import MaterialsVerification
-from phalanx.nn.initial import InitRules
-from phalanx.nn.kinds import ParameterKind
+from phalanx.nn.parameters import InitRules, ParameterKind
 from phalanx.nn.splits import SplitCount
 
 

@@ -12,9 +12,8 @@ from phalanx.families.materials.model.layers import ElementTable
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.materials.sizes import block_flops, embedding_flops, head_flops
-from phalanx.nn.initial import InitRule, InitRules
-from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.layers import Linear, Norm
+from phalanx.nn.parameters import InitRule, InitRules, ParameterKind
 from phalanx.nn.splits import SplitCount, Splits
 
 _SMALL_STEP = 1e-3

@@ -9,8 +9,7 @@ from phalanx.families.family import DeclaredModel
 from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.grid_features import grid_table, sine_table
 from phalanx.families.weather.sizes import block_flops_per_sample, embedding_flops_per_sample, head_flops_per_sample
-from phalanx.nn.initial import InitRule, InitRules
-from phalanx.nn.kinds import ParameterKind
+from phalanx.nn.parameters import InitRule, InitRules, ParameterKind
 from phalanx.nn.splits import Split, SplitCount, Splits
 
 _KINDS: tuple[tuple[str, ParameterKind], ...] = (

@@ -118,7 +118,8 @@ def _causal(x: Attention, device: torch.device) -> tuple[AttentionChoice, Attend
     model = model.model_copy(update={"n_heads": x.heads, "n_kv_heads": x.kv_heads})
     shape = AttentionShape(x.samples, x.queries, torch.bfloat16, documents=False)
     choice = choose_attention("auto", model, shape, device)
-    context = attention_context(model, torch.arange(x.queries, device=device), torch.bfloat16, kernel=choice.kernel)
+    positions = torch.arange(x.queries, device=device)
+    context = attention_context(model.layer(0).attention, positions, torch.bfloat16, kernel=choice.kernel)
     return choice, lambda query, key, value: attend(query, key, value, context)
 
 
@@ -200,9 +201,10 @@ def time_blocks(
 def _time_block(clock: Clock, width: int, length: int, samples: int, compiled: bool) -> TimedBlock:
     device, dtype, model = clock.device, torch.bfloat16, model_of(width, length)
     choice = choose_attention("auto", model, AttentionShape(samples, length, dtype, documents=False), device)
-    context = attention_context(model, torch.arange(length, device=device), dtype, kernel=choice.kernel)
+    layer, positions = model.layer(0), torch.arange(length, device=device)
+    context = attention_context(layer.attention, positions, dtype, kernel=choice.kernel)
     with torch.device(device):
-        block = Block(model).to(dtype)
+        block = Block(layer).to(dtype)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     x = torch.randn(samples, length, width, device=device, dtype=dtype, requires_grad=True)

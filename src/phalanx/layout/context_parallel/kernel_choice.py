@@ -157,7 +157,8 @@ def _measure_kernel(name: str, model: LanguageModel, shape: AttentionShape, devi
     """Return median milliseconds of one forward and backward pass."""
     positions = torch.arange(shape.length, device=device)
     documents = torch.zeros(shape.samples, shape.length, dtype=torch.int32, device=device) if shape.documents else None
-    context = attention_context(model, positions, shape.dtype, kernel=_code_path(name), document_ids_BS=documents)
+    attention = model.layer(0).attention
+    context = attention_context(attention, positions, shape.dtype, kernel=_code_path(name), document_ids_BS=documents)
 
     def random(heads: int) -> torch.Tensor:
         x = torch.randn(shape.samples, shape.length, heads, model.head_size, device=device, dtype=shape.dtype)

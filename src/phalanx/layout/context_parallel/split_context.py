@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import AttentionConfig, LanguageModel
 from phalanx.layout.context_parallel.ring_attention import ring_attention, ring_positions
 from phalanx.layout.mesh import Axis
 from phalanx.layout.tensor_parallel.collectives import exchange
@@ -99,7 +99,7 @@ def split_context(model: ContextModel, share: SequenceShare, attend: AttentionCo
 
 def _ring_context(
     heads: slice,
-    config: LanguageModel,
+    config: AttentionConfig,
     positions_S: Tensor,
     dtype: torch.dtype,
     *,
@@ -109,8 +109,8 @@ def _ring_context(
 ) -> RingContext:
     assert past == 0, "cached generation runs on one rank"
     return RingContext(
-        rope_tables(config, positions_S) if config.positions == "rope" else None,
-        alibi_slopes(config, positions_S.device)[heads] if config.positions == "alibi" else None,
+        None if config.rope is None else rope_tables(config.rope, positions_S),
+        None if config.alibi is None else alibi_slopes(config.alibi, positions_S.device)[heads],
         document_ids_BS,
     )
 
@@ -125,7 +125,7 @@ def _attend_by_ring(cp: Axis, query: Tensor, key: Tensor, value: Tensor, context
 def _exchanged_context(
     cp: Axis,
     heads: slice,
-    config: LanguageModel,
+    config: AttentionConfig,
     positions_S: Tensor,
     dtype: torch.dtype,
     *,
@@ -137,7 +137,7 @@ def _exchanged_context(
     assert past == 0, "cached generation runs on one rank"
     whole_S = torch.arange(len(positions_S) * cp.size, device=positions_S.device)
     context = attention_context(config, whole_S, dtype, kernel=kernel, document_ids_BS=document_ids_BS, heads=heads)
-    return context._replace(rope=rope_tables(config, positions_S) if config.positions == "rope" else None)
+    return context._replace(rope=None if config.rope is None else rope_tables(config.rope, positions_S))
 
 
 def _attend_by_exchange(

@@ -26,8 +26,8 @@ from phalanx.layout.layout_model import LayoutModel, Stage, named_parameters
 from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import Recompute, ResolvedLayout
 from phalanx.layout.streamed_weights.stream_pairs import Stream
-from phalanx.nn.kinds import ParameterKind
 from phalanx.nn.layers import Norm, separate_gradients
+from phalanx.nn.parameters import ParameterKind
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator_kernels import fused_rms_norm
 from phalanx.planner.trace.recorder import Recorder

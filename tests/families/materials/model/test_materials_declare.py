@@ -27,7 +27,7 @@ from phalanx.families.materials.model_config import (
     PropertyHead,
 )
 from phalanx.families.materials.sizes import block_flops, head_flops, matmul_parameters, model_flops, parameter_count
-from phalanx.nn.initial import InitRule
+from phalanx.nn.parameters import InitRule
 from phalanx.nn.splits import ModelChunk
 from small_networks import BODIES, filled_network, small_model
 

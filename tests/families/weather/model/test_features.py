@@ -17,7 +17,7 @@ from phalanx.families.weather.model.grid_features import (
     wave_features,
 )
 from phalanx.families.weather.sizes import FEATURES
-from phalanx.nn.initial import Table
+from phalanx.nn.parameters import Table
 
 
 def _published_row(place: float, width: int) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import AttentionConfig, LanguageModel, LayerConfig
 from phalanx.counter_random import CounterDropout, DropoutContext
 from phalanx.nn.attention import (
     Attention,
@@ -15,9 +15,8 @@ from phalanx.nn.attention import (
     RotaryContext,
     attention_context,
 )
-from phalanx.nn.blocks import NumberedBlocks
 from phalanx.nn.cross_entropy import LossSum
-from phalanx.nn.layers import build_mlp, build_norm
+from phalanx.nn.layers import NumberedBlocks, build_mlp, build_norm
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
 from phalanx.nn.vocabulary import OutputHead, TokenEmbedding
@@ -26,12 +25,12 @@ from phalanx.nn.vocabulary import OutputHead, TokenEmbedding
 class Block(nn.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: LanguageModel) -> None:
+    def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config)
-        self.attention = Attention(config)
-        self.mlp_norm = build_norm(config)
-        self.mlp = build_mlp(config)
+        self.attention_norm = build_norm(config.norm)
+        self.attention = Attention(config.attention)
+        self.mlp_norm = build_norm(config.norm)
+        self.mlp = build_mlp(config.mlp)
         self.attention_dropout = CounterDropout(config.dropout, site=0)
         self.mlp_dropout = CounterDropout(config.dropout, site=1)
 
@@ -73,10 +72,24 @@ class Decoder(nn.Module):
         self.kernel: AttentionKernel = kernel
         self.attention_context: ContextBuilder = attention_context
         if part.first:
-            self.embedding = TokenEmbedding(config, dtype)
-        self.blocks = NumberedBlocks(lambda number: Block(config), part.blocks)
+            self.embedding = TokenEmbedding(
+                config.vocab_size,
+                config.d_model,
+                learned_positions=config.max_positions if config.positions == "learned" else None,
+                dropout=config.dropout,
+                dtype=dtype,
+            )
+        self.layer_configs = [config.layer(number) for number in part.blocks]
+        """What each block is."""
+        self.blocks = NumberedBlocks(lambda number: Block(config.layer(number)), part.blocks)
         if part.last:
-            self.head = OutputHead(config, chunk_tokens=chunk_tokens, z_loss=z_loss, owns_weight=not self._tied_here())
+            self.head = OutputHead(
+                config.vocab_size,
+                config.residual_norm,
+                chunk_tokens=chunk_tokens,
+                z_loss=z_loss,
+                owns_weight=not self._tied_here(),
+            )
 
     def forward(
         self,
@@ -107,12 +120,11 @@ class Decoder(nn.Module):
         inputs: token ids [B, S], or activations [B, S, D] where the part does not hold the embedding. document_ids: of
         whole samples, whatever part of their positions is computed here.
         """
-        context = self.attention_context(
-            self.config, positions.tokens_S, self.dtype, kernel=self.kernel, document_ids_BS=document_ids_BS
-        )
+        contexts = self._contexts(positions.tokens_S, self.kernel, document_ids_BS=document_ids_BS)
         x_BSD = self.embedding(inputs, positions.rows_S, dropout) if self.part.first else inputs
-        for number, block in zip(self.part.blocks, self.blocks, strict=True):
-            x_BSD = block(x_BSD, context, None if dropout is None else dropout.at_layer(number))
+        for number, layer, block in zip(self.part.blocks, self.layer_configs, self.blocks, strict=True):
+            dropped = None if dropout is None else dropout.at_layer(number)
+            x_BSD = block(x_BSD, contexts[layer.attention], dropped)
         return x_BSD
 
     def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> LossSum:
@@ -133,12 +145,23 @@ class Decoder(nn.Module):
         positions_S = torch.arange(past, past + tokens_BS.shape[1], device=tokens_BS.device)
         # Only the plain kernel takes the bias that positions behind a cache need.
         kernel: AttentionKernel = "sdpa" if caches else self.kernel
-        context = self.attention_context(self.config, positions_S, self.dtype, kernel=kernel, past=past)
+        contexts = self._contexts(positions_S, kernel, past=past)
         x_BSD = self.embedding(tokens_BS, positions_S)
-        for index, block in enumerate(self.blocks):
-            x_BSD = block(x_BSD, context, None, caches[index] if caches else None)
+        for index, (layer, block) in enumerate(zip(self.layer_configs, self.blocks, strict=True)):
+            x_BSD = block(x_BSD, contexts[layer.attention], None, caches[index] if caches else None)
         result: Tensor = self.head.logits(x_BSD[:, -1:] if last_only else x_BSD, self._tied_weight())
         return result
+
+    def _contexts(
+        self, positions_S: Tensor, kernel: AttentionKernel, *, document_ids_BS: Tensor | None = None, past: int = 0
+    ) -> dict[AttentionConfig, RotaryContext]:
+        """Return masks and rotary tables for each kind of attention of this chunk, made once for all layers of the kind."""
+        return {
+            attention: self.attention_context(
+                attention, positions_S, self.dtype, kernel=kernel, document_ids_BS=document_ids_BS, past=past
+            )
+            for attention in {layer.attention: None for layer in self.layer_configs}
+        }
 
     def _tied_weight(self) -> Tensor | None:
         return self.embedding.weight if self._tied_here() else None

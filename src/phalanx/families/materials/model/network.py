@@ -16,7 +16,7 @@ from phalanx.families.materials.model.heads import Heads, sum_by_graph
 from phalanx.families.materials.model.layers import Atoms, InvariantAttention
 from phalanx.families.materials.model.losses import BranchUnits, Labels, Predictions, summed_losses
 from phalanx.families.materials.model_config import MaterialsModel
-from phalanx.nn.blocks import NumberedBlocks
+from phalanx.nn.layers import NumberedBlocks
 from phalanx.nn.splits import ModelChunk
 
 

@@ -17,8 +17,7 @@ from phalanx.families.weather.model.field_embedding import FieldEmbedding
 from phalanx.families.weather.model.field_head import FieldHead
 from phalanx.families.weather.model.grid_features import fields_of, outputs_among_inputs
 from phalanx.nn.attention import attend_whole
-from phalanx.nn.blocks import NumberedBlocks
-from phalanx.nn.layers import Linear, Norm
+from phalanx.nn.layers import Linear, Norm, NumberedBlocks
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
 

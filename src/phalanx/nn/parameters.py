@@ -1,4 +1,4 @@
-"""How a parameter begins: the small vocabulary in which a model family declares it."""
+"""What a model family declares about a parameter: its kind, and the values it begins with."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+
+ParameterKind = Literal["norm", "bias", "embedding", "matrix"]
+"""Kinds of parameter that an optimizer may treat differently."""
 
 Table = Callable[[Tensor, tuple[int, ...]], Tensor]
 """Values of some elements of a parameter: a pure function of their row-major indices in the whole parameter (int64) and
