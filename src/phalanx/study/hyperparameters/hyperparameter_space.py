@@ -1,4 +1,4 @@
-"""What tuning may choose: fields of the run file with their ranges, when each applies, and what every choice must meet."""
+"""The space of tuning: fields of the run file with their ranges, when each applies, and what every choice must meet."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ _ATTEMPTS = 200
 """Draws before a space counts as empty of anything new."""
 _ROOM_DRAWS = 2000
 """Draws that see whether constraints leave any choice."""
+# Schema errors carry no kind that tells a wrong name from a wrong value.
 _NO_FIELD = ("there is no such field", "is not a section", "holds no fields", "does not exist in the list")
 
 
@@ -124,6 +125,7 @@ def build_hyperparameter_space(run: Run) -> HyperparameterSpace:
     # Conditions are tried out now: one that is no condition is found before anything runs.
     space.drop_inapplicable({one.name: own.get(one.name) for one in parameters})
     space.meets_constraints(own)
+    # Constraints that nothing meets would let the sampler draw without end.
     random = np.random.default_rng(0)
     draws = ({one.name: one.range.draw(random) for one in parameters} for _ in range(_ROOM_DRAWS))
     if space.constraints and not any(space.meets_constraints(space.drop_inapplicable(draw)) for draw in draws):

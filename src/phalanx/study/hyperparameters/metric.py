@@ -14,6 +14,7 @@ from phalanx.files import read_json_lines, require_step
 from phalanx.training.inputs import ExpectedEvaluation
 
 _LOG = {"kind", "step", "time"}
+"""Fields of every event, which are no figures of an evaluation."""
 _UNIT = "unit"
 _SHOWN = 30
 """Names in a message, at most."""
@@ -23,6 +24,7 @@ def evaluation_at(run_dir: Path, step: int) -> dict[str, Any] | None:
     """Return the held-out evaluation after a step; None where there is none."""
     found = None
     for event in read_events(run_dir):
+        # A run that resumed may have evaluated twice: the later one is of the weights that went on.
         if event["kind"] == "evaluation" and event["step"] == step:
             found = event
     return found
@@ -43,7 +45,7 @@ def _event_problem(record: dict[str, Any]) -> str | None:
 
 
 def step_problem(record: dict[str, Any]) -> str | None:
-    """Return what is wrong with a record of metrics.jsonl, whose step and seconds are read here; None where nothing is."""
+    """Return what is wrong with a record of metrics.jsonl, of which step and seconds are read; None where nothing is."""
     seconds = record.get("step_seconds")
     return require_step(record) or (None if isinstance(seconds, int | float) else "has no step_seconds")
 
@@ -83,6 +85,7 @@ def read_figure(evaluation: Mapping[str, Any], name: str) -> float:
     if not found:
         known = ", ".join(sorted(name for name in _figure_names(evaluation) if name not in _LOG))
         raise ConfigError(f"tune.metric={name}: an evaluation of this run has no such figure; it has {known}")
+    # Exact, whatever the order of rows: two processes must agree on which trial is better.
     return math.fsum(found) / len(found)
 
 

@@ -1,4 +1,4 @@
-"""A study as plain values: what `--json` prints, and what text and page show."""
+"""A study of hyperparameters as plain values: `--json` prints them, text and page show them."""
 
 from __future__ import annotations
 
@@ -129,8 +129,9 @@ def _count_stopped(rows: list[Row], rungs: list[int]) -> list[Row]:
 def _summarize_importance(
     space: HyperparameterSpace, known: list[Configuration], scores: dict[int, float]
 ) -> Row | None:
-    """Return what matters by the configurations that have a score; None where these are too few."""
+    """Return the importance of parameters by the configurations that have a score; None where these are too few."""
     ranges = space.ranges
+    # A parameter that does not apply lies below all values: a forest can split it off.
     rows = [(one.values, scores[one.number]) for one in known if one.number in scores and space.encode(one.values)]
     codes = np.array(
         [[ranges[name].position(values[name]) if name in values else -1.0 for name in ranges] for values, _ in rows]
@@ -182,11 +183,12 @@ def _read_spans(folder: Path, number: int, part: Trial) -> list[Span]:
 
 
 def _summarize_costs(known: list[Configuration]) -> Row | None:
-    """Return how far off the expected times were, and how different trials are; None where no part has ended."""
+    """Return how far off the expected times were, and how much trials differ; None where no part has ended."""
     pairs = []
     for part in (part for one in known for part in one.parts if part.good):
         assert part.outcome is not None
         spans = part.outcome.more.get("spans", [])
+        # Of a part that moved the start of its second process would count as training.
         if len(spans) == 1 and part.note.get("expected_s"):
             pairs.append((rung_of(part), part.note["expected_s"], spans[0][2] - spans[0][1]))
     if not pairs:
@@ -212,7 +214,7 @@ def _simulate_unpacked_study(known: list[Configuration], rungs: list[int], eta: 
     scores = project_scores([one.standing() for one in known], len(rungs))
     trials, starts, devices = [], [], set()
     for one in known:
-        # Of a part that moved, or that found nothing left to do, no time of a step is known.
+        # The time of a step is not known of a part that moved, or that found nothing left to do.
         ended = [part.outcome.more for part in one.parts if part.outcome is not None]
         measured = [more for more in ended if more.get("step_s") and more.get("start_s") is not None]
         if one.number not in scores or not measured:

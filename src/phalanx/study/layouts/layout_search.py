@@ -17,7 +17,6 @@ from phalanx.config.studies import Search
 from phalanx.errors import ConfigError
 from phalanx.hardware.device import choose_device, device_kind, device_name
 from phalanx.hardware.machine import Machine
-from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.study.importance import can_be_told_apart, interactions, shapley_effects, summarize_importance
@@ -38,11 +37,11 @@ STUDY = "layout"
 _LOST_RACES = 100
 """Times in a row that another search may be first before this one gives up."""
 _AROUND_S = 60.0
-"""Seconds of a trial before and after its processes run."""
+"""Seconds of a trial before and after its processes run: another host counts it as running for as long."""
 _SHOWN_POINTS = 10
 _SHOWN_PAIRS = 3
 _LIKELY = 0.5
-"""Probability of fitting from which on a point counts as one that fits."""
+"""Least probability of fitting of a point that counts as one that fits."""
 _STEP_FIELDS = ("seed", "compile", "attention", "loss_chunk_tokens", "z_loss", "deterministic")
 """Fields of `training` that decide what a step computes, and how fast; trials set the others themselves."""
 _DIGESTED_FIELDS = {
@@ -119,7 +118,7 @@ class LayoutSearch(StudyLoop[Job]):
         return [trial for trial in self.store.trials() if self.space.find(trial.values) is not None]
 
     def count_before(self, trial: Trial) -> int:
-        """Return how many trials began before this one that run or have ended, not interrupted."""
+        """Return how many trials that run or have ended, not interrupted, began before this one."""
         return sum(one.number < trial.number for one in self._counted())
 
     def begin_trials(self) -> str:
@@ -172,7 +171,7 @@ class SearchResult:
         return best_trial([trial for trial in self.trials if self.space.find(trial.values) is not None])
 
     def summary(self) -> Row:
-        """Return everything as plain values, with units in the names: what `--json` prints, and text and page show."""
+        """Return all figures as plain values, with units in the names: `--json` prints them, text and page show them."""
         posterior = Surrogate(self.space, self.prior).posterior(observe_trials(self.trials))
         best = self.best
         return {
@@ -207,7 +206,7 @@ class SearchResult:
         return note + (f"# With these variables of the environment:\n{env}" if env else "") + text
 
     def _measured_on(self) -> list[str]:
-        """Return what the trials ran on; nothing where none ended well, and of a simulation."""
+        """Return the kinds of devices that the trials ran on; none where no trial ended well, and of a simulation."""
         outcomes = [trial.outcome for trial in self.trials if trial.outcome is not None]
         return sorted({outcome.more[DEVICE] for outcome in outcomes if DEVICE in outcome.more})
 
@@ -230,8 +229,9 @@ class SearchResult:
         }
 
     def _best_points(self, posterior: Posterior) -> list[Row]:
-        """Return the points that are expected to be fastest, measured or not."""
+        """Return the points with the least expected time, measured or not."""
         measured = {trial.key for trial in self.trials}
+        # Measured points compete by the surrogate's mean, too: the noise of one lucky trial makes no best point.
         seconds = np.where(posterior.fits >= _LIKELY, posterior.log_seconds, np.inf)
         return [
             {
@@ -253,7 +253,10 @@ class SearchResult:
 
 
 def _summarize_effects(space: LayoutSpace, posterior: Posterior) -> Row | None:
-    """Return what matters for the expected time over all points that are likely to fit; None where that cannot be told."""
+    """Return the exact effects of parameters on the expected time, over all points that are likely to fit.
+
+    None where they cannot be told apart.
+    """
     likely = np.flatnonzero(posterior.fits >= _LIKELY)
     codes, values = space.codes[likely], posterior.log_seconds[likely]
     if not can_be_told_apart(codes):
@@ -308,7 +311,6 @@ def run_search(
     runner: Runner
     sampler = make_layout_sampler(engine, space, prior, seed=seed, stop_gain=section.stop_gain)
     if where == "simulated":
-        assert isinstance(planner.models, CostModels)
         runner = SimulatedRunner(draw_truth(space, prior, planner.models, task.model, seed), seed)
     else:
         launcher = LocalRanks(task.devices) if where == "local" else whole_nodes(planner.machine, task.devices)

@@ -220,6 +220,7 @@ def check_layout(search: Search) -> None:
 
 def _distinct_values(column: npt.NDArray[Any], name: str) -> tuple[Scalar, ...]:
     """Return the values in a column: numbers ascending, names in the order in which the planner lists them."""
+    # General samplers take neighbours in this order for alike.
     found = np.unique(column).tolist()
     return tuple(word for word in _NAMED[name] if word in found) if name in _NAMED else tuple(found)
 

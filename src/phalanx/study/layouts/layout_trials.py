@@ -41,11 +41,11 @@ from phalanx.study.trial import ASKED, INTERRUPTED, OK, Outcome, Trial
 from phalanx.verification.compare_records import ErrorBound
 
 _LOSS_SHARE, _NORM_SHARE = 0.01, 0.03
-"""Relative differences of losses and of gradient norms beyond which no number format is an excuse."""
+"""Relative differences of losses and of gradient norms that no number format excuses."""
 DEVICE = "device"
-"""Name in `Outcome.more`: what the trial ran on, as machine descriptions call it."""
+"""Key of `Outcome.more`: kind of the trial's devices, as machine descriptions call it."""
 _NORMS = "gradient_norms"
-"""Name in `Outcome.more`: gradient norm of each step."""
+"""Key of `Outcome.more`: gradient norm of each step."""
 
 
 class Runner(Protocol):
@@ -172,6 +172,7 @@ def judge_losses(outcome: Outcome, before: Sequence[Trial], bound: float) -> Out
         ("gradient norm", outcome.more.get(_NORMS, ()), first.outcome.more.get(_NORMS, ()), _NORM_SHARE),
     ):
         for step, (one, other) in enumerate(zip(here, there, strict=False), start=1):
+            # Written so that a NaN on either side is a difference.
             allowed = min(bound, share) * step
             if not abs(one - other) <= allowed * abs(other):
                 said = (

@@ -1,4 +1,4 @@
-"""What the planner expects of every point of a space before anything is measured: time and memory."""
+"""The planner's prior of a search: time and memory of every point of a space, before anything is measured."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.study.layouts.layout_space import LayoutSpace, build_layout_space, check_layout, matching_layouts
 
 _SIMULATED = 256
-"""Layouts, best by the closed form first, whose pipeline is simulated."""
+"""Layouts whose pipeline is simulated: the best by the closed form."""
 
 
 @dataclass(frozen=True)
 class Prior:
-    """What the planner expects. Arrays of [points]."""
+    """Time and memory that the planner expects. Arrays of [points]."""
 
     seconds: Floats
     """Seconds of a step."""
@@ -43,7 +43,7 @@ class Prior:
     """Bytes of live tensors on the worst rank, and of the buffers that peers read: what trials report."""
 
     def take(self, which: Any) -> Prior:
-        """Return what is expected of some points."""
+        """Return the prior of the points at these positions, or where this mask is true."""
         return Prior(self.seconds[which], self.sensitivity[which], self.spread, self.margin[which], self.peak[which])
 
 
@@ -53,6 +53,7 @@ def planned_space(planner: Planner, task: Task, search: Search) -> tuple[LayoutS
     Raises ConfigError where nothing is legal, nothing may fit, or the section of the run file leaves nothing.
     """
     check_layout(search)
+    # A single value is as good as one on the command line: the planner then enumerates no others.
     fixed = {name: values[0] for name, values in search.layout.items() if len(values) == 1 and name in CHOSEN}
     clash = [name for name, value in fixed.items() if task.fixed.get(name, value) != value]
     if clash:
@@ -71,7 +72,7 @@ def planned_space(planner: Planner, task: Task, search: Search) -> tuple[LayoutS
 
 @dataclass(frozen=True)
 class _Narrowed(Planner):
-    """A planner that looks at nothing but what a search may choose: the model is not traced for other layouts."""
+    """A planner that looks at nothing but what a search may choose, so that the model is not traced for other layouts."""
 
     search: Search = field(default_factory=Search)
 
@@ -82,9 +83,8 @@ class _Narrowed(Planner):
 
 
 def expect_layouts(planner: Planner, model: TracedModel, layouts: LayoutTable) -> Prior:
-    """Return what is expected of these layouts; the pipelines of the best are simulated."""
+    """Return the prior of these layouts, [layouts]; the pipelines of the best are simulated."""
     models = planner.models
-    assert isinstance(models, CostModels)
     times = models.times(model, layouts, exact=False)
     seconds = times.total.copy()
     best = np.argsort(seconds, kind="stable")[:_SIMULATED]
@@ -106,9 +106,11 @@ def expect_layouts(planner: Planner, model: TracedModel, layouts: LayoutTable) -
 
 
 def _expect_tunables(planner: Planner, model: TracedModel, space: LayoutSpace, prior: Prior) -> Prior:
-    """Return `prior` with what the planner expects of the values of tunables, each taken by itself."""
+    """Return `prior` with the effects of the values of tunables, each planned by itself.
+
+    Only ratios count, so the closed form will do: what it lacks is about the same with and without the value.
+    """
     models = planner.models
-    assert isinstance(models, CostModels)
     seconds, margin, peak = prior.seconds.copy(), prior.margin.copy(), prior.peak.copy()
     for points, overrides in space.tunable_values():
         try:

@@ -41,12 +41,12 @@ class Errors:
     constants: float = 0.5
     """Part of the squared error of time that is due to constants of the device."""
     choices: float = 0.4
-    """The part that is due to choices which layouts share; the rest is each layout's own."""
+    """Part that is due to choices which layouts share; the rest is each layout's own."""
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What trials on the simulated cluster find. Arrays of [points]."""
+    """True time and memory on the simulated cluster. Arrays of [points]."""
 
     seconds: Floats
     memory: Floats
@@ -127,6 +127,7 @@ class SimulatedRunner:
         if not self.truth.fits[point]:
             said = "simulated: more memory needed than there is"
             return EndedJob(trial, Outcome("out_of_memory", words=said))
+        # By the trial's number: a search that is killed and resumed measures the same.
         noise = np.random.default_rng([self.seed, trial.number]).standard_normal()
         seconds = float(self.truth.seconds[point] * np.exp(_REPEAT * noise))
         return EndedJob(trial, Outcome(OK, value=seconds, memory_bytes=float(self.truth.memory[point])))

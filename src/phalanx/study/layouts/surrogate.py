@@ -39,16 +39,16 @@ _OFFSETS = (0.03, 1.0)
 _SCALES = (0.5, 0.75, 1.0, 1.5, 2.5)
 """Sizes of all other errors, in units of the spread that the planner states."""
 _CONSTANTS = (0.3, 0.7)
-"""Of the squared error that points share, the part that is due to constants."""
+"""Parts of the squared error that points share, due to constants."""
 _OWN = (0.05, 0.15, 0.4)
 """Parts of the squared error that a point has alone."""
 _ENOUGH = 7
-"""Observations from which on the sizes of the parts are chosen among those above; before, the offset's alone is."""
+"""Least observations that choose the sizes of the parts among those above; fewer choose the offset's alone."""
 _FEW = {"time": (1.0, 0.6, 0.1), "memory": (1.0, 0.2, 0.2)}
-"""Scale, constants' and own part until then. Of memory less is common to all layouts: that one layout fits promises little
-for another kind."""
+"""Scale, constants' and own part while observations are fewer. Of memory less is common to all layouts: that one layout
+fits promises little for another kind."""
 _ABRUPT = 0.5
-"""Of the squared error of similar layouts, the part that only those with the very same choices share."""
+"""Part of the squared error of similar layouts that only those with the very same choices share."""
 _SAME_PLACE = 1e-6
 """Squared distance below which two places of an area are one."""
 _LEAST_SPREAD = 0.1
@@ -73,7 +73,7 @@ _LEAST_TRIALS = 3
 
 @dataclass(frozen=True)
 class Posterior:
-    """What is known of every point after some trials. Arrays of [points]."""
+    """Time and memory of every point after some trials. Arrays of [points]."""
 
     log_seconds: Floats
     """Mean of the logarithm of a step's seconds."""
@@ -101,7 +101,7 @@ class Surrogate:
     prior: Prior
 
     def posterior(self, history: Sequence[Observation]) -> Posterior:
-        """Return what is known after these observations; those of points that the space does not have are left out."""
+        """Return the posterior after these observations; those of points that the space does not have are left out."""
         found = [(point, one) for one in history if (point := self.space.find(one.values)) is not None]
         good = [(point, one.score) for point, one in found if one.score is not None]
         shifts = [math.log(score / self.prior.seconds[point]) for point, score in good]
@@ -122,6 +122,7 @@ class Surrogate:
         points, values = [point for point, _ in known], [value for _, value in known]
         noise = [errors.noise**2] * len(points)
         need, spread = errors.posterior(points, values, noise)
+        # One by one: how much is missing at a point depends on what the failures before it taught.
         for point in (point for point, one in found if one.cause == "out_of_memory" and one.score is None):
             # The trial needed more than there is: an observation that leaves the normal distribution cut off there.
             value, variance = censored_observation(
@@ -253,6 +254,7 @@ class ErrorProcess:
             process.fit(features[list(points)], np.asarray(values))
         # Unfitted it predicts its prior.
         mean, deviation = process.predict(features, return_std=True)
+        # Rounding can make the variance at a measured point zero or less, by which others divide.
         return mean, np.maximum(deviation, 1e-4)
 
     def _choose_sizes(self, count: int) -> Callable[..., tuple[Floats, float]]:
@@ -281,6 +283,7 @@ class ErrorProcess:
 
     @cached_property
     def _parts(self) -> list[Floats]:
+        # Each point's own error needs to know only whether two points are the same one.
         number = np.arange(len(self.constants), dtype=np.float64)[:, None]
         return [self.constants, *self.areas, self.tunables, number]
 
