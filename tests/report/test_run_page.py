@@ -21,11 +21,16 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.language.sizes import parameter_count
 from phalanx.report.formatting import format_count
 from phalanx.report.page import read_template, write_script_json
-from phalanx.report.run_page import LONGEST_SAMPLE, MOST_EVENTS, MOST_SAMPLES, write_report
+from phalanx.report.run_log import RunLog
+from phalanx.report.run_page import LONGEST_SAMPLE, MOST_EVENTS, MOST_SAMPLES, write_page
 from report.pages import Page, points
 from report.run_dirs import EVENTS, event, metric, write_lines, write_run
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\n\t"quoted" & <!-- <b>bold</b> \u2028 ]]>'
+
+
+def write_report(run_dir: Path, out: Path | None = None) -> Path:
+    return write_page(RunLog.read(run_dir), out)
 
 
 def _page(run_dir: Path) -> Page:

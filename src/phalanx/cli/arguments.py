@@ -39,6 +39,12 @@ Overrides = Annotated[
         autocompletion=complete_override,
     ),
 ]
+Nproc = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
+]
+ThisDevice = Annotated[str, typer.Option(help="auto, cpu, or the type of this machine's accelerator.")]
+BestLayoutFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the run file with the best layout.")]
+StudyPage = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the study as one HTML page.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 PRECISION_NAMES = "|".join(all_fields()["layout.precision"].choices)
 ModelPath = Annotated[

@@ -247,23 +247,9 @@ def _summarise_preset(preset: Preset) -> dict[str, Any]:
 
 
 def _summarise_section(info: SectionInfo) -> dict[str, Any]:
-    return {
-        "name": info.name,
-        "description": info.description,
-        "required": info.required,
-        "fields": [_field_facts(field) for field in info.fields],
-    }
-
-
-def _field_facts(field: Field) -> dict[str, Any]:
-    return {
-        "name": field.name,
-        "description": field.description,
-        "allowed": field.allowed,
-        "required": field.required,
-        "default": field.default,
-        "choices": list(field.choices),
-    }
+    told = ("name", "description", "allowed", "required", "default", "choices")
+    fields = [{name: getattr(field, name) for name in told} for field in info.fields]
+    return {"name": info.name, "description": info.description, "required": info.required, "fields": fields}
 
 
 # --- presets and fields as tables and text ------------------------------------------------------------------------------

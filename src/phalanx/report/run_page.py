@@ -69,26 +69,12 @@ _MACHINE_LABELS = {
 }
 
 
-def write_report(run_dir: Path, out: Path | None = None) -> Path:
-    """Write the report of a run, finished or not, as one HTML file.
-
-    Args:
-        run_dir: the directory `phalanx train` wrote; only its `metrics.jsonl` must be there.
-        out: the file to write, by default `report.html` in `run_dir`; missing folders are made.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        ConfigError: `run_dir` is not a directory, or `out` is one.
-        RunLogError: the run's log is missing, empty or altered.
-        PhalanxError: the page cannot be written.
-    """
-    return write_page(RunLog.read(run_dir), out)
-
-
 def write_page(log: RunLog, out: Path | None = None) -> Path:
-    """Write the report of a log that has been read, as `write_report` does."""
+    """Write the page of a run, finished or not, as one HTML file; return its path.
+
+    out: the file to write, by default `report.html` in the run directory; missing folders are made. Raises ConfigError where
+    it is a directory, PhalanxError where it cannot be written.
+    """
     page = log.run_dir / "report.html" if out is None else out
     if page.is_dir():
         raise ConfigError(f"{page} is a directory: name the file to write, for example {page / 'report.html'}")
@@ -109,14 +95,15 @@ def render_run(log: RunLog) -> str:
     if summary.validation_step is not None:
         headline.append(f"validation {format_number(summary.validation_loss)}")
     headline.append(f"{format_count(summary.tokens)} {summary.unit}")
-    state, label = describe_status(log, summary)
+    # A log without events, as of a copied metrics file, does not tell whether its run ended.
+    label = "Still running, or stopped" if log.events else "No events recorded"
     # one text a column is half the size of a list of texts
     columns = {name: "|".join(texts) for name, texts in figures.columns.items()}
     return render_page(
         "run.html",
         name=log.run_dir.resolve().name,
         headline=", ".join(headline),
-        state={"name": state, "label": label},
+        state={"name": "finished", "label": "Finished"} if summary.finished else {"name": "unfinished", "label": label},
         facts=list_facts(log, summary),
         tiles=make_headline(summary),
         notes=list_notes(log, summary),
@@ -129,9 +116,9 @@ def render_run(log: RunLog) -> str:
         samples=pick_samples(log),
         events=pick_events(log),
         event_columns=EVENT_COLUMNS,
-        event_style=style_event,
+        event_style=lambda event: f"event-{event.kind if event.kind in ('resume', 'warning') else 'other'}",
         machine=list_machine(log),
-        config=clip_config(log),
+        config=None if log.config_text is None else _clip(log.config_text, LONGEST_CONFIG),
         summary=summary,
         event_count=len(log.events),
         plot_width=PLOT_WIDTH,
@@ -270,13 +257,6 @@ def list_notes(log: RunLog, summary: Summary) -> list[str]:
     return found
 
 
-def describe_status(log: RunLog, summary: Summary) -> tuple[str, str]:
-    """Return the class and the words of the badge that says whether the run came to its end."""
-    if summary.finished:
-        return "finished", "Finished"
-    return "unfinished", "Still running, or stopped" if log.events else "No events recorded"
-
-
 def list_facts(log: RunLog, summary: Summary) -> list[str]:
     """Return how far the run came, on what, and when."""
     training = (log.config or {}).get("training")
@@ -363,11 +343,6 @@ def pick_events(log: RunLog) -> EventTable:
     return EventTable([log.events[i] for i in kept], len(routine) + len(rare) - len(kept))
 
 
-def style_event(event: Event) -> str:
-    """Return the class of an event's row on the page."""
-    return f"event-{event.kind if event.kind in ('resume', 'warning') else 'other'}"
-
-
 def _describe_event(event: Event) -> str:
     parts = (
         _format_plain(value) if name in ("text", "message") else f"{name.replace('_', ' ')} {_format_plain(value)}"
@@ -389,11 +364,6 @@ def list_machine(log: RunLog) -> list[tuple[str, str]]:
     machine = log.machine or {}
     names = [*(name for name in _MACHINE_LABELS if name in machine), *(n for n in machine if n not in _MACHINE_LABELS)]
     return [(_MACHINE_LABELS.get(name, name.replace("_", " ")), _clip(_format_plain(machine[name]))) for name in names]
-
-
-def clip_config(log: RunLog) -> str | None:
-    """Return the resolved run file as written, cut where it is extremely long."""
-    return None if log.config_text is None else _clip(log.config_text, LONGEST_CONFIG)
 
 
 def thin_evenly(items: Sequence[Item], most: int) -> list[Item]:

@@ -37,7 +37,12 @@ def run_generate(
     text = _read_prompt(prompt)
     dtype = find_number_format(precision, "--precision")
     loaded = load_for_inference(checkpoint, choose_device(device), dtype=dtype, tokenizer=tokenizer)
+    # Several continuations come at once, and would be mixed up.
     streaming = count == 1 and not as_json
+
+    def print_piece(_index: int, piece: str) -> None:
+        print(make_safe_for_terminal(piece), end="", flush=True)
+
     generation = generate_text(
         loaded,
         text,
@@ -45,7 +50,7 @@ def run_generate(
         sampling=sampling,
         seed=seed,
         count=count,
-        show=_print_piece if streaming else lambda index, piece: None,
+        show=print_piece if streaming else lambda index, piece: None,
     )
     if as_json:
         print_json(_summarise_generation(loaded, text, sampling, generation))
@@ -72,10 +77,6 @@ def _read_prompt(given: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in given):
         raise ConfigError(f"--prompt {ascii(given)[:80]} is not valid text in this terminal's encoding")
     return given
-
-
-def _print_piece(_index: int, piece: str) -> None:
-    print(make_safe_for_terminal(piece), end="", flush=True)
 
 
 def _summarise_generation(

@@ -1,4 +1,4 @@
-"""Arguments, options and help of what is asked before a run is trained: plan, calibrate, verify, dryrun."""
+"""Arguments, options and help of what is asked before a run is trained: plan, calibrate, verify, dryrun, search, tune."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from phalanx.cli.arguments import Json, Overrides, RunFile, complete_override
+from phalanx.cli.arguments import (
+    BestLayoutFile,
+    Json,
+    Nproc,
+    Overrides,
+    RunFile,
+    StudyPage,
+    ThisDevice,
+    complete_override,
+)
 from phalanx.hardware.machine import described_names
 from phalanx.planner.plan.budget import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES
 
@@ -63,7 +72,7 @@ def declare_plan(
     checkpoint_gb_s: Annotated[
         float, typer.Option(min=1e-3, help="GB/s at which a node writes checkpoints.")
     ] = CHECKPOINT_GB_S,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the run file with the best layout.")] = None,
+    write: BestLayoutFile = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as one HTML page.")] = None,
     check: Annotated[
         Path | None, typer.Option(metavar="RUNS.csv", help="Compare predictions with measured runs instead.")
@@ -90,11 +99,9 @@ def declare_calibrate(
         Path | None,
         typer.Option(metavar="FILE", help="The profile; by default CLUSTER.profile.yaml, which plans find."),
     ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
-    ] = None,
+    nproc: Nproc = None,
     seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure, about.")] = SECONDS,
-    device: Annotated[str, typer.Option(help="auto, cpu, or the type of this machine's accelerator.")] = "auto",
+    device: ThisDevice = "auto",
     from_runs: Annotated[
         Path | None, typer.Option(metavar="RUNS.csv", help="Fit the constants to measured runs instead.")
     ] = None,
@@ -209,8 +216,8 @@ def declare_search(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of engines that draw at random, and of the simulated truth.")] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="Keep run directories of trials.")] = False,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the run file with the best layout.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the study as one HTML page.")] = None,
+    write: BestLayoutFile = None,
+    html: StudyPage = None,
     json: Json = False,
 ) -> None:
     """Measure the layouts that the planner thinks best, learn from each, and say which one is best and what matters.
@@ -252,7 +259,7 @@ def declare_tune(
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the run file of the best configuration.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the study as one HTML page.")] = None,
+    html: StudyPage = None,
     json: Json = False,
 ) -> None:
     """Find the best hyperparameters: every trial is a real training run, stopped early unless it is among the best.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.arguments import Json, Overrides, RunFile
+from phalanx.cli.arguments import Json, Nproc, Overrides, RunFile, ThisDevice
 from phalanx.hardware.doctor.finding import PATIENCE_S
 from phalanx.hardware.machine import described_names, machine_names
 from phalanx.launch.parent import GRACE_S
@@ -19,9 +19,7 @@ def declare_train(
     run_dir: Annotated[
         Path | None, typer.Option(help="Folder for metrics and checkpoints; by default runs/<name of the run file>.")
     ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
-    ] = None,
+    nproc: Nproc = None,
     grace: Annotated[
         float,
         typer.Option(metavar="SECONDS", min=0.0, help="Time that ranks of --nproc have to save and stop."),
@@ -83,16 +81,14 @@ def declare_doctor(
             metavar="NAME|FILE", help="This machine's description, whose settings and binding are looked for."
         ),
     ] = None,
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, one for each device.")
-    ] = None,
+    nproc: Nproc = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure nothing: look at settings, binding and versions.")
     ] = False,
     patience: Annotated[
         float, typer.Option(metavar="SECONDS", min=1.0, help="How long a rank may say nothing.")
     ] = PATIENCE_S,
-    device: Annotated[str, typer.Option(help="auto, cpu, or the type of this machine's accelerator.")] = "auto",
+    device: ThisDevice = "auto",
     json: Json = False,
 ) -> None:
     """Look for what would stop a training job, slow it down or spoil its results: before the first step, in a minute.
