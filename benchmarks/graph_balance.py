@@ -36,10 +36,10 @@ from phalanx.families.materials.data.balance import (
     BalanceReport,
     CostModel,
     StepBalance,
-    divide,
-    in_turn,
-    report,
+    divide_by_cost,
+    divide_in_turn,
     step_balance,
+    summarize_balance,
 )
 from phalanx.families.materials.data.graph_batches import graph_columns
 from phalanx.families.materials.data.graph_shards import Located, PreparedSource, open_prepared
@@ -107,15 +107,15 @@ def simulate(sources: list[PreparedSource], name: str, scenario: tuple[str, int,
         floors.append((max(costliest - mean, 0.0), max(costliest, mean)))
     floor = sum(wait for wait, _ in floors) / sum(lasted for _, lasted in floors)
     taken = 1e3 * statistics.median(seconds)
-    return Row(name, scaling, structures, ranks, way, report(seen), floor, (min(counts), max(counts)), taken)
+    return Row(name, scaling, structures, ranks, way, summarize_balance(seen), floor, (min(counts), max(counts)), taken)
 
 
 def shared_out(found: Located, way: str, ranks: int) -> StepBalance:
     """The balance of one step, always in the true cost."""
     costs = COST.whole(found.atoms, found.edges)
     if way == "in turn":
-        return step_balance(in_turn(costs, ranks, 1), COST.unit)
-    division = divide(costs if way == "cost" else ATOMS.whole(found.atoms, found.edges), ranks, 1)
+        return step_balance(divide_in_turn(costs, ranks, 1), COST.unit)
+    division = divide_by_cost(costs if way == "cost" else ATOMS.whole(found.atoms, found.edges), ranks, 1)
     loads = np.zeros((ranks, 1), dtype=np.int64)
     np.add.at(loads, (division.rank, division.part), costs)
     return step_balance(type(division)(division.rank, division.part, loads), COST.unit)

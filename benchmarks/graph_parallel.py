@@ -149,7 +149,7 @@ class Counted:
 @contextmanager
 def counting(counted: Counted, parameters: set[int]) -> Iterator[None]:
     """Count what halos send, and each piece of memory that autograd keeps, once."""
-    exchanged, kept = graph_parallel._exchanged, dict[int, Tensor]()
+    exchanged, kept = graph_parallel._exchange_rows, dict[int, Tensor]()
 
     def send(x: Tensor, *arguments: Any) -> Tensor:
         counted.sent += x.numel() * x.element_size()
@@ -163,7 +163,7 @@ def counting(counted: Counted, parameters: set[int]) -> Iterator[None]:
         return x
 
     with (
-        patch.object(graph_parallel, "_exchanged", send),
+        patch.object(graph_parallel, "_exchange_rows", send),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
     ):
         yield

@@ -18,7 +18,7 @@ from phalanx.families.materials.data.neighbours import device_edges
 from phalanx.families.materials.graph_parallel import halo_exchange as graph_parallel
 from phalanx.families.materials.graph_parallel.cut_batches import Cutting, SharePart, cut_microbatch
 from phalanx.families.materials.graph_parallel.halo_exchange import HaloExchange
-from phalanx.families.materials.model.losses import tasks
+from phalanx.families.materials.model.losses import learned_tasks
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.layout.mesh import Axis
@@ -43,7 +43,7 @@ def graph_batch(structures: Sequence[Structure], config: MaterialsModel | None =
     edges = device_edges(positions_N3, cells_G33, CUTOFF, graph_N=graph_N)
     draw = torch.Generator().manual_seed(1)
     labels: dict[str, Any] = dict.fromkeys(LABELS)
-    learned = [] if config is None else [task.label for task in tasks(config)]
+    learned = [] if config is None else [task.label for task in learned_tasks(config)]
     for name in learned:
         rows = len(graph_N) if "_N" in name else len(structures)
         labels[name] = torch.randn(rows, *SHAPES.get(name, ()), generator=draw, dtype=torch.float64)
@@ -105,13 +105,13 @@ def worst_error(config: MaterialsModel, structures: Sequence[Structure], chunk: 
     wanted = [gradient_of(parameter) for parameter in network.parameters()]
     network.zero_grad()
     part = cut_microbatch(batch, cutting_for(config, axis.rank, world))
-    sent, exchanged = [0], graph_parallel._exchanged
+    sent, exchanged = [0], graph_parallel._exchange_rows
 
     def send(rows: Tensor, *how: Any) -> Tensor:
         sent[0] += rows.numel()
         return exchanged(rows, *how)
 
-    with patch.object(graph_parallel, "_exchanged", send):
+    with patch.object(graph_parallel, "_exchange_rows", send):
         mine, bytes_saved = saved_bytes(lambda: share_losses(network, part, axis), network)
         mine.sum().backward()
     total = mine.detach().clone()

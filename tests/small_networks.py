@@ -7,10 +7,10 @@ from typing import Any, get_args
 import torch
 
 from atom_graphs import CUTOFF
-from phalanx.families.materials.declare import initial_rules
+from phalanx.families.materials.declare import DeclaredMaterials
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import (
-    Body,
+    BackboneName,
     Branch,
     ChargeHead,
     DipoleHead,
@@ -21,7 +21,7 @@ from phalanx.families.materials.model_config import (
 )
 from phalanx.layout.initial_values import initialise_parameters
 
-BODIES: tuple[str, ...] = get_args(Body)
+BODIES: tuple[str, ...] = get_args(BackboneName)
 
 
 def small_model(body: str, **changes: Any) -> MaterialsModel:
@@ -57,7 +57,7 @@ def filled_network(
         network = MaterialsNetwork(config, dtype=dtype, **options).to(dtype)
     network.to_empty(device="cpu")
     parameters = dict(network.named_parameters())
-    initialise_parameters(parameters, initial_rules(config), seed)
+    initialise_parameters(parameters, DeclaredMaterials(config, 1).initial_rules(), seed)
     with torch.no_grad():
         for number, (name, parameter) in enumerate(parameters.items()):
             if name.endswith((".bias", ".eps")):

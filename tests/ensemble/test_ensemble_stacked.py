@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from atom_graphs import batch_of, random_structure
-from phalanx.families.materials.ensemble.joint_predictions import NetworkStack, stackable
+from phalanx.families.materials.ensemble.joint_predictions import NetworkStack, can_stack
 from phalanx.families.materials.model.network import MaterialsNetwork
 from small_networks import BODIES, filled_network, small_model
 
@@ -33,7 +33,7 @@ def assert_same(networks: list[MaterialsNetwork], inputs: dict[str, Any]) -> Non
 @pytest.mark.parametrize("body", BODIES)
 def test_alike_networks_as_one(body: str) -> None:
     networks = [filled_network(small_model(body), seed=seed).eval().requires_grad_(False) for seed in (1, 2)]
-    assert stackable(networks[0]) is (body != "dimenet++")
+    assert can_stack(networks[0]) is (body != "dimenet++")
     assert_same(networks, batch())
 
 

@@ -1,4 +1,4 @@
-"""Every body of the materials family on the device, step by step, recorded and compiled, beside float64 on the CPU."""
+"""Every body of the materials family on the device, step by step, captured and compiled, beside float64 on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.materials.evaluation.network_predictions import split_errors
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import Branch, EnergyHead
-from phalanx.families.materials.step_capture import StepRecorder
+from phalanx.families.materials.step_capture import StepCapture
 from small_networks import BODIES, filled_network, small_model
 
 pytestmark = pytest.mark.gpu
@@ -89,10 +89,10 @@ def test_predictions_and_gradients_are_those_of_the_cpu(body: str, dtype: torch.
 @pytest.mark.parametrize(
     ("compiled", "dtype", "tolerance"),
     [(False, torch.float64, EXACT), (True, torch.float32, SINGLE)],
-    ids=["recorded", "compiled"],
+    ids=["captured", "compiled"],
 )
 @pytest.mark.parametrize("body", RECORDED)
-def test_recorded_steps_are_those_of_the_cpu(body: str, compiled: bool, dtype: torch.dtype, tolerance: float) -> None:
+def test_captured_steps_are_those_of_the_cpu(body: str, compiled: bool, dtype: torch.dtype, tolerance: float) -> None:
     """As one program, replayed with other parameters and on a smaller batch; compiled in the format of most runs."""
     device = accelerator()
     # Forces alone, of one block: a compiler takes the longer the more there is.
@@ -105,14 +105,14 @@ def test_recorded_steps_are_those_of_the_cpu(body: str, compiled: bool, dtype: t
         "n_layers": 1 if compiled else 2,
     }
 
-    def twin() -> MaterialsNetwork:
+    def replica() -> MaterialsNetwork:
         return network(body, dtype, device, **only)
 
-    recorder = StepRecorder(twin, source=0, cutoff=CUTOFF, compiled=compiled)
-    exact, found, batch = network(body, torch.float64, CPU, **only), twin(), labelled(stress=False)
+    capture = StepCapture(replica, source=0, cutoff=CUTOFF, compiled=compiled)
+    exact, found, batch = network(body, torch.float64, CPU, **only), replica(), labelled(stress=False)
     for _ in range(2):
         wanted = exact(**batch)
-        losses = recorder.losses(placed(batch, device, dtype), list(found.parameters()), 1.0)
+        losses = capture.losses(placed(batch, device, dtype), list(found.parameters()), 1.0)
         assert relative_error(losses.detach(), wanted.detach()) < tolerance
         assert relative_error(gradients(losses, found), gradients(wanted, exact)) < tolerance
         with torch.no_grad():
@@ -142,7 +142,7 @@ def train(run_file: Path, run_dir: Path, *words: str) -> list[float]:
 
 @pytest.mark.parametrize("body", BODIES)
 def test_training_and_errors_are_those_of_the_cpu(run_file: Path, tmp_path: Path, body: str) -> None:
-    """Steps are recorded where they can be; the weights are then measured on either device."""
+    """Steps are captured where they can be; the weights are then measured on either device."""
     words = [f"model.body={body}"]
     if body == "mace":
         words.append("model.mace={degree: 2, hidden_degree: 1, correlation: 2, radial_width: 8}")

@@ -14,7 +14,7 @@ import torch
 from distributed_ranks import run_ranks
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
-from phalanx.families.materials.cost_fitting import Balancer, ComputeClock, CostFit, Timed, measured
+from phalanx.families.materials.cost_fitting import Balancer, ComputeClock, CostFit, TimedMicrobatch, sum_timings
 from phalanx.families.materials.data.balance import CostModel
 from phalanx.families.materials.data.graph_shards import open_prepared
 from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
@@ -53,14 +53,16 @@ class SyntheticClock:
 
     stream: GraphBatchStream
 
-    def take(self, step: int) -> list[Timed]:
+    def take(self, step: int) -> list[TimedMicrobatch]:
         batch = self.stream.batch(step)
         atoms, edges, graphs = float(batch.atoms.sum()), float(batch.edges.sum()), float(len(batch.atoms))
         noise = np.random.default_rng((self.stream.rank, step)).uniform(-0.01, 0.01)
-        return [Timed((atoms, edges, graphs), (1e-5 * atoms + 4e-5 * edges + 1e-3) * (1.0 + noise))]
+        return [TimedMicrobatch((atoms, edges, graphs), (1e-5 * atoms + 4e-5 * edges + 1e-3) * (1.0 + noise))]
 
 
-def train_by_synthetic_times(run_file: Path, rank: int) -> tuple[list[RankTimes], dict[str, Any], list[Timed]]:
+def train_by_synthetic_times(
+    run_file: Path, rank: int
+) -> tuple[list[RankTimes], dict[str, Any], list[TimedMicrobatch]]:
     """What a rank finds in each step, the costs that it ends with, and its times."""
     run = load_run(run_file)
     layout = resolve_layout(bind(run), 2)
@@ -75,7 +77,7 @@ def train_by_synthetic_times(run_file: Path, rank: int) -> tuple[list[RankTimes]
     return told, balancer.state(), [timed for step in range(1, STEPS + 1) for timed in clock.take(step)]
 
 
-def by_rank(run_file: Path) -> tuple[list[RankTimes], dict[str, Any], list[Timed]]:
+def by_rank(run_file: Path) -> tuple[list[RankTimes], dict[str, Any], list[TimedMicrobatch]]:
     return train_by_synthetic_times(run_file, torch.distributed.get_rank())
 
 
@@ -93,7 +95,7 @@ def test_ranks_agree_on_costs_that_explain_all_of_their_times(run_file: Path) ->
     fit = CostFit(CostModel(1.0, 0.3), memory=0.7)
     for begin, end in ((3, 5), (5, 10), (10, 15), (15, 20)):
         rows = np.array([(*one.sizes, one.seconds) for times in (mine, theirs) for one in times[begin:end]])
-        fit.update(measured(*rows.T))
+        fit.update(sum_timings(*rows.T))
     _, node, edge, graph = state["costs"][-1]
     found = fit.model()
     assert (node, edge, graph) == pytest.approx((found.node, found.edge, found.graph), rel=1e-6)

@@ -52,8 +52,8 @@ def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
     return verdicts
 
 
-def verify_recorded(world: int) -> list[Verdict]:
-    """On one of `world` ranks: steps run as programs on padded batches, as they are recorded on accelerators."""
+def verify_captured(world: int) -> list[Verdict]:
+    """On one of `world` ranks: steps run as programs on padded batches, as they are captured on accelerators."""
     groups: Groups = {}
     run = run_of("painn", world)
     with patch("phalanx.families.materials.layout._records", return_value=True):
@@ -62,11 +62,11 @@ def verify_recorded(world: int) -> list[Verdict]:
         return [verifier.verify(layout) for layout in cases("painn", world)]
 
 
-def test_recorded_steps_compute_the_same_in_every_layout() -> None:
-    found = run_ranks(verify_recorded, 2, 2, timeout_s=600.0)[0]
+def test_captured_steps_compute_the_same_in_every_layout() -> None:
+    found = run_ranks(verify_captured, 2, 2, timeout_s=600.0)[0]
     assert [verdict.layout for verdict in found if not verdict.passed] == []
     assert len(found) == len(LAYOUTS[2])
-    # Rounding differs, or nothing was recorded.
+    # Rounding differs, or nothing was captured.
     assert all(max(check.error for check in verdict.checks) > 0.0 for verdict in found)
 
 

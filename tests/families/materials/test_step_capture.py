@@ -1,4 +1,4 @@
-"""Recorded steps give the losses and gradients of the network, whatever stands behind a batch; here without a device's
+"""Captured steps give the losses and gradients of the network, whatever stands behind a batch; here without a device's
 graphs, which replay the same program."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from phalanx.families.materials import step_capture
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.layout import MaterialsStage
 from phalanx.families.materials.model.network import MaterialsNetwork
-from phalanx.families.materials.step_capture import BatchSizes, StepRecorder, empty_batch, rows_of, sizes_of
+from phalanx.families.materials.step_capture import BatchSizes, StepCapture, empty_batch, rows_of, sizes_of
 from phalanx.families.registry import bind
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.split_context import SequenceShare
@@ -65,10 +65,10 @@ def gradients(net: MaterialsNetwork, losses: Tensor, scale: Tensor) -> list[Tens
     return list(torch.autograd.grad((losses * scale).sum(), list(net.parameters()), allow_unused=True))
 
 
-def compare(net: MaterialsNetwork, recorder: StepRecorder, inputs: dict[str, Any], scale: Tensor) -> None:
+def compare(net: MaterialsNetwork, capture: StepCapture, inputs: dict[str, Any], scale: Tensor) -> None:
     """Equal to rounding; a bias that shifts all charges of a molecule has no gradient but rounding."""
     wanted = net(**inputs)
-    found = recorder.losses(inputs, list(net.parameters()), scale)
+    found = capture.losses(inputs, list(net.parameters()), scale)
     torch.testing.assert_close(found, wanted.detach(), rtol=1e-12, atol=1e-12)
     pairs = zip(gradients(net, found, scale), gradients(net, wanted, scale), strict=True)
     for (name, parameter), (ours, theirs) in zip(net.named_parameters(), pairs, strict=True):
@@ -82,11 +82,11 @@ def compare(net: MaterialsNetwork, recorder: StepRecorder, inputs: dict[str, Any
 def test_losses_and_gradients_are_those_of_the_network(body: str) -> None:
     run = run_of(body)
     net = network(run)
-    recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
+    capture = StepCapture(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
     for step, structures in ((1, 12), (2, 12), (3, 7), (4, 16)):
         scale = torch.linspace(0.5, 1.5, 5, dtype=torch.float64) / step
-        compare(net, recorder, inputs_of(run, step, structures), scale)
-        # Another step, other parameters: a recording reads those it is given.
+        compare(net, capture, inputs_of(run, step, structures), scale)
+        # Another step, other parameters: a captured step reads those it is given.
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.mul_(1.1)
@@ -102,11 +102,11 @@ def test_compiled_gradients_of_pna_are_those_of_the_network() -> None:
         return found
 
     net, wide, scale = single(), network(run), torch.ones(2, dtype=torch.float64)
-    recorder = StepRecorder(single, source=0, cutoff=run.model.cutoff, compiled=True)
+    capture = StepCapture(single, source=0, cutoff=run.model.cutoff, compiled=True)
     inputs = inputs_of(run, 1, 12)
     exact = gradients(wide, wide(**inputs), scale)
     inputs |= {name: inputs[name].float() for name in ("positions_N3", "shifts_E3", "cells_G33")}
-    found = gradients(net, recorder.losses(inputs, list(net.parameters()), scale), scale)
+    found = gradients(net, capture.losses(inputs, list(net.parameters()), scale), scale)
     for ours, theirs in zip(found, exact, strict=True):
         assert ours is not None and theirs is not None
         assert (ours.double() - theirs).norm() < 1e-4 * theirs.norm() + 1e-6
@@ -115,11 +115,11 @@ def test_compiled_gradients_of_pna_are_those_of_the_network() -> None:
 def test_gradients_are_added_up_where_nothing_follows_them() -> None:
     run = run_of("painn")
     net = network(run)
-    recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
+    capture = StepCapture(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
     scale = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
     parts = [inputs_of(run, step, 12) for step in (1, 2)]
     for inputs in parts:
-        losses = recorder.losses_alone(inputs, list(net.parameters()), scale)
+        losses = capture.add_gradients(inputs, list(net.parameters()), scale)
         assert not losses.requires_grad
     found = [parameter.grad for parameter in net.parameters()]
     first, second = (gradients(net, net(**inputs), scale) for inputs in parts)
@@ -144,27 +144,27 @@ def test_atoms_that_stand_for_none_stay_small(monkeypatch: pytest.MonkeyPatch) -
         return {k: v.float() if v.dtype == torch.float64 and k not in wide else v for k, v in inputs.items()}
 
     net, scale = single(), torch.ones(5, dtype=torch.float64)
-    recorder = StepRecorder(single, source=0, cutoff=run.model.cutoff, compiled=False)
-    recorder.losses(narrowed(inputs_of(run, 1, 32)), list(net.parameters()), scale)
+    capture = StepCapture(single, source=0, cutoff=run.model.cutoff, compiled=False)
+    capture.losses(narrowed(inputs_of(run, 1, 32)), list(net.parameters()), scale)
     few = narrowed(inputs_of(run, 1, 3))
     few["edges_2E"], few["shifts_E3"] = few["edges_2E"][:, :12], few["shifts_E3"][:12]
-    found = gradients(net, recorder.losses(few, list(net.parameters()), scale), scale)
-    assert len(recorder._recordings) == 1
+    found = gradients(net, capture.losses(few, list(net.parameters()), scale), scale)
+    assert len(capture._captured) == 1
     for ours, theirs in zip(found, gradients(net, net(**few), scale), strict=True):
         assert ours is not None and theirs is not None and theirs.isfinite().all()
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=float(theirs.abs().max()) * 1e-5 + 1e-5)
 
 
-def test_a_few_recordings_serve_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_captured_steps_serve_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_capture, "_MOST", 3)
     run = run_of("gin")
     net = network(run)
-    recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
+    capture = StepCapture(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
     scale = torch.ones(5, dtype=torch.float64)
     rooms = []
     for structures in (4, 12, 24, 40, 4, 40):
-        compare(net, recorder, inputs_of(run, 1, structures), scale)
-        rooms.append([one.room.edges for one in recorder._recordings])
+        compare(net, capture, inputs_of(run, 1, structures), scale)
+        rooms.append([one.room.edges for one in capture._captured])
     assert [len(found) for found in rooms] == [1, 2, 3, 3, 3, 3]
     # The largest gave way to one that is larger still, and was not needed again.
     assert max(rooms[3]) > max(rooms[2]) and rooms[3:] == [rooms[3]] * 3
@@ -173,9 +173,9 @@ def test_a_few_recordings_serve_batches_of_all_sizes(monkeypatch: pytest.MonkeyP
 def test_a_number_scales_all_tasks_alike() -> None:
     run = run_of("schnet")
     net = network(run)
-    recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
+    capture = StepCapture(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=False)
     inputs = inputs_of(run, 1, 8)
-    losses = recorder.losses(inputs, list(net.parameters()), 0.25)
+    losses = capture.losses(inputs, list(net.parameters()), 0.25)
     found = gradients(net, losses, torch.tensor(0.25))
     wanted = gradients(net, net(**inputs), torch.tensor(0.25))
     for ours, theirs in zip(found, wanted, strict=True):
@@ -188,17 +188,17 @@ def test_one_program_serves_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(SizedProgram, "compile", lambda program, dtype: program)
     run = run_of("painn")
     net = network(run)
-    recorder = StepRecorder(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=True)
+    capture = StepCapture(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=True)
     scale = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)
     programs = []
     for step, structures in ((1, 12), (2, 24), (3, 5)):
-        compare(net, recorder, inputs_of(run, step, structures), scale)
-        assert recorder._step is not None
-        programs.append(recorder._step.program)
-    assert len(recorder._recordings) == 3
+        compare(net, capture, inputs_of(run, step, structures), scale)
+        assert capture._program is not None
+        programs.append(capture._program.run)
+    assert len(capture._captured) == 3
     assert programs == [programs[0]] * 3
     assert isinstance(programs[0], SizedProgram)
-    # A copy from host memory would wait for the device, which a recording cannot.
+    # A copy from host memory would wait for the device, which a capture cannot.
     assert not any("lift_fresh" in str(node.target) for node in programs[0].graph.graph.nodes)
 
 
@@ -218,14 +218,14 @@ WHEN = {
 
 
 @pytest.mark.parametrize("name", WHEN)
-def test_steps_are_recorded_where_they_can_be(name: str) -> None:
+def test_steps_are_captured_where_they_can_be(name: str) -> None:
     run, device, cp, gathered, wanted = WHEN[name]
     share = SequenceShare(Axis("cp", 0, cp), Axis("tp"), "ring")
     choice = AttentionChoice("sdpa")
     building = BuildContext(torch.device(device), choice, share, gathered=gathered)
     stage, _ = bind(run, LayoutModel).build_stage(building, ModelChunk(range(run.model.n_layers)), 0)
     assert isinstance(stage, MaterialsStage)
-    assert (stage.recorder is not None) == wanted
+    assert (stage.capture is not None) == wanted
     # A program needs all parameters at once.
     assert stage.one_unit == (wanted or run.model.energy is not None)
 

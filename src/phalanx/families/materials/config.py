@@ -160,8 +160,8 @@ class MaterialsRun(Run):
         return [source.path for source in self.data.sources]
 
 
-def learned(model: MaterialsModel) -> dict[str, str]:
-    """Labels and properties that the model learns, by name, with the field of the run file that asks for each."""
+def learned_labels(model: MaterialsModel) -> dict[str, str]:
+    """Return labels and properties that the model learns, by name, with the field of the run file that asks for each."""
     found: dict[str, str] = {}
     if model.energy is not None:
         found["energy"] = "model.energy"
@@ -190,7 +190,7 @@ def _check_cutoff(run: MaterialsRun) -> Iterator[Problem]:
 
 
 def _check_branches(run: MaterialsRun) -> Iterator[Problem]:
-    """One branch takes all sources; several are the sources by name and order."""
+    """Refuse several branches that are not the sources by name and order; a single one takes all sources."""
     branches, sources = ([one.name for one in part] for part in (run.model.branches, run.data.sources))
     if len(branches) > 1 and branches != sources:
         yield Problem(
@@ -202,7 +202,7 @@ def _check_branches(run: MaterialsRun) -> Iterator[Problem]:
 
 
 def _check_labels(run: MaterialsRun) -> Iterator[Problem]:
-    wanted = learned(run.model)
+    wanted = learned_labels(run.model)
     for name, field in wanted.items():
         if not any(name in _labels_of(source, field) for source in run.data.sources):
             yield Problem(
@@ -250,7 +250,8 @@ def _check_training(run: MaterialsRun) -> Iterator[Problem]:
 
 
 def one_program_obstacle(run: MaterialsRun) -> str | None:
-    """The field because of which forward pass, forces and backward pass cannot be one program of fixed shapes, if any."""
+    """Return the field because of which forward pass, forces and backward pass cannot be one program of fixed shapes; None
+    where they can."""
     if run.model.body == "dimenet++":
         # It pairs edges that meet: how many, only the data tell.
         return "model.body=dimenet++"

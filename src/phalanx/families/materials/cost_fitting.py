@@ -77,10 +77,11 @@ class Balancer:
 
     def watch(self, stage: Stage) -> None:
         """Time `stage` from now on."""
-        self._clock = ComputeClock(stage, self._device, _sizes)
+        self._clock = ComputeClock(stage, self._device, _count_inputs)
 
     def after(self, step: int) -> Callable[[], RankTimes]:
-        """What ranks computed and waited in `step`, whose results are there. All ranks call it after every step.
+        """Return what gives the times that ranks computed and waited in `step`, whose results are there. All ranks call it
+        after every step.
 
         What this gives waits for the other ranks' times, and for steps that were launched by the time of this call.
         """
@@ -95,7 +96,7 @@ class Balancer:
         return self._waits(step, timed)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: measurements that all ranks share, and from which step which costs hold."""
+        """Return what a checkpoint keeps: measurements that all ranks share, and from which step on which costs hold."""
         costs = [[first, cost.node, cost.edge, cost.graph] for first, cost in self._stream.costs]
         return {"cost_sums": self._fit.state.tolist(), "costs": costs}
 
@@ -120,7 +121,7 @@ class Balancer:
         self._fit.state = values[:SUMS].copy()
         self._stream.use_costs(CostModel(*values[SUMS:].tolist()), first=step + _LAUNCHED + self._stream.reach)
 
-    def _waits(self, step: int, timed: list[Timed]) -> Callable[[], RankTimes]:
+    def _waits(self, step: int, timed: list[TimedMicrobatch]) -> Callable[[], RankTimes]:
         seconds = [one.seconds for one in timed] if self._each_waits else [sum(one.seconds for one in timed)]
         mean: Tensor = torch.tensor(seconds, dtype=torch.float64).to(self._device, non_blocking=True)
         longest = mean.clone()
@@ -141,23 +142,23 @@ class Balancer:
         return times
 
 
-def _sizes(species_N: Tensor, inputs: dict[str, Any]) -> tuple[float, ...]:
-    """Atoms, edges and structures."""
+def _count_inputs(species_N: Tensor, inputs: dict[str, Any]) -> tuple[float, ...]:
+    """Return the atoms, edges and structures of a micro-batch."""
     return float(len(species_N)), float(inputs["edges_2E"].shape[1]), float(len(inputs["cells_G33"]))
 
 
-def _sums(timed: list[Timed]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Of micro-batches that held anything."""
+def _sums(timed: list[TimedMicrobatch]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return `sum_timings` of the micro-batches that held anything."""
     rows = [(*one.sizes, one.seconds) for one in timed if one.seconds > 0.0]
     atoms, edges, graphs, seconds = np.array(rows, dtype=np.float64).reshape(-1, 4).T
-    return measured(atoms, edges, graphs, seconds)
+    return sum_timings(atoms, edges, graphs, seconds)
 
 
 Sizes = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedMicrobatch:
     """One micro-batch."""
 
     sizes: Sizes
@@ -196,11 +197,11 @@ class ComputeClock:
             if module is stage or isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(self._watch)
 
-    def take(self, step: int) -> list[Timed]:
-        """The micro-batches of `step`, in order; the device must have computed them. Earlier ones are forgotten."""
+    def take(self, step: int) -> list[TimedMicrobatch]:
+        """Return the micro-batches of `step`, in order, and forget earlier ones; the device must have computed them."""
         spans = [span for span in self._spans if span.step == step]
         self._spans = [span for span in self._spans if span.step > step]
-        return [Timed(span.sizes, span.seconds) for span in spans]
+        return [TimedMicrobatch(span.sizes, span.seconds) for span in spans]
 
     def _begin(self, stage: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         training: TrainingPass | None = named.get("training")
@@ -208,7 +209,7 @@ class ComputeClock:
             self._spans.append(_Span(training.step, self._sizes(args[0], named), Moment(self._device)))
 
     def _watch(self, module: nn.Module, _: tuple[Any, ...]) -> None:
-        """Whole parameters of this unit are seen here for the first time: their gradients end a micro-batch."""
+        """Note parameters that this unit has gathered for the first time: their gradients end a micro-batch."""
         if not module.training:
             return
         fresh = [
@@ -230,11 +231,11 @@ FloatArray = npt.NDArray[np.float64]
 _TERMS = 4
 """Atoms, edges, structures, and a constant for each micro-batch."""
 SUMS = _TERMS * _TERMS + _TERMS + 1
-"""Numbers that `measured` returns."""
+"""Numbers that `sum_timings` returns."""
 
 
-def measured(atoms: FloatArray, edges: FloatArray, graphs: FloatArray, seconds: FloatArray) -> FloatArray:
-    """What `CostFit.update` needs of the micro-batches that one rank timed [n]: sums [SUMS], to be added over ranks."""
+def sum_timings(atoms: FloatArray, edges: FloatArray, graphs: FloatArray, seconds: FloatArray) -> FloatArray:
+    """Return sums [SUMS] over the micro-batches that one rank timed [n], for `CostFit.update`, to be added over ranks."""
     terms = np.stack([atoms, edges, graphs, np.ones_like(atoms)], axis=1)
     return np.concatenate(((terms.T @ terms).ravel(), terms.T @ seconds, [seconds @ seconds]))
 
@@ -258,12 +259,12 @@ class CostFit:
         """Sums so far [SUMS]: all there is to save and restore."""
 
     def update(self, sums: FloatArray) -> None:
-        """Take in `measured` of one step, added over ranks."""
+        """Take in `sum_timings` of one step, added over ranks."""
         assert sums.shape == (SUMS,)
         self.state = self._memory * self.state + sums
 
     def seconds(self) -> FloatArray:
-        """Seconds of an atom, an edge, a structure and a micro-batch [4]; zeros before the first measurement."""
+        """Return the seconds of an atom, an edge, a structure and a micro-batch [4]; zeros before the first measurement."""
         matrix = self.state[: _TERMS**2].reshape(_TERMS, _TERMS)
         right, squares = self.state[_TERMS**2 : -1], self.state[-1]
         if squares == 0.0:
@@ -272,16 +273,16 @@ class CostFit:
         scale = (self._prior @ right) / (self._prior @ matrix @ self._prior)
         weight = self._trust * np.diag(matrix)
         weight[3] = 0.0 if matrix[3, 3] > 1.0 else self._trust
-        return _non_negative(matrix + np.diag(weight), right + weight * scale * self._prior)
+        return _solve_non_negative(matrix + np.diag(weight), right + weight * scale * self._prior)
 
     def model(self) -> CostModel:
-        """The costs as measured, in seconds; the prior before the first measurement."""
+        """Return the costs as measured, in seconds; the prior before the first measurement."""
         node, edge, graph, _ = self.seconds().tolist()
         return CostModel(node, edge, graph) if max(node, edge) > 0.0 else self._fallback
 
 
-def _non_negative(matrix: FloatArray, right: FloatArray) -> FloatArray:
-    """The vector x >= 0 with least x' matrix x / 2 - right x, by trying which of its few entries are zero."""
+def _solve_non_negative(matrix: FloatArray, right: FloatArray) -> FloatArray:
+    """Return the x >= 0 with least x' matrix x / 2 - right x, by trying which of its few entries are zero."""
     best, least = np.zeros(len(right)), 0.0
     # Scaled so that the diagonal is one: atoms and edges are many, structures few.
     size = np.sqrt(np.maximum(np.diag(matrix), 1e-300))

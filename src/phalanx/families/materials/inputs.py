@@ -17,10 +17,10 @@ from phalanx.errors import DataError
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.cost_fitting import Balancer, BalancerState
 from phalanx.families.materials.data.balance import (
-    divide,
-    in_turn,
-    report,
+    divide_by_cost,
+    divide_in_turn,
     step_balance,
+    summarize_balance,
 )
 from phalanx.families.materials.data.graph_batches import Columns, graph_columns
 from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
@@ -32,11 +32,11 @@ from phalanx.families.materials.evaluation.prediction_errors import (
     GraphEvaluator,
     Quantity,
     error_rows,
-    quantities,
+    predicted_quantities,
 )
 from phalanx.families.materials.fitted_units import settle_units
 from phalanx.families.materials.graph_parallel.cut_batches import ShareStream, cutting_of
-from phalanx.families.materials.model.losses import tasks
+from phalanx.families.materials.model.losses import learned_tasks
 from phalanx.files import write_atomically
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.data_parallel.task_heads import branch_groups
@@ -89,8 +89,8 @@ class GraphInputs(Inputs):
             self.balancer.restore(state)
 
     def write(self, run_dir: Path) -> None:
-        """The elements, and how evenly the first steps are shared out, by the cost model; beside it, structures dealt out by
-        number alone."""
+        """Write the elements, and how evenly the first steps are divided, by the cost model; beside it, structures assigned
+        by number alone."""
         if self.elements is not None:
             write_elements(self.elements, run_dir)
         if self.graphs is None:
@@ -100,11 +100,11 @@ class GraphInputs(Inputs):
         content = {
             "ranks": ranks,
             "cost": asdict(order.cost),
-            "by_cost": report(step_balance(self.graphs.declared_division(step)) for step in steps).as_dict(),
-            "by_number": report(step_balance(in_turn(cost, ranks, 1)) for cost in costs).as_dict(),
+            "by_cost": summarize_balance(step_balance(self.graphs.declared_division(step)) for step in steps).as_dict(),
+            "by_number": summarize_balance(step_balance(divide_in_turn(cost, ranks, 1)) for cost in costs).as_dict(),
         }
         if self.graphs.branches is not None:
-            apart = report(step_balance(divide(cost, ranks, 1)) for cost in costs)
+            apart = summarize_balance(step_balance(divide_by_cost(cost, ranks, 1)) for cost in costs)
             content["by_cost_without_branch_groups"] = apart.as_dict()
         write_atomically(run_dir / BALANCE, json.dumps(content, indent=1) + "\n")
 
@@ -115,7 +115,7 @@ class MaterialsInputs(TrainableModel):
     run: MaterialsRun
 
     def settle(self, run_dir: Path) -> Self:
-        """Units of the model that the run file leaves to the data; see `units_from_data`."""
+        """Return the model with units that the run file leaves to the data; see `fitted_units`."""
         return self.rebind(settle_units(self.run, run_dir))
 
     def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
@@ -153,10 +153,10 @@ class MaterialsInputs(TrainableModel):
             run.model.branches,
             None if start is None else Path(start),
         )
-        words = _in_words(training)
+        words = _count_in_words(training)
         if layout.data_ranks == 1:
             return GraphInputs(stream, evaluator, verification, in_words=words, elements=known)
-        balancer = _balancer(run, layout, mesh, device, graphs)
+        balancer = _make_balancer(run, layout, mesh, device, graphs)
         return GraphInputs(
             stream, evaluator, verification, in_words=words, balancer=balancer, graphs=graphs, elements=known
         )
@@ -164,7 +164,7 @@ class MaterialsInputs(TrainableModel):
     def check_inputs(self) -> str:
         """See `TrainableModel`."""
         run = self.run
-        return _in_words(open_prepared(run.data, "train"))
+        return _count_in_words(open_prepared(run.data, "train"))
 
     def expected_evaluation(self) -> ExpectedEvaluation | None:
         """See `TrainableModel`. Of a source that may lack labels, validation is taken to have some of each."""
@@ -172,13 +172,15 @@ class MaterialsInputs(TrainableModel):
         sources = open_prepared(run.data, "validation")
         if not any(len(source) for source in sources):
             return None
-        labelled = [[_has_labels(source, quantity) for quantity in quantities(run.model)] for source in sources]
+        labelled = [
+            [_has_labels(source, quantity) for quantity in predicted_quantities(run.model)] for source in sources
+        ]
         sums = torch.tensor(labelled, dtype=torch.float64)[:, :, None].expand(-1, -1, SUMS)
         errors = GraphErrors(0.0, 0, error_rows(run, sums))
         return ExpectedEvaluation(errors.as_dict(), frozenset(("loss", "mae", "rmse")))
 
 
-def _in_words(training: list[PreparedSource]) -> str:
+def _count_in_words(training: list[PreparedSource]) -> str:
     return f"{sum(len(source) for source in training):,} structures"
 
 
@@ -190,7 +192,7 @@ def _has_labels(source: PreparedSource, quantity: Quantity) -> bool:
     return quantity.name in by_column.get(quantity.label, manifest.labels)
 
 
-def _balancer(
+def _make_balancer(
     run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device, stream: GraphBatchStream
 ) -> Balancer | None:
     by_block = run.model.energy is None and mesh.shards.size > 1
@@ -204,11 +206,11 @@ def _balancer(
 
 
 def columns_of(run: MaterialsRun, sources: Sequence[PreparedSource]) -> Columns:
-    """What batches must hold for this model."""
+    """Return what batches must hold for this model."""
     model = run.model
     return graph_columns(
         sources,
-        tasks=[task.label for task in tasks(model)],
+        tasks=[task.label for task in learned_tasks(model)],
         properties=model.properties.names if model.properties else [],
         atom_properties=model.atom_properties.names if model.atom_properties else [],
     )
@@ -225,7 +227,7 @@ def _require_elements(run: MaterialsRun, sources: Sequence[PreparedSource]) -> N
 
 
 def _tell_missing_references(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:
-    """A line to stderr for each branch that has reference energies, but not of all elements whose energies it learns."""
+    """Warn of each branch that has reference energies, but not of all elements whose energies it learns."""
     single = len(run.model.branches) == 1
     for number, branch in enumerate(run.model.branches):
         if run.model.energy is None or not branch.reference_energies:

@@ -12,12 +12,12 @@ from phalanx.data.batch_stream import Batch
 from phalanx.families.materials.config import MaterialsRun, one_program_obstacle
 from phalanx.families.materials.data.graph_batches import GraphBatch
 from phalanx.families.materials.evaluation.prediction_errors import error_sums
-from phalanx.families.materials.graph_parallel.cut_batches import Cutting, GraphShare, cut_batch, cutting_of
+from phalanx.families.materials.graph_parallel.cut_batches import Cutting, cut_batch, cutting_of
 from phalanx.families.materials.graph_parallel.halo_exchange import HaloExchange
-from phalanx.families.materials.model.geometry import ALONE
+from phalanx.families.materials.model.geometry import NO_EXCHANGE
 from phalanx.families.materials.model.losses import Labels, summed_losses
 from phalanx.families.materials.model.network import MaterialsNetwork
-from phalanx.families.materials.step_capture import StepRecorder
+from phalanx.families.materials.step_capture import StepCapture
 from phalanx.layout.context_parallel.split_context import SequenceShare
 from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, TrainingPass
 from phalanx.layout.place import TensorSplits
@@ -29,53 +29,56 @@ _EDGE_CHUNK = 2**16
 
 
 class MaterialsStage(Stage):
-    """Atomic numbers in, the summed losses of all tasks out."""
+    """Maps atomic numbers to the summed losses of all tasks."""
 
     loss_is_whole = True
     recomputes = True
     rows_are_positions = False
     keeps_branches = False
-    """Whether only some branches have their heads here."""
+    """Whether only some data sets have their heads here."""
 
     def __init__(self, part: MaterialsNetwork, index: int, share: SequenceShare, seed: int, cutting: Cutting) -> None:
-        """cutting: how ranks of `cp` share out the atoms of a micro-batch."""
+        """cutting: how ranks of `cp` divide the atoms of a micro-batch."""
         super().__init__(part, index, share, seed, 1)
         self.cutting = cutting
         self.one_unit = part.config.energy is not None
         """Forces may be asked for (`layout.data_parallel.fully_sharded` says what that means)."""
-        self.recorder: StepRecorder | None = None
-        """Runs training's micro-batches as one program each, where they are recorded."""
+        self.capture: StepCapture | None = None
+        """Runs training's micro-batches as one program each, where they are captured."""
         self._places: list[tuple[nn.Module, str]] | None = None
 
     def forward(
         self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Any
     ) -> Tensor:
-        """See `Stage`. x: int64 atomic numbers [N]. inputs: those of `MaterialsNetwork.forward`; and at will
-        `measured_sources`, how many data sets there are: errors by data set
-        (`families.materials.evaluation.prediction_errors`) then follow the
-        losses, in one row of numbers. `halo` of a share that `cut` gave."""
+        """See `Stage`.
+
+        x: int64 atomic numbers [N]. inputs: those of `MaterialsNetwork.forward`, `halo` of a share that `cut` gave, and at
+        will `measured_sources`, the number of data sets: errors by data set (`evaluation.prediction_errors`) then follow the
+        losses, in one row of numbers.
+        """
         halo = inputs.pop("halo", None)
-        inputs["exchange"] = ALONE if halo is None else HaloExchange(halo, self.share.cp)
+        inputs["exchange"] = NO_EXCHANGE if halo is None else HaloExchange(halo, self.share.cp)
         source_G, sources = inputs["source_G"], inputs.pop("measured_sources", None)
         if len(self.part.config.branches) == 1:
+            # A single head takes all data sets, whatever their numbers.
             inputs["source_G"] = torch.zeros_like(source_G)
         if sources is not None:
-            return self._measured(x, source_G, sources, inputs)
-        if self.recorder is not None and training is not None and len(source_G):
-            captured = self.recorder.losses_alone if training.adds_gradients else self.recorder.losses
-            return captured({"species_N": x, **inputs}, self._present_parameters(), training.scale)
+            return self._measure_errors(x, source_G, sources, inputs)
+        if self.capture is not None and training is not None and len(source_G):
+            losses_of = self.capture.add_gradients if training.adds_gradients else self.capture.losses
+            return losses_of({"species_N": x, **inputs}, self._present_parameters(), training.scale)
         losses: Tensor = self.part(x, **inputs)
         return losses
 
     def _present_parameters(self) -> list[nn.Parameter]:
-        """Those of the network as they are now: gathered ones take the places of shards."""
+        """Return the network's parameters as they are now: FSDP2 puts gathered ones in the places of shards."""
         if self._places is None:
             modules = self.part.modules()
             own = [(p, (module, name)) for module in modules for name, p in module.named_parameters(recurse=False)]
             self._places = list(dict(own).values())
         return [getattr(module, name) for module, name in self._places]
 
-    def _measured(self, x: Tensor, source_G: Tensor, sources: int, inputs: dict[str, Any]) -> Tensor:
+    def _measure_errors(self, x: Tensor, source_G: Tensor, sources: int, inputs: dict[str, Any]) -> Tensor:
         config, names = self.part.config, {field.name for field in fields(Labels)}
         labels = Labels(**{name: value for name, value in inputs.items() if name in names})
         seen = {name: value for name, value in inputs.items() if name not in names}
@@ -98,19 +101,18 @@ class MaterialsStage(Stage):
         return torch.cat((losses, errors.flatten()))
 
     def cut(self, batch: Batch, microbatches: int) -> Batch:
-        """Over `cp`, this rank's atoms of every structure (`families.materials.graph_parallel.cut_batches`), unless it was
-        cut on reading."""
-        if self.share.cp.size == 1 or isinstance(batch, GraphShare):
-            return batch
-        assert isinstance(batch, GraphBatch)
-        return cut_batch(batch, microbatches, self.cutting)
+        """Return, over `cp`, this rank's atoms of every structure (`graph_parallel.cut_batches`), unless it was cut on
+        reading."""
+        if self.share.cp.size > 1 and isinstance(batch, GraphBatch):
+            return cut_batch(batch, microbatches, self.cutting)
+        return batch
 
     def branch_parameters(self) -> set[nn.Parameter]:
         """See `Stage`."""
         return set(self.part.head.branch_parameters()) if self.keeps_branches else set()
 
     def example_input(self, samples: int) -> Tensor:
-        """One atom a structure."""
+        """Return one atom a structure."""
         return torch.empty(samples, dtype=torch.int64)
 
 
@@ -120,11 +122,10 @@ class MaterialsLayout(LayoutModel):
     run: MaterialsRun
 
     compiles_blocks = False
-    """A compiled block has no second derivative; a step is recorded or compiled as a whole
-    (`families.materials.step_capture`)."""
+    """A compiled block has no second derivative; a step is captured or compiled as a whole (`step_capture`)."""
 
     def build(self, building: BuildContext, part: ModelChunk) -> tuple[MaterialsNetwork, TensorSplits]:
-        """The whole network: nothing is split."""
+        """Return the whole network: nothing is split."""
         run = self.run
         chunk = None if run.layout.recompute == "none" else _EDGE_CHUNK
         with torch.device("meta"):
@@ -136,33 +137,32 @@ class MaterialsLayout(LayoutModel):
         return model, {}
 
     def build_stage(self, building: BuildContext, part: ModelChunk, index: int) -> tuple[Stage, TensorSplits]:
-        """Return what runs the network, recorded where it can be."""
+        """Return what runs the network, captured where it can be."""
         network, splits = self.build(building, part)
         run = self.run
         cutting = cutting_of(run, building.share.cp)
         stage = MaterialsStage(network, index, building.share, run.training.seed, cutting)
         stage.keeps_branches = building.branches is not None
-        if _records(run, building):
+        if _captures_steps(run, building):
+            # A program needs all parameters at once.
             stage.one_unit = True
-            first = 0 if building.branches is None else building.branches.start
-            stage.recorder = StepRecorder(
-                lambda: self._twin(building, network),
-                source=first,
+            stage.capture = StepCapture(
+                lambda: self._build_replica(building, network),
+                source=0 if building.branches is None else building.branches.start,
                 cutoff=run.model.cutoff,
                 compiled=run.training.compile is True,
             )
         return stage, splits
 
-    def _twin(self, building: BuildContext, part: MaterialsNetwork) -> nn.Module:
-        """A second network of the same kind on the device."""
-        twin, _ = self.build(building, part.part)
-        dtypes = {parameter.dtype for parameter in part.parameters()}
-        assert len(dtypes) == 1
-        return twin.to(dtypes.pop()).to_empty(device=building.device)
+    def _build_replica(self, building: BuildContext, network: MaterialsNetwork) -> nn.Module:
+        """Return a second network of the same kind on the device, its parameters without values."""
+        replica, _ = self.build(building, network.part)
+        (dtype,) = {parameter.dtype for parameter in network.parameters()}
+        return replica.to(dtype).to_empty(device=building.device)
 
 
-def _records(run: MaterialsRun, building: BuildContext) -> bool:
-    """Whether training runs as recorded programs: as asked for, and by `auto` on accelerators wherever it can be."""
+def _captures_steps(run: MaterialsRun, building: BuildContext) -> bool:
+    """Return whether training runs as captured programs: as asked for, and by `auto` on accelerators wherever it can."""
     if building.share.cp.size > 1 or one_program_obstacle(run) is not None:
         return False
     if run.training.compile == "auto":

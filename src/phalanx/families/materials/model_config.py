@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from phalanx.config.model import Model
 from phalanx.config.section import Layers, Section, Width, Words, first_repeated
 
-Body = Literal["gin", "pna", "gatv2", "cgcnn", "schnet", "dimenet++", "egnn", "painn", "mace"]
+BackboneName = Literal["gin", "pna", "gatv2", "cgcnn", "schnet", "dimenet++", "egnn", "painn", "mace"]
 Loss = Literal["mse", "mae", "huber"]
 Positive = Annotated[float, Field(gt=0.0)]
 Weight = Annotated[float, Field(ge=0.0)]
@@ -168,7 +168,7 @@ class MaterialsModel(Model):
     """Message-passing blocks."""
     d_model: Width
     """Channels of an atom."""
-    body: Body = "painn"
+    body: BackboneName = "painn"
     """How atoms exchange messages."""
     max_atomic_number: Annotated[int, Field(ge=1, le=MAX_ATOMIC_NUMBER)] = 100
     """Heaviest element; rows of the element tables."""

@@ -19,48 +19,48 @@ from phalanx.families.materials.model_config import MaterialsModel
 
 
 def parameter_count(config: MaterialsModel) -> int:
-    """All trainable parameters."""
+    """Return the number of trainable parameters."""
     blocks = sum(block_piece(config, number).parameters for number in range(config.n_layers))
     return embedding_piece(config).parameters + blocks + head_piece(config).parameters
 
 
 def matmul_parameters(config: MaterialsModel) -> int:
-    """Parameters of all matrices; what they multiply are atoms, edges or triplets."""
+    """Return the parameters of all matrices; what they multiply are atoms, edges or triplets."""
     pieces = [embedding_piece(config), head_piece(config), *(block_piece(config, n) for n in range(config.n_layers))]
     return sum(matmul.inside * matmul.outside for piece in pieces for matmul in piece.matmuls)
 
 
 def in_words(config: MaterialsModel) -> str:
-    """The shape for a person."""
+    """Return the shape for a person."""
     branches = f", {len(config.branches)} branches" if len(config.branches) > 1 else ""
     return f"{config.body}, {config.n_layers} layers x {config.d_model}, cutoff {config.cutoff:g} A{branches}"
 
 
 def model_flops(config: MaterialsModel, atoms: float, edges: float, triplets: float | None = None) -> float:
-    """Floating-point operations of a training step on one structure, forward and backward.
+    """Return the floating-point operations of a training step on one structure, forward and backward.
 
     edges: directed. triplets: pairs of edges that meet, for DimeNet++; None takes edges * (edges / atoms - 1).
     """
-    blocks = sum(_flops(config, block_piece(config, n), atoms, edges, triplets) for n in range(config.n_layers))
+    blocks = sum(_piece_flops(config, block_piece(config, n), atoms, edges, triplets) for n in range(config.n_layers))
     return embedding_flops(config, atoms, edges) + blocks + head_flops(config, atoms)
 
 
 def block_flops(config: MaterialsModel, atoms: float, edges: float, triplets: float | None = None) -> float:
-    """Share of the last block in `model_flops`."""
-    return _flops(config, block_piece(config, config.n_layers - 1), atoms, edges, triplets)
+    """Return the share of the last block in `model_flops`."""
+    return _piece_flops(config, block_piece(config, config.n_layers - 1), atoms, edges, triplets)
 
 
 def embedding_flops(config: MaterialsModel, atoms: float, edges: float) -> float:
-    """Share of what stands before the blocks."""
-    return _flops(config, embedding_piece(config), atoms, edges, 0.0)
+    """Return the share of what stands before the blocks."""
+    return _piece_flops(config, embedding_piece(config), atoms, edges, 0.0)
 
 
 def head_flops(config: MaterialsModel, atoms: float) -> float:
-    """Share of the heads; all copies of a head are computed for every atom."""
-    return _flops(config, head_piece(config), atoms, 0.0, 0.0)
+    """Return the share of the heads; all copies of a head are computed for every atom."""
+    return _piece_flops(config, head_piece(config), atoms, 0.0, 0.0)
 
 
-def _flops(config: MaterialsModel, piece: Piece, atoms: float, edges: float, triplets: float | None) -> float:
+def _piece_flops(config: MaterialsModel, piece: Piece, atoms: float, edges: float, triplets: float | None) -> float:
     derived = config.energy is not None and (config.energy.force_weight, config.energy.stress_weight) != (None, None)
     passes = 6.0 if derived else 3.0
     if triplets is None:
@@ -87,7 +87,7 @@ class Matmul:
 
     @property
     def parameters(self) -> int:
-        """Elements of the matrix and of its bias."""
+        """Return the elements of the matrix and of its bias."""
         return (self.inside + self.bias) * self.outside
 
 
@@ -111,12 +111,12 @@ class Piece:
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
+        """Return all parameters."""
         return self.other_parameters + sum(matmul.parameters for matmul in self.matmuls)
 
 
 def embedding_piece(config: MaterialsModel) -> Piece:
-    """What stands before the blocks."""
+    """Describe what stands before the blocks."""
     table = (config.max_atomic_number + 1) * config.d_model
     if config.body != "dimenet++":
         return Piece((), table)
@@ -127,18 +127,18 @@ def embedding_piece(config: MaterialsModel) -> Piece:
 
 
 def block_piece(config: MaterialsModel, number: int) -> Piece:
-    """One block, its global attention included."""
+    """Describe one block, its global attention included."""
     if config.body == "mace":
-        piece = _mace(config, number)
+        piece = _mace_piece(config, number)
     else:
         other = {"gin": 1, "gatv2": config.d_model, "pna": config.d_model}.get(config.body, 0)
-        atom, edge = _columns(config)
-        piece = Piece(_matmuls(config, number), other, atom_columns=atom, edge_columns=edge)
+        atom, edge = _message_columns(config)
+        piece = Piece(_block_matmuls(config, number), other, atom_columns=atom, edge_columns=edge)
     return piece if config.attention is None else _with_attention(config, piece)
 
 
 def head_piece(config: MaterialsModel) -> Piece:
-    """All heads, with a copy for each branch where they are not shared."""
+    """Describe all heads, with a copy for each data set where they are not shared."""
     matmuls: list[Matmul] = []
     width = config.d_model
     for name in ("energy", "charges", "dipole", "properties", "atom_properties"):
@@ -171,16 +171,16 @@ def _with_attention(config: MaterialsModel, piece: Piece) -> Piece:
     )
 
 
-def _columns(config: MaterialsModel) -> tuple[int, int]:
-    """What messages carry of an atom and of an edge; of any body but mace."""
+def _message_columns(config: MaterialsModel) -> tuple[int, int]:
+    """Return the numbers of an atom and of an edge that messages carry; for any backbone but MACE."""
     c, options = config.d_model, config.dimenet
     if config.body == "dimenet++":
         return 0, options.triplet_width + options.angular * options.basis_width
     return {"egnn": c + 3, "painn": 6 * c}.get(config.body, c), 0
 
 
-def _matmuls(config: MaterialsModel, number: int) -> tuple[Matmul, ...]:
-    """The matrices of a block of any body but mace."""
+def _block_matmuls(config: MaterialsModel, number: int) -> tuple[Matmul, ...]:
+    """Return the matrices of a block of any backbone but MACE."""
     c, r = config.d_model, config.n_radial
     if config.body == "egnn":
         moves = (Matmul("edge", c, c), Matmul("edge", c, 1))
@@ -188,7 +188,7 @@ def _matmuls(config: MaterialsModel, number: int) -> tuple[Matmul, ...]:
         seen = (Matmul("atom", c, 2 * c), Matmul("edge", r + 1, c, bias=False), Matmul("edge", c, c))
         return (*seen, *moved, Matmul("atom", 2 * c, c), Matmul("atom", c, c))
     if config.body == "dimenet++":
-        return _dimenet(config)
+        return _dimenet_matmuls(config)
     found: dict[str, tuple[Matmul, ...]] = {
         "gin": (Matmul("edge", r, c), Matmul("atom", c, 2 * c), Matmul("atom", 2 * c, c)),
         "cgcnn": (
@@ -228,7 +228,7 @@ def _matmuls(config: MaterialsModel, number: int) -> tuple[Matmul, ...]:
     return found[config.body]
 
 
-def _dimenet(config: MaterialsModel) -> tuple[Matmul, ...]:
+def _dimenet_matmuls(config: MaterialsModel) -> tuple[Matmul, ...]:
     c, r, options = config.d_model, config.n_radial, config.dimenet
     narrow, basis = options.triplet_width, options.basis_width
     return (
@@ -246,7 +246,7 @@ def _dimenet(config: MaterialsModel) -> tuple[Matmul, ...]:
     )
 
 
-def _mace(config: MaterialsModel, number: int) -> Piece:
+def _mace_piece(config: MaterialsModel, number: int) -> Piece:
     c, options, rows = config.d_model, config.mace, config.max_atomic_number + 1
     inside = 0 if number == 0 else options.hidden_degree
     outside = 0 if number == config.n_layers - 1 and config.dipole is None else options.hidden_degree
@@ -281,13 +281,13 @@ def _mace(config: MaterialsModel, number: int) -> Piece:
 
 
 def _monomial_count(degree: int, order: int) -> int:
-    """Distinct products of `order` spherical components up to `degree`."""
+    """Count the distinct products of `order` spherical components up to `degree`."""
     return sum(1 for _ in combinations_with_replacement(range((degree + 1) ** 2), order))
 
 
 @cache
 def _polynomial_count(degree: int, order: int, result: int) -> int:
-    """Polynomials of `order` in components up to `degree` that transform like `result`, counted by their weights.
+    """Count, by their weights, the polynomials of `order` in components up to `degree` that transform like `result`.
 
     As many as there are products with total weight m = result, less those with m = result + 1, parity kept.
     """
@@ -305,8 +305,8 @@ _SPACE = 3
 
 
 def numbers_for_atoms(config: MaterialsModel, *, forces: bool = False, stress: bool = False) -> int:
-    """Numbers that a training step sends for each atom which edges come from and which is elsewhere; losses and global
-    attention aside.
+    """Return the numbers that a training step sends for each atom which edges come from and which is elsewhere; losses and
+    global attention aside.
 
     A pass sends rows one way, its backward pass as many the other way. Where forces or stress are formed the derivative
     repeats both, and forces travel home once more, with their gradient; the derivative does not reach what atoms tell of
@@ -319,7 +319,7 @@ def numbers_for_atoms(config: MaterialsModel, *, forces: bool = False, stress: b
 
 
 def numbers_for_edges(config: MaterialsModel, *, forces: bool = False, stress: bool = False) -> int:
-    """The same for each edge that ends at such an atom; 0 for all bodies but DimeNet++.
+    """Return the same for each edge that ends at such an atom; 0 for all backbones but DimeNet++.
 
     Before the blocks: directions, and vectors without their gradient.
     """

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from phalanx.counter_random import normal_values, random_bits, stream_key
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.balance import assign_by_branch
+from phalanx.families.materials.data.balance import assign_by_head_group
 from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
 from phalanx.families.materials.data.neighbours import device_edges
-from phalanx.families.materials.model.losses import tasks
+from phalanx.families.materials.model.losses import learned_tasks
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.materials.sizes import in_words
 from phalanx.layout.data_parallel.task_heads import branch_groups
@@ -38,51 +38,57 @@ class MaterialsVerification(VerifiableModel):
     run: MaterialsRun
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> GraphBatch:
-        """Molecules and crystals of 1 to 9 atoms; some sample numbers have none, and some structures lack some labels.
+        """Return molecules and crystals of 1 to 9 atoms; some sample numbers have none, and some structures lack some
+        labels.
 
         So ranks differ in structures, atoms and targets, and some have nothing to do: an average over ranks in place of
         a sum over targets shows, and so does a rank that leaves a collective out. Positions are float64.
         """
-        return _structures(self.run, torch.arange(first, first + count) + (step - 1) * global_batch)
+        return _make_structures(self.run, torch.arange(first, first + count) + (step - 1) * global_batch)
 
     def branch_samples(self, step: int, layout: ResolvedLayout, rank: int) -> GraphBatch:
-        """Dealt out by number of structures among the ranks of each branch: uneven, and some ranks have none."""
+        """Return the samples of a rank, assigned by number of structures among the ranks of each branch: uneven, and some
+        ranks have none."""
         groups = branch_groups(layout)
         assert groups is not None
         numbers = torch.arange(layout.global_batch) + (step - 1) * layout.global_batch
         source = np.asarray(numbers % len(self.run.model.branches))
-        dealt = assign_by_branch(groups, source)(np.ones_like(source), groups.ranks)
-        return _structures(self.run, numbers[torch.from_numpy(dealt) == rank])
+        dealt = assign_by_head_group(groups, source)(np.ones_like(source), groups.ranks)
+        return _make_structures(self.run, numbers[torch.from_numpy(dealt) == rank])
 
     def reduced(self, world_size: int) -> dict[str, dict[str, Any]]:
-        """Small widths, few layers, elements and branches; body, heads, losses and kinds of attention as they are."""
+        """Return small widths, few layers, elements and branches; backbone, heads, losses and kinds of attention as they
+        are."""
         # Sub-groups are sized for each branch that there is.
         branches = _BRANCHES if self.run.layout.branch_groups == "off" else len(self.run.model.branches)
         return {"model": _reduced_model(self.run.model, branches).model_dump()}
 
     def in_words(self) -> str:
-        """Body and sizes."""
+        """Return backbone and sizes."""
         return in_words(self.run.model)
 
 
-def _structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
-    """Those with these global sample numbers."""
+def _make_structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
+    """Return structures with these global sample numbers."""
     numbers = numbers[~torch.isin(numbers % 8, torch.tensor(_ABSENT))]
     model, graphs = run.model, len(numbers)
-    atoms_G = 1 + _bits("atoms", numbers, 1)[:, 0] % _LARGEST
+    atoms_G = 1 + _draw_bits("atoms", numbers, 1)[:, 0] % _LARGEST
     graph_N = torch.repeat_interleave(atoms_G)
     in_graph_N = torch.arange(len(graph_N)) - (atoms_G.cumsum(0) - atoms_G)[graph_N]
     step_length = _SPACING * model.cutoff
     cells_G33 = torch.eye(3, dtype=torch.float64) * (3.3 * step_length)
-    cells_G33 = cells_G33 + 0.1 * step_length * _normals("cells", numbers, 9).view(-1, 3, 3)
+    cells_G33 = cells_G33 + 0.1 * step_length * _draw_normals("cells", numbers, 9).view(-1, 3, 3)
     # A third of them are molecules.
     cells_G33 = torch.where((numbers % 3 == 0)[:, None, None], 0.0, cells_G33)
     positions_N3 = _on_grid(in_graph_N) * step_length
-    moves_GN = _normals("positions", numbers, 3 * _LARGEST).view(graphs, _LARGEST, 3)
+    moves_GN = _draw_normals("positions", numbers, 3 * _LARGEST).view(graphs, _LARGEST, 3)
     positions_N3 = positions_N3 + 0.1 * step_length * moves_GN[graph_N, in_graph_N]
-    species = 1 + _bits("species", numbers, _LARGEST) % model.max_atomic_number
+    species = 1 + _draw_bits("species", numbers, _LARGEST) % model.max_atomic_number
     edges = device_edges(positions_N3, cells_G33, model.cutoff, graph_N=graph_N)
-    labels = {task.label: _label(task.label, run, numbers, graph_N, in_graph_N, cells_G33) for task in tasks(model)}
+    labels = {
+        task.label: _make_label(task.label, run, numbers, graph_N, in_graph_N, cells_G33)
+        for task in learned_tasks(model)
+    }
     per_graph = torch.zeros(graphs, dtype=torch.int64).index_add_(
         0, graph_N[edges.edges_2E[1]], torch.ones(edges.edges_2E.shape[1], dtype=torch.int64)
     )
@@ -101,14 +107,14 @@ def _structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
         atoms=np.asarray(atoms_G),
         edges=np.asarray(per_graph),
         graphs_by_part=(graphs,),
-        tasks=tuple(task.label for task in tasks(model)),
+        tasks=tuple(task.label for task in learned_tasks(model)),
     )
 
 
-def _label(
+def _make_label(
     name: str, run: MaterialsRun, numbers: Tensor, graph_N: Tensor, in_graph_N: Tensor, cells_G33: Tensor
 ) -> Tensor:
-    """Normal values in the shape of the label; NaN in every fourth structure, another one for each label."""
+    """Return normal values in the shape of the label; NaN in every fourth structure, another one for each label."""
     heads = {"properties_GP": run.model.properties, "atom_properties_NP": run.model.atom_properties}
     if name in heads:
         head = heads[name]
@@ -116,7 +122,7 @@ def _label(
     else:
         shape = {"forces_N3": (3,), "stress_G33": (3, 3), "dipole_G3": (3,)}.get(name, ())
     rows = _LARGEST if "_N" in name else 1
-    values = _normals(name, numbers, rows * math.prod(shape)).view(len(numbers), rows, *shape)
+    values = _draw_normals(name, numbers, rows * math.prod(shape)).view(len(numbers), rows, *shape)
     values[numbers % 4 == LABELS.index(name) % 4] = torch.nan
     if name == "stress_G33":
         values[cells_G33.abs().sum((1, 2)) == 0.0] = torch.nan
@@ -124,17 +130,17 @@ def _label(
 
 
 def _on_grid(number_N: Tensor) -> Tensor:
-    """Places of the points of a cube of three a side, [N, 3]."""
+    """Return places of the points of a cube of three a side, [N, 3]."""
     return torch.stack((number_N % 3, number_N // 3 % 3, number_N // 9), dim=1).double()
 
 
-def _normals(what: str, numbers: Tensor, count: int) -> Tensor:
-    """Normal values, float64 [samples, count]."""
+def _draw_normals(what: str, numbers: Tensor, count: int) -> Tensor:
+    """Return normal values, float64 [samples, count]."""
     return normal_values(stream_key("verify", what), _counters(numbers, count))
 
 
-def _bits(what: str, numbers: Tensor, count: int) -> Tensor:
-    """Non-negative random integers [samples, count]."""
+def _draw_bits(what: str, numbers: Tensor, count: int) -> Tensor:
+    """Return non-negative random integers [samples, count]."""
     return random_bits(stream_key("verify", what), _counters(numbers, count)).bitwise_and((1 << 62) - 1)
 
 

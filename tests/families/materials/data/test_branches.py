@@ -11,7 +11,12 @@ from hypothesis import strategies as st
 
 from graph_files import prepared_sources
 from phalanx.families.materials.config import GraphData
-from phalanx.families.materials.data.balance import assign_by_branch, divide, divide_within, longest_first
+from phalanx.families.materials.data.balance import (
+    assign_by_head_group,
+    assign_longest_first,
+    divide_by_cost,
+    divide_within_budget,
+)
 from phalanx.families.materials.data.graph_batches import graph_columns
 from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
 from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
@@ -62,20 +67,20 @@ def test_a_structure_goes_to_a_rank_of_its_branch_and_nowhere_else(
     # Some branches have no structure: those above a random one.
     source = random.integers(0, random.integers(1, len(sizes) + 1), structures)
     costs = random.lognormal(3.0, 1.0, structures).astype(np.int64) + 1
-    division = divide(costs, groups.ranks, parts, assign_by_branch(groups, source))
+    division = divide_by_cost(costs, groups.ranks, parts, assign_by_head_group(groups, source))
     assert len(division.rank) == structures and division.loads.sum() == costs.sum()
     for branch, rank in zip(source.tolist(), division.rank.tolist(), strict=True):
         assert branch in groups.of_rank(rank).branches
     for group in groups.groups:
         mine = np.isin(source, np.arange(group.branches.start, group.branches.stop))
-        alone = longest_first(costs[mine], len(group.ranks))
+        alone = assign_longest_first(costs[mine], len(group.ranks))
         assert np.array_equal(division.rank[mine], group.ranks.start + alone)
 
 
 def test_a_budget_holds_on_the_busiest_rank_of_any_branch() -> None:
     costs, source = np.full(24, 10, dtype=np.int64), np.array([0] * 20 + [1] * 4)
     groups = BranchGroups((1, 3))
-    division = divide_within(costs, 4, costs, 50, assign_by_branch(groups, source))
+    division = divide_within_budget(costs, 4, costs, 50, assign_by_head_group(groups, source))
     assert division.loads.shape == (4, 4) and division.loads.max() == 50
     assert division.loads.sum(axis=1).tolist() == [200, 20, 10, 10]
 

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from phalanx.families.materials.cost_fitting import CostFit, measured
+from phalanx.families.materials.cost_fitting import CostFit, sum_timings
 from phalanx.families.materials.data import balance
 from phalanx.families.materials.data.balance import (
     CostModel,
     Division,
-    divide,
-    divide_within,
-    in_turn,
-    longest_first,
-    report,
+    assign_longest_first,
+    divide_by_cost,
+    divide_in_turn,
+    divide_within_budget,
     step_balance,
+    summarize_balance,
 )
 
 costs_of = st.lists(st.integers(1, 10**6), min_size=1, max_size=60).map(lambda c: np.array(c, dtype=np.int64))
@@ -56,7 +56,7 @@ def check_whole(division: Division, costs: np.ndarray, ranks: int, parts: int) -
 def test_every_structure_is_shared_out_once_and_no_rank_gets_much_more(
     costs: np.ndarray, ranks: int, parts: int
 ) -> None:
-    division = divide(costs, ranks, parts)
+    division = divide_by_cost(costs, ranks, parts)
     check_whole(division, costs, ranks, parts)
     loads = division.loads.sum(axis=1)
     # No rank could have been given its last structure while another had less.
@@ -72,7 +72,7 @@ def test_every_structure_is_shared_out_once_and_no_rank_gets_much_more(
 @pytest.mark.parametrize("ranks", [2, 7, 64, 512])
 def test_serving_many_bins_at_once_is_as_good_as_one_at_a_time(ranks: int) -> None:
     costs = uneven(6 * ranks, seed=ranks)
-    ours = divide(costs, ranks, 1).loads.max()
+    ours = divide_by_cost(costs, ranks, 1).loads.max()
     assert ours <= 1.01 * one_at_a_time(costs, ranks).max()
 
 
@@ -85,9 +85,9 @@ def test_few_bins_and_many_are_served_alike(costs: list[int], bins: int) -> None
     for item in order.tolist():
         expected[item] = loads.index(min(loads))
         loads[expected[item]] += costs[item]
-    for serve in (balance._one_by_one, balance._many_at_a_time):
+    for serve in (balance._fill_one_by_one, balance._fill_many_at_once):
         assert serve(each, order, bins).tolist() == expected, serve
-    assert longest_first(each, bins).tolist() == expected
+    assert assign_longest_first(each, bins).tolist() == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,20 +97,20 @@ def test_it_stays_within_a_third_of_the_best(costs: list[int], ranks: int) -> No
         max(sum(c for c, r in zip(costs, chosen, strict=True) if r == rank) for rank in range(ranks))
         for chosen in itertools.product(range(ranks), repeat=len(costs))
     )
-    loads = divide(np.array(costs), ranks, 1).loads
+    loads = divide_by_cost(np.array(costs), ranks, 1).loads
     assert loads.max() <= (4 / 3) * best
 
 
 def test_balanced_ranks_beat_structures_in_turn() -> None:
     costs = np.minimum(uneven(4096 * 16), 20_000)
-    balanced, usual = divide(costs, 4096, 2), in_turn(costs, 4096, 2)
+    balanced, usual = divide_by_cost(costs, 4096, 2), divide_in_turn(costs, 4096, 2)
     check_whole(usual, costs, 4096, 2)
     assert balanced.imbalance < 1.02 < 1.8 < usual.imbalance
     assert np.array_equal(np.bincount(usual.rank), np.full(4096, 16))
 
 
 def test_fewer_structures_than_ranks_leave_some_without() -> None:
-    division = divide(np.array([5, 3, 9]), ranks=8, parts=2)
+    division = divide_by_cost(np.array([5, 3, 9]), ranks=8, parts=2)
     check_whole(division, np.array([5, 3, 9]), 8, 2)
     assert (division.loads.sum(axis=1) == 0).sum() == 5
 
@@ -118,13 +118,13 @@ def test_fewer_structures_than_ranks_leave_some_without() -> None:
 def test_no_microbatch_is_over_the_budget_unless_a_structure_is() -> None:
     costs = uneven(200)
     costs[7] = budget = int(costs.max()) + 5
-    division = divide_within(costs, 3, costs, budget)
+    division = divide_within_budget(costs, 3, costs, budget)
     check_whole(division, costs, 3, division.loads.shape[1])
     assert division.loads.max() <= budget
-    fewer = divide(costs, 3, division.loads.shape[1] - 1)
+    fewer = divide_by_cost(costs, 3, division.loads.shape[1] - 1)
     assert fewer.loads.max() > budget
     costs[11] = 3 * budget
-    division = divide_within(costs, 3, costs, budget)
+    division = divide_within_budget(costs, 3, costs, budget)
     alone = (division.rank == division.rank[11]) & (division.part == division.part[11])
     assert alone.sum() == 1
     assert np.sort(division.loads.ravel())[-2] <= budget < division.loads.max()
@@ -132,17 +132,17 @@ def test_no_microbatch_is_over_the_budget_unless_a_structure_is() -> None:
 
 def test_micro_batches_are_added_until_all_fit() -> None:
     costs = np.array([6, 6, 6])
-    assert divide_within(costs, 1, costs, 10).loads.tolist() == [[6, 6, 6]]
+    assert divide_within_budget(costs, 1, costs, 10).loads.tolist() == [[6, 6, 6]]
     costs = np.array([6, 6, 6, 12, 1, 1])
-    assert divide_within(costs, 2, costs, 10).loads.shape == (2, 2)
-    assert divide_within(costs, 1, costs, 11).loads.tolist() == [[12, 7, 7, 6]]
+    assert divide_within_budget(costs, 2, costs, 10).loads.shape == (2, 2)
+    assert divide_within_budget(costs, 1, costs, 11).loads.tolist() == [[12, 7, 7, 6]]
 
 
 def test_the_budget_holds_for_sizes_while_ranks_are_equal_in_cost() -> None:
     costs, sizes = uneven(300), uneven(300, seed=9)
     budget = 4 * int(sizes.max())
-    division = divide_within(costs, 4, sizes, budget)
-    assert np.array_equal(division.rank, longest_first(costs, 4))
+    division = divide_within_budget(costs, 4, sizes, budget)
+    assert np.array_equal(division.rank, assign_longest_first(costs, 4))
     held = np.zeros_like(division.loads)
     np.add.at(held, (division.rank, division.part), sizes)
     assert held.max() <= budget
@@ -165,7 +165,7 @@ def timed(node: float, edge: float, graph: float, fixed: float, *, steps: int, s
         atoms = graphs * random.integers(4, 60, 4)
         edges = atoms * random.uniform(8, 40, 4)
         seconds = node * atoms + edge * edges + graph * graphs + fixed
-        yield measured(atoms, edges, graphs, seconds * random.normal(1.0, noise, 4))
+        yield sum_timings(atoms, edges, graphs, seconds * random.normal(1.0, noise, 4))
 
 
 def test_a_fit_finds_what_the_times_were_made_of() -> None:
@@ -192,7 +192,7 @@ def test_what_times_cannot_tell_apart_is_left_as_it_was_given() -> None:
     # Every atom has 20 edges: a second of an atom looks like a twentieth of one of an edge.
     atoms = graphs * 10.0
     for _ in range(50):
-        fit.update(measured(atoms, 20.0 * atoms, graphs, 7e-6 * atoms))
+        fit.update(sum_timings(atoms, 20.0 * atoms, graphs, 7e-6 * atoms))
     found = fit.model()
     assert found.edge / found.node == pytest.approx(0.3, rel=0.05)
     assert found.node + 20.0 * found.edge == pytest.approx(7e-6, rel=0.05)
@@ -219,7 +219,7 @@ def test_the_report_says_what_ranks_wait() -> None:
     first, second = step_balance(even, unit=0.5), step_balance(uneven_step, unit=0.5)
     assert (first.imbalance, first.wait_seconds, first.seconds) == (1.0, 0.0, 2.0)
     assert (second.imbalance, second.wait_seconds, second.seconds) == (1.5, 1.0, 3.0)
-    both = report([first, second])
+    both = summarize_balance([first, second])
     assert (both.steps, both.imbalance_max, both.wait_seconds_mean) == (2, 1.5, 0.5)
     assert both.wait_mean == pytest.approx(1.0 / 5.0)
-    assert step_balance(divide(np.array([3]), 4, 1)).idle_ranks == 3
+    assert step_balance(divide_by_cost(np.array([3]), 4, 1)).idle_ranks == 3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigError
-from phalanx.families.materials.data.balance import CostModel, divide
+from phalanx.families.materials.data.balance import CostModel, divide_by_cost
 from phalanx.families.materials.data.graph_stream import GraphOrder
 
 COST = CostModel(1.0, 0.3)
@@ -119,7 +119,7 @@ def test_the_division_is_of_the_same_batch_for_every_number_of_ranks() -> None:
     found = order.batch(5)
     costs = COST.whole(found.atoms, found.edges)
     for ranks in (1, 2, 3, 4, 5, 6, 7, 8, 4096):
-        division = divide(costs, ranks, 2)
+        division = divide_by_cost(costs, ranks, 2)
         members = [found.numbers[division.rank == rank] for rank in range(ranks)]
         assert np.array_equal(np.sort(np.concatenate(members)), found.numbers)
 

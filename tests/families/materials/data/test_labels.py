@@ -16,7 +16,7 @@ from phalanx.families.materials.data.labels import (
     labels_of,
     length_factor,
     parse_unit,
-    unit_of,
+    parse_unit_of,
 )
 
 
@@ -46,12 +46,12 @@ def test_values_are_those_of_ase(text: str, expected: float) -> None:
 
 
 def test_equal_dimensions_are_told_from_others() -> None:
-    assert unit_of("Ha/bohr", FORCE, "forces").dimension == unit_of("kcal/mol/A", FORCE, "forces").dimension
-    assert unit_of("GPa", STRESS, "stress").dimension == unit_of("eV/A^3", STRESS, "stress").dimension
+    assert parse_unit_of("Ha/bohr", FORCE, "forces").dimension == parse_unit_of("kcal/mol/A", FORCE, "forces").dimension
+    assert parse_unit_of("GPa", STRESS, "stress").dimension == parse_unit_of("eV/A^3", STRESS, "stress").dimension
     with pytest.raises(ValueError, match=r'unit "Ha/bohr" is energy \* length\^-1, not one of energy \(energy\)'):
-        unit_of("Ha/bohr", ENERGY, "energy")
+        parse_unit_of("Ha/bohr", ENERGY, "energy")
     with pytest.raises(ValueError, match=r'unit "eV" is energy, not one of length \(length\)'):
-        unit_of("eV", LENGTH, "length")
+        parse_unit_of("eV", LENGTH, "length")
 
 
 def test_an_unknown_unit_is_named_with_the_nearest_known_one() -> None:

@@ -17,7 +17,7 @@ from phalanx.errors import DataError
 from phalanx.families.materials.config import GraphSource
 from phalanx.families.materials.data.labels import labels_of
 from phalanx.families.materials.data.structure_files import StructureFile, find_files, open_structures
-from phalanx.families.materials.data.structures import convert
+from phalanx.families.materials.data.structures import convert_structure
 
 STRUCTURES = 7
 
@@ -62,7 +62,7 @@ def write(folder: Path, kind: str) -> Path:
 
 
 def read_all(file: StructureFile, source: GraphSource) -> list[Any]:
-    return [convert(raw, labels_of(source), 1.0, missing_allowed=False) for raw in file.read(0, len(file))]
+    return [convert_structure(raw, labels_of(source), 1.0, missing_allowed=False) for raw in file.read(0, len(file))]
 
 
 @pytest.mark.parametrize("kind", ["npz", "extxyz", "db"])

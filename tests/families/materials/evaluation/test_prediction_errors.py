@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.families.materials.evaluation.prediction_errors import error_sums, quantities
+from phalanx.families.materials.evaluation.prediction_errors import error_sums, predicted_quantities
 from phalanx.families.materials.model.losses import Labels, Predictions
 from phalanx.families.materials.model_config import EnergyHead, MaterialsModel, PropertyHead
 
@@ -29,7 +29,7 @@ PREDICTED = Predictions(
 
 def test_sums_are_those_of_errors_counted_one_by_one() -> None:
     sums = error_sums(MODEL, PREDICTED, LABELS, source_G=SOURCE, sources=2, graph_N=GRAPH, atoms_G=ATOMS)
-    names = [quantity.name for quantity in quantities(MODEL)]
+    names = [quantity.name for quantity in predicted_quantities(MODEL)]
     assert names == ["energy", "forces", "stress", "gap", "moment"]
     found = {(source, name): sums[source, row].tolist() for source in (0, 1) for row, name in enumerate(names)}
     # Per atom: 1/2 and 3/3.

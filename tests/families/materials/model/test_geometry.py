@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from atom_graphs import Structure, batch_of, edges_of, random_structure
-from phalanx.families.materials.model.geometry import edge_geometry, edge_vectors, envelope, radial_functions, triplets
+from phalanx.families.materials.model.geometry import (
+    cutoff_envelope,
+    edge_geometry,
+    edge_vectors,
+    find_triplets,
+    radial_functions,
+)
 from small_networks import small_model
 
 F64 = torch.float64
@@ -23,13 +29,13 @@ def test_a_shift_belongs_to_the_target() -> None:
 def test_envelopes_fade_as_smoothly_as_they_promise(kind: str, derivatives: int) -> None:
     config = small_model("painn", envelope=kind, cutoff=4.0)
     near = torch.tensor(4.0 - 1e-9, dtype=F64, requires_grad=True)
-    value = envelope(config, near)
+    value = cutoff_envelope(config, near)
     for order in range(derivatives + 1):
         assert abs(value.item()) < 1e-6, order
         (value,) = torch.autograd.grad(value, near, create_graph=True)
     assert abs(value.item()) > 0.1
-    assert envelope(config, torch.tensor([0.0, 4.0, 5.0])).tolist() == [1.0, 0.0, 0.0]
-    inside = envelope(config, torch.linspace(0.0, 4.0, 50, dtype=F64))
+    assert cutoff_envelope(config, torch.tensor([0.0, 4.0, 5.0])).tolist() == [1.0, 0.0, 0.0]
+    inside = cutoff_envelope(config, torch.linspace(0.0, 4.0, 50, dtype=F64))
     assert (inside.diff() < 0.0).all()
 
 
@@ -76,7 +82,7 @@ def test_triplets_are_all_pairs_of_edges_that_meet(periodic: bool) -> None:
         dtype=F64,
         graphs=1,
     )
-    found = triplets(geometry)
+    found = find_triplets(geometry)
     pairs = list(zip(order[found.incoming_T].tolist(), order[found.outgoing_T].tolist(), strict=True))
     assert len(pairs) == len(set(pairs)) and set(pairs) == wanted_triplets(structure)
     # The angle at the middle atom, between the bonds that leave it.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from atom_graphs import Structure, batch_of, random_structure
-from phalanx.families.materials.model.heads import BranchMlp, build_head, conserved, dipole_of_charges
+from phalanx.families.materials.model.heads import DatasetMlp, build_head, conserve_charge, dipole_of_charges
 from phalanx.families.materials.model_config import Branch, ChargeHead, DipoleHead, EnergyHead, PropertyHead
 from small_networks import filled_network, small_model
 
@@ -90,7 +90,7 @@ def test_charges_may_be_left_alone() -> None:
 def test_conserved_charges_keep_their_differences() -> None:
     graph_N, atoms_G = torch.tensor([0, 0, 2, 2, 2]), torch.tensor([2, 0, 3])
     charges_N = torch.tensor([0.5, 0.1, 1.0, 2.0, 3.0])
-    found = conserved(charges_N, torch.tensor([1.0, 0.0, 0.0]), graph_N, atoms_G)
+    found = conserve_charge(charges_N, torch.tensor([1.0, 0.0, 0.0]), graph_N, atoms_G)
     torch.testing.assert_close(found, torch.tensor([0.7, 0.3, -1.0, 0.0, 1.0]))
 
 
@@ -113,7 +113,7 @@ def test_a_dipole_of_predicted_charges() -> None:
 
 
 def test_heads_of_one_branch_take_no_detour() -> None:
-    head = BranchMlp(["only"], 4, 1)
+    head = DatasetMlp(["only"], 4, 1)
     torch.nn.init.constant_(next(iter(head.parameters())), 0.5)
     torch.nn.init.zeros_(list(head.parameters())[1])
     assert head(torch.ones(2, 4), torch.tensor([0, 0])).flatten().tolist() == [2.0, 2.0]

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from atom_graphs import batch_of, random_structure
 from phalanx.families.materials.model.losses import (
-    BranchUnits,
+    DatasetUnits,
     Labels,
     Predictions,
+    learned_tasks,
     summed_losses,
     target_counts,
-    tasks,
 )
 from phalanx.families.materials.model_config import Branch, ChargeHead, EnergyHead
 from small_networks import filled_network, small_model
@@ -27,12 +27,12 @@ def losses(config: Any, predicted: Predictions, labels: Labels, branch: list[int
     graph_N = torch.tensor(graph)
     atoms_G = torch.bincount(graph_N, minlength=len(branch))
     branch_G = torch.tensor(branch)
-    units = BranchUnits(config)
+    units = DatasetUnits(config)
     return summed_losses(config, units, predicted, labels, branch_G=branch_G, graph_N=graph_N, atoms_G=atoms_G)
 
 
 def test_tasks_are_what_the_model_has_heads_and_weights_for() -> None:
-    assert [task.label for task in tasks(small_model("painn"))] == [
+    assert [task.label for task in learned_tasks(small_model("painn"))] == [
         "energy_G",
         "forces_N3",
         "stress_G33",
@@ -43,7 +43,7 @@ def test_tasks_are_what_the_model_has_heads_and_weights_for() -> None:
     ]
     nothing: dict[str, None] = dict.fromkeys(("dipole", "properties", "atom_properties", "charges"))
     config = small_model("painn", energy=EnergyHead(), branches=[Branch()], **nothing)
-    assert [task.label for task in tasks(config)] == ["energy_G"]
+    assert [task.label for task in learned_tasks(config)] == ["energy_G"]
 
 
 def test_missing_labels_take_no_part() -> None:
@@ -128,7 +128,7 @@ def test_weights_multiply_the_sums() -> None:
 
 def test_tables_are_read_by_branch_and_element() -> None:
     branches = [Branch(name="a", weight=2.0, reference_energies={"1": -1.5}), Branch(name="b", energy_scale=4.0)]
-    units = BranchUnits(small_model("painn", branches=branches))
+    units = DatasetUnits(small_model("painn", branches=branches))
     branch = torch.tensor([1, 0, 0])
     assert units.reference_energy(torch.tensor([1, 1, 8]), branch).tolist() == [0.0, -1.5, 0.0]
     assert units.energy_scale(branch).tolist() == [4.0, 1.0, 1.0]

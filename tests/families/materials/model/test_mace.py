@@ -10,11 +10,11 @@ from torch import Tensor
 from atom_graphs import orthogonal
 from phalanx.families.materials.model.mace import (
     component_range,
-    components,
-    coupling,
+    count_components,
+    coupling_coefficients,
     coupling_paths,
     equivariant_polynomials,
-    monomials,
+    monomial_products,
     spherical_harmonics,
 )
 from phalanx.families.materials.sizes import _polynomial_count
@@ -38,7 +38,7 @@ def matrix(request: pytest.FixtureRequest) -> Tensor:
 
 def features(rows: int) -> Tensor:
     draw = torch.Generator().manual_seed(1)
-    return torch.randn(rows, components(DEGREE), generator=draw, dtype=torch.float64)
+    return torch.randn(rows, count_components(DEGREE), generator=draw, dtype=torch.float64)
 
 
 def test_harmonics_are_those_of_e3nn() -> None:
@@ -51,7 +51,7 @@ def test_harmonics_are_those_of_e3nn() -> None:
 @pytest.mark.parametrize("path", coupling_paths(2, 2, 2), ids=str)
 def test_couplings_turn_with_their_factors(path: tuple[int, int, int], matrix: Tensor) -> None:
     a, b, c = path
-    values = coupling(coupling_paths(a, b, c)[-1])
+    values = coupling_coefficients(coupling_paths(a, b, c)[-1])
     x, y = features(5)[:, component_range(a)], features(9)[4:, component_range(b)]
     d = turn(DEGREE, matrix)
     parts = [d[component_range(ell), component_range(ell)] for ell in path]
@@ -65,7 +65,7 @@ def evaluate(order: int, result: int, x_NS: Tensor) -> Tensor:
     """All polynomials of the basis, [N, K, 2 result + 1]."""
     products = x_NS
     for n in range(2, order + 1):
-        table = monomials(components(DEGREE), n)
+        table = monomial_products(count_components(DEGREE), n)
         products = products[:, table.shorter_P] * x_NS[:, table.factor_P]
     return torch.einsum("kmp,np->nkm", equivariant_polynomials(DEGREE, order, result), products)
 
@@ -91,9 +91,9 @@ def test_no_polynomial_is_missing_or_there_twice(degree: int, order: int, result
 
 def test_products_are_each_there_once() -> None:
     x = torch.tensor([2.0, 3.0, 5.0])
-    pairs = monomials(3, 2)
+    pairs = monomial_products(3, 2)
     products = x[pairs.shorter_P] * x[pairs.factor_P]
     assert products.tolist() == [4.0, 6.0, 10.0, 9.0, 15.0, 25.0]
-    triples = monomials(3, 3)
+    triples = monomial_products(3, 3)
     found = products[triples.shorter_P] * x[triples.factor_P]
     assert sorted(found.tolist()) == [8.0, 12.0, 18.0, 20.0, 27.0, 30.0, 45.0, 50.0, 75.0, 125.0]

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from atom_graphs import batch_of, random_structure
 from phalanx.config.presets import load_preset, preset_names
-from phalanx.families.materials.declare import initial_rules, parameter_kind, relative_block_costs, tensor_splits
-from phalanx.families.materials.model.geometry import triplets
+from phalanx.families.materials.declare import DeclaredMaterials
+from phalanx.families.materials.model.geometry import find_triplets
 from phalanx.families.materials.model.layers import ElementTable
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import (
@@ -56,7 +56,7 @@ def test_every_parameter_is_counted_and_has_a_beginning_and_a_kind(body: str, ch
     config = small_model(body, **changes)
     parameters = dict(built(config).named_parameters())
     assert sum(parameter.numel() for parameter in parameters.values()) == parameter_count(config)
-    rules = initial_rules(config)
+    rules = DeclaredMaterials(config, 1).initial_rules()
     assert [name for name, _ in rules] == list(parameters)
     # Names are patterns too: none may catch another parameter before its own rule.
     for name, rule in rules:
@@ -77,7 +77,7 @@ def test_kinds_are_those_of_the_modules(body: str, changes: dict[str, Any]) -> N
             else:
                 wanted = "matrix"
                 matrices += parameter.numel() * (not name.endswith(".score"))
-            assert parameter_kind(name) == wanted, name
+            assert DeclaredMaterials(network.config, 1).parameter_kind(name) == wanted, name
     assert matrices == matmul_parameters(network.config)
 
 
@@ -102,7 +102,7 @@ def test_features_keep_their_size_through_the_blocks_at_first() -> None:
 
 
 def test_heads_begin_small_and_egnn_hardly_moves_atoms() -> None:
-    rules = dict(initial_rules(small_model("egnn", d_model=16)))
+    rules = dict(DeclaredMaterials(small_model("egnn", d_model=16), 1).initial_rules())
     assert rules["head.energy.copies.first.0.weight"] == InitRule.normal(0.25)
     assert rules["head.energy.copies.first.1.weight"].value == pytest.approx(0.1 / 8**0.5)
     assert rules["blocks.0.messages.coordinate.1.weight"].value == pytest.approx(1e-3 / 4)
@@ -124,7 +124,8 @@ def test_names_do_not_depend_on_the_part() -> None:
 
 
 def test_nothing_is_declared_to_be_split() -> None:
-    assert tensor_splits(small_model("painn")) == []
+    declared = DeclaredMaterials(small_model("painn"), 1)
+    assert declared.splits() == [] and declared.split_counts() == []
 
 
 def test_flops_of_a_block_by_hand() -> None:
@@ -136,7 +137,8 @@ def test_flops_of_a_block_by_hand() -> None:
     assert block_flops(learned, atoms=20, edges=300) == 6.0 * forward
     whole = model_flops(config, atoms=20, edges=300)
     assert whole == 2 * 3.0 * forward + head_flops(config, atoms=20)
-    assert relative_block_costs(config, edges_per_atom=15.0) == (0.0, head_flops(config, 20) / (3.0 * forward))
+    declared = DeclaredMaterials(config.model_copy(update={"mean_neighbors": 15.0}), 1)
+    assert declared.block_costs() == (0.0, head_flops(config, 20) / (3.0 * forward))
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -148,7 +150,7 @@ def test_flops_of_the_forward_pass_are_those_that_run(body: str) -> None:
     counted: dict[str, Any] = {"triplets": 0}
 
     def remember(_module: nn.Module, args: tuple[Any, ...]) -> None:
-        counted["triplets"] = len(triplets(args[1]).incoming_T)
+        counted["triplets"] = len(find_triplets(args[1]).incoming_T)
 
     network.blocks[0].register_forward_pre_hook(remember)
     counter = FlopCounterMode(display=False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.families.materials.model.messages import recomputed, sum_messages
+from phalanx.families.materials.model.messages import recompute_function, sum_messages
 
 
 def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -66,7 +66,7 @@ def test_a_linear_message_has_no_second_derivative_and_no_error() -> None:
 
 def test_a_third_derivative_is_refused() -> None:
     (x,) = tensors((3,))
-    (y,) = recomputed(lambda t: (t**4,), x)
+    (y,) = recompute_function(lambda t: (t**4,), x)
     (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no third derivative"):
         torch.autograd.grad(first.sum(), x, create_graph=True)
@@ -83,7 +83,7 @@ def test_what_a_chunk_computed_is_not_kept_between_the_passes(recompute: bool) -
         return (inside.square(),)
 
     (x,) = tensors((3,))
-    run: Callable[[Tensor], tuple[Tensor, ...]] = (lambda t: recomputed(watched, t)) if recompute else watched
+    run: Callable[[Tensor], tuple[Tensor, ...]] = (lambda t: recompute_function(watched, t)) if recompute else watched
     (y,) = run(x)
     (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     assert any(ref() is not None for ref in seen) == (not recompute)

@@ -41,7 +41,7 @@ def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
 
 
 def map_arrays(path: Path) -> Arrays:
-    """The arrays of a file, read-only and unread until used. Raises DataError for a malformed or truncated file."""
+    """Return the arrays of a file, read-only and unread until used. Raises DataError for a malformed or truncated file."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -50,7 +50,7 @@ def map_arrays(path: Path) -> Arrays:
                 raise ValueError("the header is longer than the file")
             header: dict[str, Any] = json.loads(file.read(length))
         content = np.memmap(path, np.uint8, mode="r", offset=8 + length) if size > 8 + length else np.empty(0, np.uint8)
-        return {name: _view(content, entry) for name, entry in header.items() if name != "__metadata__"}
+        return {name: _view_array(content, entry) for name, entry in header.items() if name != "__metadata__"}
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -58,7 +58,7 @@ def map_arrays(path: Path) -> Arrays:
 
 
 def smallest_integers(values: npt.NDArray[np.int64], *, signed: bool) -> npt.NDArray[Any]:
-    """The same values in the narrowest integers that hold them."""
+    """Return the same values in the narrowest integers that hold them."""
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
     for name in ("int8", "int16", "int32", "int64") if signed else ("uint8", "uint16", "uint32"):
         limits = np.iinfo(name)
@@ -67,7 +67,7 @@ def smallest_integers(values: npt.NDArray[np.int64], *, signed: bool) -> npt.NDA
     raise AssertionError((low, high))
 
 
-def _view(content: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
+def _view_array(content: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
     dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(int(n) for n in entry["shape"])
     first, last = (int(n) for n in entry["data_offsets"])
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -82,12 +82,12 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def ragged_ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
-    """The ranges starts[i] .. starts[i] + lengths[i] - 1, one after the other."""
+    """Return the ranges starts[i] .. starts[i] + lengths[i] - 1, one after the other."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(total, dtype=np.int64)
 
 
-def offsets(lengths: Int64Array) -> Int64Array:
-    """Where each of several runs of these lengths begins, and where the last one ends [n+1]."""
+def ragged_offsets(lengths: Int64Array) -> Int64Array:
+    """Return where each of several runs of these lengths begins, and where the last one ends [n+1]."""
     return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)))

@@ -44,7 +44,7 @@ class ExtendedXyzFile(StructureFile):
         return len(self._starts) - 1
 
     def read(self, start: int, stop: int) -> Iterator[RawStructure]:
-        """Frames start..stop-1."""
+        """Yield frames start..stop-1."""
         with self.path.open("rb") as file:
             for number in range(start, stop):
                 file.seek(int(self._starts[number]))
@@ -57,7 +57,7 @@ class ExtendedXyzFile(StructureFile):
                 except Exception as error:
                     raise DataError(f"{self.path}: {place}: {_first_line(error)}") from None
                 assert isinstance(atoms, Atoms)
-                yield _raw(atoms, self.path, place, number, self.wanted, {})
+                yield _to_raw_structure(atoms, self.path, place, number, self.wanted, {})
 
 
 class AseDatabase(StructureFile):
@@ -76,7 +76,7 @@ class AseDatabase(StructureFile):
         return self._count
 
     def read(self, start: int, stop: int) -> Iterator[RawStructure]:
-        """The start-th to the (stop-1)-th row by id."""
+        """Yield the start-th to the (stop-1)-th row by id."""
         rows = self._database.select(offset=start, limit=stop - start, sort="id")
         for number in itertools.count(start):
             try:
@@ -84,25 +84,25 @@ class AseDatabase(StructureFile):
                 if row is None:
                     return
                 atoms, place = row.toatoms(), f"row id {row.id}"
-                extra = {key: _from_row(row, key) for key in self.wanted.keys}
+                extra = {key: _row_value(row, key) for key in self.wanted.keys}
             except sqlite3.Error as error:
                 raise self._broken(error) from None
             # ase raises whatever its decoder stumbled over.
             except Exception as error:
                 raise DataError(f"{self.path}: structure {number}: {_first_line(error)}") from None
-            yield _raw(atoms, self.path, place, number, self.wanted, extra)
+            yield _to_raw_structure(atoms, self.path, place, number, self.wanted, extra)
 
     def _broken(self, error: Exception) -> DataError:
         return DataError(f"{self.path}: it cannot be read as an ASE database ({error}); it may be truncated")
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says, or what it is where it says nothing."""
+    """Return the first line of an error's message, or its type where it says nothing."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _frame_starts(path: Path) -> tuple[npt.NDArray[np.int64], array[int]]:
-    """Byte offsets of all frames and of the end of the file, and the line number of each frame."""
+    """Return byte offsets of all frames and of the end of the file, and the line number of each frame."""
     starts, numbers = array("q"), array("q")
     place = line = 0
     with path.open("rb") as file:
@@ -164,8 +164,10 @@ def _check_columns(text: str, place: str) -> None:
         raise DataError(f"{place}: Properties announces {columns} columns, the line of its first atom has {there}")
 
 
-def _raw(atoms: Atoms, path: Path, place: str, number: int, wanted: Wanted, extra: dict[str, Any]) -> RawStructure:
-    values = {key: _from_atoms(atoms, key) for key in wanted.keys}
+def _to_raw_structure(
+    atoms: Atoms, path: Path, place: str, number: int, wanted: Wanted, extra: dict[str, Any]
+) -> RawStructure:
+    values = {key: _atoms_value(atoms, key) for key in wanted.keys}
     values.update({key: value for key, value in extra.items() if value is not None})
     flags = [bool(flag) for flag in atoms.pbc]
     return RawStructure(
@@ -180,8 +182,8 @@ def _raw(atoms: Atoms, path: Path, place: str, number: int, wanted: Wanted, extr
     )
 
 
-def _from_atoms(atoms: Atoms, key: str) -> Any:
-    """A value under `key`: of the structure, of its atoms, or of the calculator that ase makes from known names."""
+def _atoms_value(atoms: Atoms, key: str) -> Any:
+    """Return a value under `key`: of the structure, of its atoms, or of the calculator that ase makes from known names."""
     if key in atoms.info:
         return atoms.info[key]
     if key in atoms.arrays:
@@ -189,6 +191,6 @@ def _from_atoms(atoms: Atoms, key: str) -> Any:
     return None if atoms.calc is None else atoms.calc.results.get(key)
 
 
-def _from_row(row: Any, key: str) -> Any:
-    """A value of a database row: one of its key-value pairs, or of its data."""
+def _row_value(row: Any, key: str) -> Any:
+    """Return a value of a database row: one of its key-value pairs, or of its data."""
     return row.key_value_pairs.get(key, row.data.get(key))

@@ -13,10 +13,11 @@ from heapq import heapreplace
 
 import numpy as np
 
+from phalanx.families.materials.config import GraphCost
 from phalanx.families.materials.data.array_files import Int64Array
 from phalanx.layout.data_parallel.task_heads import BranchGroups
 
-Deal = Callable[[Int64Array, int], Int64Array]
+AssignRanks = Callable[[Int64Array, int], Int64Array]
 """The rank [n] of structures of these costs [n], of so many ranks."""
 
 
@@ -33,63 +34,67 @@ class Division:
 
     @property
     def imbalance(self) -> float:
-        """Largest cost of a rank over the mean: 1 is perfect."""
+        """Return the largest cost of a rank over the mean: 1 is perfect."""
         ranks = self.loads.sum(axis=1)
         return float(ranks.max() / ranks.mean())
 
 
-def divide(costs: Int64Array, ranks: int, parts: int, deal: Deal | None = None) -> Division:
-    """Share out structures of these costs [n], each > 0, over `ranks` ranks with `parts` micro-batches each.
+def divide_by_cost(costs: Int64Array, ranks: int, parts: int, deal: AssignRanks | None = None) -> Division:
+    """Assign structures of these costs [n], each > 0, to `ranks` ranks with `parts` micro-batches each.
 
     A micro-batch is empty only where there are fewer structures than micro-batches, or some that outweigh all others.
     deal: chooses ranks; longest first among all of them where it is None.
     """
-    rank = (deal or longest_first)(costs, ranks)
-    return _division(costs, rank, _within_ranks(costs, rank, ranks, parts), ranks, parts)
+    rank = (deal or assign_longest_first)(costs, ranks)
+    return _make_division(costs, rank, _assign_microbatches(costs, rank, ranks, parts), ranks, parts)
 
 
-def divide_within(costs: Int64Array, ranks: int, sizes: Int64Array, budget: int, deal: Deal | None = None) -> Division:
-    """Share out over ranks by `costs`, and within each by `sizes` [n], with as few micro-batches a rank as `budget` allows.
+def divide_within_budget(
+    costs: Int64Array, ranks: int, sizes: Int64Array, budget: int, deal: AssignRanks | None = None
+) -> Division:
+    """Assign structures to ranks by `costs`, and to micro-batches of each rank by `sizes` [n], as few as `budget` allows.
 
     No micro-batch is larger than the budget, except a structure that is so alone and is then a micro-batch of its own.
-    deal: as in `divide`.
+    deal: as in `divide_by_cost`.
     """
-    rank = (deal or longest_first)(costs, ranks)
-    parts = max(1, -(-int(_summed(sizes, rank, ranks).max()) // budget))
+    rank = (deal or assign_longest_first)(costs, ranks)
+    parts = max(1, -(-int(_sum_at_places(sizes, rank, ranks).max()) // budget))
     while True:
-        part = _within_ranks(sizes, rank, ranks, parts)
+        part = _assign_microbatches(sizes, rank, ranks, parts)
         place = rank * parts + part
-        over = _summed(sizes, place, ranks * parts) > budget
+        over = _sum_at_places(sizes, place, ranks * parts) > budget
         if not (over & (np.bincount(place, minlength=ranks * parts) > 1)).any():
-            return _division(costs, rank, part, ranks, parts)
+            return _make_division(costs, rank, part, ranks, parts)
         parts += 1
 
 
-def in_turn(costs: Int64Array, ranks: int, parts: int) -> Division:
-    """The usual way, for comparison: equal numbers of structures in the order in which they come, whatever they cost."""
+def divide_in_turn(costs: Int64Array, ranks: int, parts: int) -> Division:
+    """Assign equal numbers of structures in the order in which they come, whatever they cost: the usual way, for
+    comparison."""
     place = np.arange(len(costs), dtype=np.int64) * (ranks * parts) // len(costs)
     rank, part = np.divmod(place, parts)
-    return _division(costs, rank, part, ranks, parts)
+    return _make_division(costs, rank, part, ranks, parts)
 
 
-def by_number(costs: Int64Array, ranks: int) -> Int64Array:
-    """The rank [n] of each structure as a plain sampler deals: equal numbers in the order in which they come."""
+def assign_in_turn(costs: Int64Array, ranks: int) -> Int64Array:
+    """Return the rank [n] of each structure of a plain sampler: equal numbers in the order in which they come."""
     return np.arange(len(costs), dtype=np.int64) * ranks // max(len(costs), 1)
 
 
-def longest_first(costs: Int64Array, bins: int) -> Int64Array:
-    """The bin [n] of each item: the costliest one first, each to the bin that is emptiest then, of equal ones the first."""
+def assign_longest_first(costs: Int64Array, bins: int) -> Int64Array:
+    """Return the bin [n] of each item: the costliest first, each to the bin that is emptiest then, of equal ones the
+    first."""
     if bins == 1:
         return np.zeros(len(costs), dtype=np.int64)
     order = np.argsort(-costs, kind="stable")
-    return _one_by_one(costs, order, bins) if bins < _MANY_BINS else _many_at_a_time(costs, order, bins)
+    return _fill_one_by_one(costs, order, bins) if bins < _MANY_BINS else _fill_many_at_once(costs, order, bins)
 
 
 _MANY_BINS = 32
 """From here on it takes less time to serve many bins at once."""
 
 
-def _one_by_one(costs: Int64Array, order: Int64Array, bins: int) -> Int64Array:
+def _fill_one_by_one(costs: Int64Array, order: Int64Array, bins: int) -> Int64Array:
     heap = [(0, number) for number in range(bins)]
     found = []
     for cost in costs[order].tolist():
@@ -101,8 +106,8 @@ def _one_by_one(costs: Int64Array, order: Int64Array, bins: int) -> Int64Array:
     return chosen
 
 
-def _many_at_a_time(costs: Int64Array, order: Int64Array, bins: int) -> Int64Array:
-    """As long as no bin that was just served is emptier than the next one, each gets one item: all are served at once."""
+def _fill_many_at_once(costs: Int64Array, order: Int64Array, bins: int) -> Int64Array:
+    """Give one item to each bin at once, as long as no bin that was just served is emptier than the next one."""
     chosen = np.zeros(len(costs), dtype=np.int64)
     loads = np.zeros(bins, dtype=np.int64)
     place = 0
@@ -120,12 +125,12 @@ def _many_at_a_time(costs: Int64Array, order: Int64Array, bins: int) -> Int64Arr
     return chosen
 
 
-def _within_ranks(sizes: Int64Array, rank: Int64Array, ranks: int, parts: int) -> Int64Array:
-    """The micro-batch [n] of each structure: longest first in every rank, all ranks side by side."""
+def _assign_microbatches(sizes: Int64Array, rank: Int64Array, ranks: int, parts: int) -> Int64Array:
+    """Return the micro-batch [n] of each structure: longest first in every rank, all ranks side by side."""
     if parts == 1:
         return np.zeros_like(rank)
     if ranks == 1:
-        return longest_first(sizes, parts)
+        return assign_longest_first(sizes, parts)
     order = np.lexsort((-sizes, rank))
     counts = np.bincount(rank, minlength=ranks)
     starts = np.cumsum(counts) - counts
@@ -140,12 +145,12 @@ def _within_ranks(sizes: Int64Array, rank: Int64Array, ranks: int, parts: int) -
     return part
 
 
-def _division(costs: Int64Array, rank: Int64Array, part: Int64Array, ranks: int, parts: int) -> Division:
-    return Division(rank, part, _summed(costs, rank * parts + part, ranks * parts).reshape(ranks, parts))
+def _make_division(costs: Int64Array, rank: Int64Array, part: Int64Array, ranks: int, parts: int) -> Division:
+    return Division(rank, part, _sum_at_places(costs, rank * parts + part, ranks * parts).reshape(ranks, parts))
 
 
-def _summed(values: Int64Array, place: Int64Array, places: int) -> Int64Array:
-    """Sums of the values at each place [places]; whole numbers, unlike those of bincount with weights."""
+def _sum_at_places(values: Int64Array, place: Int64Array, places: int) -> Int64Array:
+    """Return sums of the values at each place [places]; whole numbers, unlike those of bincount with weights."""
     sums = np.zeros(places, dtype=np.int64)
     np.add.at(sums, place, values)
     return sums
@@ -168,7 +173,7 @@ class StepBalance:
 
 
 def step_balance(division: Division, unit: float = 1.0) -> StepBalance:
-    """The balance of one step. unit: what one of the whole-number costs is in seconds (`CostModel.unit` of a fit)."""
+    """Return the balance of one step. unit: seconds of one of the whole-number costs (`CostModel.unit` of a fit)."""
     ranks = division.loads.sum(axis=1)
     longest, mean = float(ranks.max()), float(ranks.mean())
     return StepBalance(
@@ -194,12 +199,12 @@ class BalanceReport:
     """Mean wait of a rank in a step, in seconds or units of cost."""
 
     def as_dict(self) -> dict[str, float]:
-        """For JSON."""
+        """Return plain values, for JSON."""
         return asdict(self)
 
 
-def report(steps: Iterable[StepBalance]) -> BalanceReport:
-    """What several steps, at least one, come to."""
+def summarize_balance(steps: Iterable[StepBalance]) -> BalanceReport:
+    """Return the balance of several steps, at least one, together."""
     seen = list(steps)
     imbalance = np.array([step.imbalance for step in seen])
     waited = np.array([step.wait_seconds for step in seen])
@@ -213,8 +218,8 @@ def report(steps: Iterable[StepBalance]) -> BalanceReport:
     )
 
 
-def assign_by_branch(groups: BranchGroups, source: Int64Array) -> Deal:
-    """Return what assigns structures of these sources [n], which are their branches, to ranks; see `divide`."""
+def assign_by_head_group(groups: BranchGroups, source: Int64Array) -> AssignRanks:
+    """Return what assigns structures of these sources [n] to the ranks that hold their task heads; see `divide_by_cost`."""
 
     def assign(costs: Int64Array, ranks: int) -> Int64Array:
         """Return the rank [n] of each structure: longest first among the ranks of its branch."""
@@ -222,7 +227,7 @@ def assign_by_branch(groups: BranchGroups, source: Int64Array) -> Deal:
         rank = np.empty(len(costs), dtype=np.int64)
         for group in groups.groups:
             rows = np.flatnonzero((source >= group.branches.start) & (source < group.branches.stop))
-            rank[rows] = group.ranks.start + longest_first(costs[rows], len(group.ranks))
+            rank[rows] = group.ranks.start + assign_longest_first(costs[rows], len(group.ranks))
         return rank
 
     return assign
@@ -247,13 +252,18 @@ class CostModel:
         assert min(self.node, self.edge, self.graph) >= 0.0, self
         assert max(self.node, self.edge) > 0.0, self
 
+    @classmethod
+    def of(cls, declared: GraphCost) -> CostModel:
+        """Return the costs that a run file declares."""
+        return cls(declared.node, declared.edge, declared.graph)
+
     @property
     def unit(self) -> float:
-        """What one of `whole` is in the unit of the coefficients."""
+        """Return the cost, in the unit of the coefficients, that 1 of `whole` stands for."""
         return max(self.node, self.edge, self.graph) / _SCALE
 
     def whole(self, atoms: Int64Array, edges: Int64Array) -> Int64Array:
-        """Costs of structures as whole numbers, at least 1 each. atoms, edges: counts (any shape)."""
+        """Return costs of structures as whole numbers, at least 1 each. atoms, edges: counts (any shape)."""
         node, edge, graph = (round(value / self.unit) for value in (self.node, self.edge, self.graph))
         costs: Int64Array = np.maximum(node * atoms + edge * edges + graph, 1)
         return costs

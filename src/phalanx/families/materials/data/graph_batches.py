@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.families.materials.data.array_files import Int64Array, offsets, ragged_ranges
+from phalanx.families.materials.data.array_files import Int64Array, ragged_offsets, ragged_ranges
 from phalanx.families.materials.data.graph_shards import LABEL_DTYPES, Located, PreparedSource
 from phalanx.families.materials.data.labels import KINDS
 from phalanx.families.materials.data.structures import total_charges
@@ -86,17 +86,18 @@ class GraphBatch:
     """Whether the planned micro-batches keep to a budget of memory, so that no others will do."""
 
     def to(self, device: torch.device) -> GraphBatch:
-        """The batch on `device`, copied without waiting when it lies in pinned memory."""
+        """Return the batch on `device`, copied without waiting when it lies in pinned memory."""
         moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in self._tensors()}
         return replace(self, **moved)
 
     def pinned(self) -> GraphBatch:
-        """A copy in pinned memory, from which an accelerator copies on its own."""
+        """Return a copy in pinned memory, from which an accelerator copies on its own."""
         pinned: dict[str, Any] = {name: value.pin_memory() for name, value in self._tensors()}
         return replace(self, **pinned)
 
     def split(self, parts: int) -> Iterator[GraphBatch]:
-        """`parts` micro-batches, in order: the planned ones, or where another number is asked for, runs of equal size.
+        """Yield `parts` micro-batches, in order: the planned ones, or where another number is asked for, runs of equal
+        size.
 
         Those that keep to a budget are always the planned ones.
         """
@@ -108,7 +109,7 @@ class GraphBatch:
             first += count
 
     def target_counts(self) -> Tensor:
-        """Numbers that are there for each of `tasks`: int64 [T]; 3 a force, 9 a stress."""
+        """Return the numbers that are there for each of `tasks`: int64 [T]; 3 a force, 9 a stress."""
         if self.counts is not None:
             return self.counts
         counts = torch.zeros(len(self.tasks), dtype=torch.int64, device=self.graph_N.device)
@@ -119,7 +120,7 @@ class GraphBatch:
         return counts
 
     def inputs(self) -> tuple[Tensor, dict[str, Any]]:
-        """Atomic numbers; everything else that a model takes, by name."""
+        """Return atomic numbers; and everything else that a model takes, by name."""
         named: dict[str, Any] = dict(self._tensors())
         for name in ("species_N", "sample_indices", "counts"):
             named.pop(name, None)
@@ -139,7 +140,7 @@ class GraphBatch:
         return runs
 
     def _run(self, first: int, last: int) -> GraphBatch:
-        """Structures first..last-1, as views of the same memory where numbers need not change."""
+        """Return structures first..last-1, as views of the same memory where numbers need not change."""
         graphs = slice(first, last)
         before = int(self.atoms[:first].sum())
         atoms = slice(before, before + int(self.atoms[graphs].sum()))
@@ -179,8 +180,8 @@ class Collator:
         self.columns = columns
 
     def __call__(self, found: Located, parts: Sequence[int]) -> GraphBatch:
-        """The batch of these structures in this order; parts: how many of them each planned micro-batch takes."""
-        nodes, edges = offsets(found.atoms), offsets(found.edges)
+        """Return the batch of these structures in this order; parts: how many of them each planned micro-batch takes."""
+        nodes, edges = ragged_offsets(found.atoms), ragged_offsets(found.edges)
         arrays = self._empty(len(found.numbers), int(nodes[-1]), int(edges[-1]))
         arrays["graph_N"] = np.repeat(np.arange(len(found.numbers), dtype=np.int64), found.atoms)
         arrays["source_G"] = found.source.astype(np.int64)
@@ -208,7 +209,7 @@ class Collator:
         return replace(batch, counts=batch.target_counts())
 
     def _empty(self, graphs: int, atoms: int, edges: int) -> dict[str, npt.NDArray[Any]]:
-        """Arrays to fill; labels begin as NaN."""
+        """Return arrays to fill; labels begin as NaN."""
         arrays: dict[str, npt.NDArray[Any]] = {
             "species_N": np.empty(atoms, dtype=np.int64),
             "positions_N3": np.empty((atoms, 3), dtype=np.float32),
@@ -307,7 +308,7 @@ class _Rows:
 
     @classmethod
     def of(cls, starts: Int64Array, rows: Int64Array, places: Int64Array, graphs: Int64Array) -> _Rows:
-        """The atoms, or the edges, of structures `rows`, which are `graphs` of the batch. starts, places: where each
+        """Return the atoms, or the edges, of structures `rows`, which are `graphs` of the batch. starts, places: where each
         structure's begin in the shard and in the batch."""
         lengths = starts[rows + 1] - starts[rows]
         source = ragged_ranges(starts[rows], lengths)
@@ -316,15 +317,15 @@ class _Rows:
         return cls(lengths, source, ragged_ranges(places[graphs], lengths))
 
     def taken(self, numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The shard's rows."""
+        """Return the shard's rows."""
         return numbers.take(self.source, axis=0)
 
     def put(self, to: npt.NDArray[Any], numbers: npt.NDArray[Any]) -> None:
-        """Rows in this order to their places."""
+        """Write rows in this order to their places."""
         to[self.to] = numbers
 
     def copy(self, to: npt.NDArray[Any], numbers: npt.NDArray[Any]) -> None:
-        """From the shard to the batch."""
+        """Copy rows from the shard to the batch."""
         self.put(to, self.taken(numbers))
 
 
@@ -335,7 +336,7 @@ def graph_columns(
     properties: Sequence[str] | None = None,
     atom_properties: Sequence[str] | None = None,
 ) -> Columns:
-    """What batches of these sources hold.
+    """Return what batches of these sources hold.
 
     tasks: fields of `batches.LABELS` in the order in which a model's losses come; None takes all there are. properties,
     atom_properties: names in the order of a model's heads; None takes all there are, in order.

@@ -35,7 +35,13 @@ from phalanx.data.prepared_folder import (
 )
 from phalanx.errors import DataError
 from phalanx.families.materials.config import GraphData, GraphSource
-from phalanx.families.materials.data.array_files import Arrays, Int64Array, map_arrays, offsets, smallest_integers
+from phalanx.families.materials.data.array_files import (
+    Arrays,
+    Int64Array,
+    map_arrays,
+    ragged_offsets,
+    smallest_integers,
+)
 from phalanx.families.materials.data.labels import KINDS
 from phalanx.families.materials.data.neighbours import Edges
 from phalanx.families.materials.data.structures import Structure
@@ -55,11 +61,11 @@ class Prepared:
 
 
 def shard_arrays(items: Sequence[Prepared], source: GraphSource) -> Arrays:
-    """The arrays of a shard of these structures."""
+    """Return the arrays of a shard of these structures."""
     structures = [item.structure for item in items]
     arrays: Arrays = {
-        "node_starts": offsets(np.array([len(s.species) for s in structures])),
-        "edge_starts": offsets(np.array([len(item.edges) for item in items])),
+        "node_starts": ragged_offsets(np.array([len(s.species) for s in structures])),
+        "edge_starts": ragged_offsets(np.array([len(item.edges) for item in items])),
         "species": np.concatenate([s.species for s in structures]),
         "positions": np.concatenate([s.positions for s in structures]).astype("f4"),
         "cells": np.stack([s.cell for s in structures]).astype("f4"),
@@ -95,7 +101,7 @@ class PreparedSource:
         self._atoms, self._edges, self._items = index["atoms"], index["edges"], index[split]
         for shard in self.manifest.shards:
             check_size(folder, shard.data)
-        self._firsts = offsets(np.array([shard.counts.structures for shard in self.manifest.shards]))
+        self._firsts = ragged_offsets(np.array([shard.counts.structures for shard in self.manifest.shards]))
         if len(self._items) != self.manifest.splits[split].structures or len(self._atoms) != self._firsts[-1]:
             raise DataError(
                 f"{folder / INDEX}: it does not list the structures that the manifest counts; prepare again"
@@ -107,12 +113,12 @@ class PreparedSource:
         return len(self._items)
 
     def sizes(self, items: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Atoms [n] and edges [n] of these items, from the index alone."""
+        """Return atoms [n] and edges [n] of these items, from the index alone."""
         numbers = self._items[items]
         return self._atoms[numbers].astype(np.int64), self._edges[numbers].astype(np.int64)
 
     def locate(self, items: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """For each item its shard [n] and its row in that shard [n]."""
+        """Return for each item its shard [n] and its row in that shard [n]."""
         numbers = self._items[items]
         shard = np.searchsorted(self._firsts, numbers, side="right") - 1
         return shard, numbers - self._firsts[shard]
@@ -126,7 +132,7 @@ class PreparedSource:
         return self._open[number]
 
     def name(self, item: int) -> str:
-        """The file and place that an item was read from."""
+        """Return the file and place that an item was read from."""
         shard, row = (int(part[0]) for part in self.locate(np.array([item])))
         file, number = self.shard(shard)["origin"][row].tolist()
         return f"{self.manifest.inputs[file]}: structure {number}"
@@ -138,13 +144,30 @@ class PreparedSource:
 
 
 def open_prepared(data: GraphData, split: Split) -> list[PreparedSource]:
-    """The `split` of each source. Raises DataError where one is not prepared, or not as `data` says."""
+    """Open the `split` of each source. Raises DataError where one is not prepared, or not as `data` says."""
     opened = []
     for source in data.sources:
         folder = Path(data.prepared) / source.name
         check_settings(folder, read_manifest(folder), source, data)
         opened.append(PreparedSource(folder, split))
     return opened
+
+
+def spread_evenly(sources: Sequence[PreparedSource], samples: int | None) -> Located:
+    """Return items spread evenly over each source, as many of each as its share of all; numbered through all sources.
+
+    samples: items over all sources; None takes all.
+    """
+    total = sum(len(source) for source in sources)
+    parts: list[Located] = []
+    first = 0
+    for number, source in enumerate(sources):
+        wanted = total if samples is None else max(1, samples * len(source) // max(total, 1))
+        count = min(len(source), wanted)
+        item = np.unique(np.linspace(0, max(len(source) - 1, 0), count).round().astype(np.int64))
+        parts.append(Located(first + item, np.full_like(item, number), item, *source.sizes(item)))
+        first += len(source)
+    return Located(*(np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])))
 
 
 MANIFEST = "manifest.json"
@@ -233,13 +256,13 @@ class Manifest(Part):
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all data: equal exactly where a run would read the same."""
+        """Return a hash of all data: equal exactly where a run would read the same."""
         content = [self.index.sha256, *(shard.data.sha256 for shard in self.shards)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def settings_of(source: GraphSource, data: GraphData) -> dict[str, Any]:
-    """What a prepared source depends on besides its files, as plain data."""
+    """Return what a prepared source depends on besides its files, as plain data."""
     # What is only refused or not changes nothing of what is prepared.
     kept = source.model_dump(mode="json", exclude={"name", "path", "weight", "charge_sum"})
     shared = {"cutoff", "max_neighbours", "validation_fraction", "test_fraction"}
@@ -277,3 +300,7 @@ class Located:
     """[n]."""
     edges: Int64Array
     """[n]."""
+
+    def take(self, rows: Int64Array) -> Located:
+        """Return the samples at these places, in this order."""
+        return Located(*(values[rows] for values in vars(self).values()))

@@ -22,16 +22,16 @@ _ROUNDING = 1e-9
 
 
 def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statistics:
-    """Statistics over the training structures of all shards.
+    """Return statistics over the training structures of all shards.
 
     Raises DataError when a label is missing in every structure: its name in the files is then wrong.
     """
     elements = np.zeros(ELEMENTS + 1, dtype=np.int64)
     degrees = np.zeros(1, dtype=np.int64)
     for shard in shards:
-        elements += np.bincount(_composition(shard)[1], minlength=ELEMENTS + 1)
-        found = np.bincount(_degrees(shard))
-        degrees = _padded(degrees, len(found)) + _padded(found, len(degrees))
+        elements += np.bincount(_training_composition(shard)[1], minlength=ELEMENTS + 1)
+        found = np.bincount(_training_degrees(shard))
+        degrees = _pad_counts(degrees, len(found)) + _pad_counts(found, len(degrees))
     present = np.flatnonzero(elements)
     energies, deviation = fit_reference_energies(shards, present) if "energy" in source.labels else ({}, None)
     labels: dict[str, LabelStatistics] = {}
@@ -46,7 +46,7 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
         raise DataError(
             f"{source.path}: no training structure has {absent[0].name} under the name {absent[0].key}; correct its key"
         )
-    totals, unknown = _total_charges(shards)
+    totals, unknown = _count_total_charges(shards)
     return Statistics(
         elements={int(element): int(elements[element]) for element in present},
         largest_atoms=max(int(np.diff(shard["node_starts"]).max()) for shard in shards),
@@ -61,7 +61,7 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
 
 
 def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
-    """Statistics of several data sets taken for one: what fits a model in which one branch takes all of them.
+    """Return statistics of several data sets taken for one: what fits a model in which one head takes all of them.
 
     sources: training splits. Reference energies are fitted to all energies at once.
     """
@@ -82,7 +82,7 @@ def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
         largest_atoms=max(one.largest_atoms for one in known),
         largest_edges=max(one.largest_edges for one in known),
         degrees=[sum(counts) for counts in zip_longest(*(one.degrees for one in known), fillvalue=0)],
-        labels={name: _pooled([one.labels[name] for one in known if name in one.labels]) for name in names},
+        labels={name: _pool_statistics([one.labels[name] for one in known if name in one.labels]) for name in names},
         reference_energies=energies,
         residual_std=deviation,
         total_charges=dict(sorted(totals.items())),
@@ -90,8 +90,8 @@ def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
     )
 
 
-def _pooled(parts: Sequence[LabelStatistics]) -> LabelStatistics:
-    """Statistics of all numbers that the parts are about."""
+def _pool_statistics(parts: Sequence[LabelStatistics]) -> LabelStatistics:
+    """Return statistics of all numbers that the parts are about."""
     numbers = sum(part.numbers for part in parts)
     mean = sum(part.numbers * part.mean for part in parts) / max(numbers, 1)
     squares = sum(part.numbers * (part.std**2 + (part.mean - mean) ** 2) for part in parts)
@@ -99,8 +99,8 @@ def _pooled(parts: Sequence[LabelStatistics]) -> LabelStatistics:
     return LabelStatistics(numbers=numbers, mean=mean, std=(squares / max(numbers, 1)) ** 0.5, largest=largest)
 
 
-def _total_charges(shards: Sequence[Arrays]) -> tuple[Counter[int], int]:
-    """Structures of each total charge, rounded, and those of which nothing is known, where a source has such labels."""
+def _count_total_charges(shards: Sequence[Arrays]) -> tuple[Counter[int], int]:
+    """Count structures by total charge, rounded, and those of which nothing is known, where a source has such labels."""
     counts: Counter[int] = Counter()
     unknown = 0
     for shard in shards:
@@ -117,11 +117,11 @@ def _total_charges(shards: Sequence[Arrays]) -> tuple[Counter[int], int]:
 def _label_statistics(
     shards: Sequence[Arrays], name: str, per_atom: bool, column: int | None = None
 ) -> LabelStatistics:
-    """Statistics of one label; two passes, since a variance from sums of squares drowns in large means."""
+    """Return statistics of one label, in two passes: a variance from sums of squares drowns in large means."""
 
     def parts() -> Iterator[FloatArray]:
         for shard in shards:
-            rows = _train_atoms(shard) if per_atom else _train_rows(shard)
+            rows = _training_atoms(shard) if per_atom else _training_rows(shard)
             values = shard[name][rows].astype(np.float64)
             values = values if column is None else values[:, column]
             yield values[~np.isnan(values)]
@@ -138,12 +138,17 @@ def _label_statistics(
 def fit_reference_energies(
     shards: Sequence[Arrays], present: npt.NDArray[np.int64]
 ) -> tuple[dict[int, float], float | None]:
-    """Least squares of the energies on the numbers of atoms of each element; of several solutions the shortest."""
+    """Fit the energies of elements whose sums come closest to the energies of structures, by least squares.
+
+    shards: with a `split`. present: atomic numbers. Returns energies by atomic number (eV) and the standard deviation of
+    what is left over (eV an atom), a good `energy_scale`; nothing where no structure has an energy. Where compositions do
+    not tell elements apart, the shortest solution about the mean energy of an atom is taken.
+    """
     size = len(present)
     normal, right = np.zeros((size, size)), np.zeros(size)
     # An energy per atom taken off first leaves numbers small enough for the squares to keep their digits.
     shift = None
-    for counts, energies in _energies(shards, present):
+    for counts, energies in _training_energies(shards, present):
         shift = energies.sum() / counts.sum() if shift is None and len(energies) else shift
         if shift is not None:
             normal += counts.T @ counts
@@ -152,7 +157,7 @@ def fit_reference_energies(
         return {}, None
     solution = np.linalg.lstsq(normal, right, rcond=1e-12)[0] + shift
     squares, largest, structures = 0.0, 0.0, 0
-    for counts, energies in _energies(shards, present):
+    for counts, energies in _training_energies(shards, present):
         size = counts.sum(axis=1)
         squares += float((((energies - counts @ solution) / size) ** 2).sum())
         largest = max(largest, float(np.abs(energies / size).max(initial=0.0)))
@@ -163,13 +168,15 @@ def fit_reference_energies(
     return dict(pairs), deviation if deviation > _ROUNDING * largest else 0.0
 
 
-def _energies(shards: Sequence[Arrays], present: npt.NDArray[np.int64]) -> Iterator[tuple[FloatArray, FloatArray]]:
-    """Of each shard: atoms of each present element [G, n], and energies [G], of training structures that have one."""
+def _training_energies(
+    shards: Sequence[Arrays], present: npt.NDArray[np.int64]
+) -> Iterator[tuple[FloatArray, FloatArray]]:
+    """Yield for each shard: atoms of each present element [G, n], and energies [G], of training structures that have one."""
     place = np.zeros(ELEMENTS + 1, dtype=np.int64)
     place[present] = np.arange(len(present))
     for shard in shards:
-        graph, species = _composition(shard)
-        rows = _train_rows(shard)
+        graph, species = _training_composition(shard)
+        rows = _training_rows(shard)
         flat = np.bincount(graph * len(present) + place[species], minlength=len(rows) * len(present))
         counts = flat.reshape(len(rows), len(present)).astype(np.float64)
         energies = shard["energy"][rows]
@@ -177,29 +184,29 @@ def _energies(shards: Sequence[Arrays], present: npt.NDArray[np.int64]) -> Itera
         yield counts[known], energies[known]
 
 
-def _composition(shard: Arrays) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """For each training atom: which training structure of the shard it belongs to, and its element."""
-    counts = np.diff(shard["node_starts"])[_train_rows(shard)]
-    return np.repeat(np.arange(len(counts)), counts), shard["species"][_train_atoms(shard)]
+def _training_composition(shard: Arrays) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """Return for each training atom: which training structure of the shard it belongs to, and its element."""
+    counts = np.diff(shard["node_starts"])[_training_rows(shard)]
+    return np.repeat(np.arange(len(counts)), counts), shard["species"][_training_atoms(shard)]
 
 
-def _degrees(shard: Arrays) -> npt.NDArray[np.int64]:
-    """Incoming edges of each training atom."""
+def _training_degrees(shard: Arrays) -> npt.NDArray[np.int64]:
+    """Return the incoming edges of each training atom."""
     first_atom = np.repeat(shard["node_starts"][:-1], np.diff(shard["edge_starts"]))
     incoming = np.bincount(first_atom + shard["target"], minlength=int(shard["node_starts"][-1]))
-    found: npt.NDArray[np.int64] = incoming[_train_atoms(shard)]
+    found: npt.NDArray[np.int64] = incoming[_training_atoms(shard)]
     return found
 
 
-def _train_rows(shard: Arrays) -> npt.NDArray[np.int64]:
+def _training_rows(shard: Arrays) -> npt.NDArray[np.int64]:
     return np.flatnonzero(shard["split"] == _TRAIN)
 
 
-def _train_atoms(shard: Arrays) -> npt.NDArray[np.int64]:
-    rows = _train_rows(shard)
+def _training_atoms(shard: Arrays) -> npt.NDArray[np.int64]:
+    rows = _training_rows(shard)
     starts = shard["node_starts"]
     return ragged_ranges(starts[rows], starts[rows + 1] - starts[rows])
 
 
-def _padded(values: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+def _pad_counts(values: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
     return np.pad(values, (0, max(0, length - len(values))))

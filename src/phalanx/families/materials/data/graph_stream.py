@@ -27,11 +27,11 @@ from phalanx.families.materials.data.balance import (
     BranchGroups,
     CostModel,
     Division,
-    assign_by_branch,
-    by_number,
-    divide,
-    divide_within,
-    longest_first,
+    assign_by_head_group,
+    assign_in_turn,
+    assign_longest_first,
+    divide_by_cost,
+    divide_within_budget,
 )
 from phalanx.families.materials.data.graph_batches import Collator, Columns, GraphBatch
 from phalanx.families.materials.data.graph_shards import Located, PreparedSource
@@ -82,13 +82,14 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         self._imbalances: dict[int, float] = {}
         self._budget = budget
         self.branches = branches
-        self._deal = by_number if share_by == "number" else longest_first
+        self._deal = assign_in_turn if share_by == "number" else assign_longest_first
         if budget is not None and not oversized_alone:
             for source in order.sources:
                 _check_budget(source, order.cost, budget)
 
     def batch(self, step: int) -> GraphBatch:
-        """This rank's structures of optimizer step `step`, counted from 1; ordered by micro-batch, then sample number."""
+        """Return this rank's structures of optimizer step `step`, counted from 1; ordered by micro-batch, then sample
+        number."""
         found = self.order.batch(step)
         division = self._divide(step, found)
         # One thread writes and another reads: single operations alone.
@@ -97,30 +98,30 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         mine = np.flatnonzero(division.rank == self.rank)
         mine = mine[np.argsort(division.part[mine], kind="stable")]
         parts = np.bincount(division.part[mine], minlength=division.loads.shape[1])
-        batch = self._collate(_chosen(found, mine), parts.tolist())
+        batch = self._collate(found.take(mine), parts.tolist())
         batch = replace(batch, bounded=self._budget is not None)
         return batch.pinned() if self.pin_memory else batch
 
     def division(self, step: int) -> Division:
-        """How the global batch of `step` is shared out over all ranks; its costs are those of `use_costs`."""
+        """Return how the global batch of `step` is divided among all ranks; its costs are those of `use_costs`."""
         return self._divide(step, self.order.batch(step))
 
     def declared_division(self, step: int) -> Division:
-        """The same by the declared costs, whatever `use_costs` was told."""
+        """Return the same by the declared costs, whatever `use_costs` was told."""
         return self._divide(step, self.order.batch(step), self.order.cost)
 
     def imbalance(self, step: int) -> float:
-        """Largest cost of a rank over the mean in `step`, which must be among the last to have been read."""
+        """Return the largest cost of a rank over the mean in `step`, which must be among the last to have been read."""
         return self._imbalances[step]
 
     @property
     def reach(self) -> int:
-        """Steps from the last one taken to the first that surely nobody has begun to read: those kept ready lie between,
-        and one in the reader's hand."""
+        """Return the steps from the last one taken to the first that surely nobody has begun to read: those kept ready lie
+        between, and one in the reader's hand."""
         return self.prefetch + 2
 
     def use_costs(self, costs: CostModel, *, first: int) -> None:
-        """Share out step `first` and all later ones by these costs, as measured. All ranks must do so for the same step.
+        """Divide step `first` and all later ones by these costs, as measured. All ranks must do so for the same step.
 
         Which structures a global batch holds does not change: that is cut by the cost model of the order.
         """
@@ -132,18 +133,17 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
     def _divide(self, step: int, found: Located, shares: CostModel | None = None) -> Division:
         shares = shares or [costs for first, costs in self.costs if first <= step][-1]
         costs = shares.whole(found.atoms, found.edges)
-        deal = self._deal if self.branches is None else assign_by_branch(self.branches, found.source)
+        deal = self._deal if self.branches is None else assign_by_head_group(self.branches, found.source)
         if self._budget is None:
-            return divide(costs, self.ranks, self.parts, deal)
+            return divide_by_cost(costs, self.ranks, self.parts, deal)
         # The budget is about memory, which measured times say nothing of: it keeps to the declared costs.
         sizes = self.order.cost.whole(found.atoms, found.edges)
-        return divide_within(costs, self.ranks, sizes, int(self._budget / self.order.cost.unit), deal)
+        return divide_within_budget(costs, self.ranks, sizes, int(self._budget / self.order.cost.unit), deal)
 
 
 def graph_order(sources: Sequence[PreparedSource], data: GraphData, *, seed: int, global_batch: int) -> GraphOrder:
-    """The order that a run file asks for. Raises ConfigError, see `GraphOrder`."""
-    cost = CostModel(data.cost.node, data.cost.edge, data.cost.graph)
-    weights = [source.weight for source in data.sources]
+    """Return the order that a run file asks for. Raises ConfigError, see `GraphOrder`."""
+    weights, cost = [source.weight for source in data.sources], CostModel.of(data.cost)
     return GraphOrder(sources, weights, seed=seed, global_batch=global_batch, batch_by=data.batch_by, cost=cost)
 
 
@@ -158,10 +158,6 @@ def _check_budget(source: PreparedSource, cost: CostModel, budget: float) -> Non
             f"{costs[largest] * cost.unit:.6g}, more than data.microbatch_cost={budget:g} (so do {over} of {len(source)} "
             f"structures of that split); raise it to at least that, or set data.oversized: alone"
         )
-
-
-def _chosen(found: Located, rows: Int64Array) -> Located:
-    return Located(found.numbers[rows], found.source[rows], found.item[rows], found.atoms[rows], found.edges[rows])
 
 
 _WINDOW = 2**13
@@ -216,11 +212,11 @@ class GraphOrder:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Steps in which the source that takes longest is read once; the same in every epoch."""
+        """Return the steps in which the source that takes longest is read once; the same in every epoch."""
         return self._steps * self._windows / self._epochs
 
     def locate(self, numbers: Int64Array) -> Located:
-        """Source, item and size of samples by their global numbers [n]."""
+        """Return source, item and size of samples by their global numbers [n]."""
         source, place = self._mixture(numbers)
         item = np.empty_like(place)
         atoms, edges = np.empty_like(place), np.empty_like(place)
@@ -232,7 +228,7 @@ class GraphOrder:
         return Located(np.asarray(numbers, dtype=np.int64), source, item, atoms, edges)
 
     def span(self, step: int) -> tuple[int, int]:
-        """First global sample number of `step`, counted from 1, and the one after its last."""
+        """Return the first global sample number of `step`, counted from 1, and the one after its last."""
         if not self._by_cost:
             return (step - 1) * self.global_batch, step * self.global_batch
         window, place = divmod(step - 1, self._steps)
@@ -240,12 +236,12 @@ class GraphOrder:
         return first + int(cuts[place]), first + int(cuts[place + 1])
 
     def batch(self, step: int) -> Located:
-        """The samples of `step`."""
+        """Return the samples of `step`."""
         first, last = self.span(step)
         return self.locate(np.arange(first, last, dtype=np.int64))
 
     def _window_shape(self) -> tuple[int, int, int]:
-        """Epochs that are cut together, the number of windows they make, and the steps of each window."""
+        """Return the epochs that are cut together, the number of windows they make, and the steps of each window."""
         least = _STEPS_A_WINDOW * self.global_batch
         epochs = max(1, -(-least // self.epoch_samples))
         windows = max(1, self.epoch_samples // max(least, _WINDOW)) if epochs == 1 else 1
@@ -255,11 +251,11 @@ class GraphOrder:
         return epochs, windows, max(1, steps)
 
     def _window_start(self, window: int) -> int:
-        """Global number of the first sample of a window; windows of one size, but for one sample."""
+        """Return the global number of the first sample of a window; windows are of one size, but for one sample."""
         return window * self._epochs * self.epoch_samples // self._windows
 
     def _window_cuts(self, window: int) -> Int64Array:
-        """Where the batches of a window begin, and where its last ends [steps + 1], in samples from its first."""
+        """Return where the batches of a window begin, and where its last ends [steps + 1], in samples from its first."""
         if window not in self._cuts:
             first, last = self._window_start(window), self._window_start(window + 1)
             found = self.locate(np.arange(first, last, dtype=np.int64))

@@ -109,7 +109,7 @@ class Label:
     """From the files' unit to ours."""
 
     def convert(self, value: Any, atoms: int) -> FloatArray:
-        """One structure's value in our units and shape. Raises ValueError naming the shape or text found."""
+        """Return one structure's value in our units and shape. Raises ValueError naming the shape or text found."""
         try:
             found = np.asarray(value, dtype=np.float64)
         except (TypeError, ValueError):
@@ -130,7 +130,7 @@ class Label:
         return found * self.factor
 
     def missing(self, atoms: int) -> FloatArray:
-        """What stands for a value that a structure lacks: NaN in its shape."""
+        """Return what stands for a value that a structure lacks: NaN in its shape."""
         return np.full((atoms, *self.kind.shape) if self.kind.per_atom else self.kind.shape, np.nan)
 
     def _pick(self, found: FloatArray) -> FloatArray:
@@ -141,8 +141,8 @@ class Label:
 
 
 def labels_of(source: GraphSource) -> list[Label]:
-    """The labels and properties of a source. Raises ConfigError for a unit that does not fit, or a name given twice."""
-    labels = [_label(source, name, given, KINDS[name], "labels") for name, given in source.labels.items()]
+    """Return labels and properties of a source. Raises ConfigError for a unit that does not fit, or a name given twice."""
+    labels = [_make_label(source, name, given, KINDS[name], "labels") for name, given in source.labels.items()]
     for field, given, kind in (
         ("properties", source.properties, _PROPERTY),
         ("atom_properties", source.atom_properties, _ATOM_PROPERTY),
@@ -150,21 +150,21 @@ def labels_of(source: GraphSource) -> list[Label]:
         twice = sorted({label.name for label in labels} & given.keys())
         if twice:
             raise ConfigError(f"data.sources.{source.name}.{field}: the name {twice[0]} is taken; give it another")
-        labels += [_label(source, name, label, kind, field) for name, label in given.items()]
+        labels += [_make_label(source, name, label, kind, field) for name, label in given.items()]
     return labels
 
 
 def length_factor(source: GraphSource) -> float:
-    """What the source's unit of length is in angstrom. Raises ConfigError for a unit that is none of length."""
+    """Return the source's unit of length in angstrom. Raises ConfigError for a unit that is none of length."""
     try:
-        return unit_of(source.length_unit, LENGTH, "length").factor
+        return parse_unit_of(source.length_unit, LENGTH, "length").factor
     except ValueError as error:
         raise ConfigError(f"data.sources.{source.name}.length_unit: {error}") from None
 
 
-def _label(source: GraphSource, name: str, given: GraphLabel, kind: Kind, field: str) -> Label:
+def _make_label(source: GraphSource, name: str, given: GraphLabel, kind: Kind, field: str) -> Label:
     try:
-        unit = parse_unit(given.unit) if kind.dimension is None else unit_of(given.unit, kind.dimension, name)
+        unit = parse_unit(given.unit) if kind.dimension is None else parse_unit_of(given.unit, kind.dimension, name)
     except ValueError as error:
         raise ConfigError(f"data.sources.{source.name}.{field}.{name}: {error}") from None
     return Label(name, given.key or name, given.column, kind, unit.factor * given.factor)
@@ -185,7 +185,7 @@ class Unit:
 
 
 def parse_unit(text: str) -> Unit:
-    """The unit that `text` writes. Raises ValueError naming the part that is not understood."""
+    """Return the unit that `text` writes. Raises ValueError naming the part that is not understood."""
     factor, powers, sign = 1.0, [0, 0, 0, 0], 1
     for part in re.split(r"([*/])", text.replace(" ", "")):
         if part in ("*", "/"):
@@ -193,7 +193,7 @@ def parse_unit(text: str) -> Unit:
             continue
         found = _FACTOR.fullmatch(part)
         if found is None or found[1] not in SYMBOLS:
-            raise ValueError(f'unit "{text}": {_unknown(part)}')
+            raise ValueError(f'unit "{text}": {_explain_symbol(part)}')
         value, dimension = SYMBOLS[found[1]]
         power = sign * int(found[2] or 1)
         factor *= value**power
@@ -201,21 +201,23 @@ def parse_unit(text: str) -> Unit:
     return Unit(text, factor, (powers[0], powers[1], powers[2], powers[3]))
 
 
-def unit_of(text: str, dimension: Dimension, what: str) -> Unit:
-    """The unit `text`, which must be one of `what`. Raises ValueError for a unit of something else."""
+def parse_unit_of(text: str, dimension: Dimension, what: str) -> Unit:
+    """Return the unit `text`, which must be one of `what`. Raises ValueError for a unit of something else."""
     unit = parse_unit(text)
     if unit.dimension != dimension:
-        raise ValueError(f'unit "{text}" is {_name(unit.dimension)}, not one of {what} ({_name(dimension)})')
+        raise ValueError(
+            f'unit "{text}" is {_name_dimension(unit.dimension)}, not one of {what} ({_name_dimension(dimension)})'
+        )
     return unit
 
 
-def _unknown(part: str) -> str:
+def _explain_symbol(part: str) -> str:
     near = difflib.get_close_matches(part, SYMBOLS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     return f'"{part}" is not known; {hint}known are {", ".join(SYMBOLS)}, joined by * and /, with powers as in A^3'
 
 
-def _name(dimension: Dimension) -> str:
+def _name_dimension(dimension: Dimension) -> str:
     names = ("energy", "length", "charge", "temperature")
     parts = [name if power == 1 else f"{name}^{power}" for name, power in zip(names, dimension, strict=True) if power]
     return " * ".join(parts) or "a pure number"

@@ -30,7 +30,7 @@ def find_edges(
     cutoff: float,
     max_neighbours: int | None = None,
 ) -> Edges:
-    """All edges of at most `cutoff` A between atoms at `positions` [N, 3]; an atom and its own images too.
+    """Return all edges of at most `cutoff` A between atoms at `positions` [N, 3]; an atom and its own images too.
 
     cell: lattice vectors as rows [3, 3]; rows of directions that are not periodic are not looked at. Cells may be
     smaller than the cutoff. max_neighbours: keep the nearest for each target, and all that tie with the last one kept:
@@ -53,7 +53,7 @@ def find_edges(
 
 
 def _complete_cell(cell: npt.NDArray[np.float64], periodic: tuple[bool, bool, bool]) -> npt.NDArray[np.float64]:
-    """The cell with unit vectors at right angles to the others in the directions that are not periodic."""
+    """Return the cell with unit vectors at right angles to the others in the directions that are not periodic."""
     box = cell.copy()
     kept = [row for row in range(3) if periodic[row]]
     if not kept:
@@ -138,7 +138,8 @@ def device_edges(
     periodic_G3: Tensor | None = None,
     max_neighbours: int | None = None,
 ) -> DeviceEdges:
-    """All edges of at most `cutoff` A between atoms of the same structure, as `find_edges` gives them, on the atoms' device.
+    """Return all edges of at most `cutoff` A between atoms of the same structure, as `find_edges` gives them, on the atoms'
+    device.
 
     Found by a cell list: space is cut into bins no smaller than the cutoff, and atoms are compared with those of the bins
     around theirs. Cells smaller than the cutoff look several images far; structures without bins worth the name are one bin,
@@ -162,17 +163,17 @@ def device_edges(
     positions, cells = positions_N3.detach(), cells_G33.detach().to(positions_N3.dtype)
     if len(positions) == 0:
         return _edges_of(graph_N.new_empty((0, 5)), cells, graph_N)
-    grid, fractions_N3 = _grid(positions, cells, graph_N, periodic_G3, cutoff)
+    grid, fractions_N3 = _make_grid(positions, cells, graph_N, periodic_G3, cutoff)
     wraps_N3 = torch.where(periodic_G3[graph_N], fractions_N3.floor(), 0.0)
     bins_N3 = ((fractions_N3 - wraps_N3) * grid.bins_G3[graph_N]).long()
     bins_N3 = torch.minimum(bins_N3.clamp(min=0), grid.bins_G3[graph_N] - 1)
-    found = _pairs(positions, graph_N, bins_N3, wraps_N3.long(), periodic_G3, grid, cutoff)
+    found = _find_pairs(positions, graph_N, bins_N3, wraps_N3.long(), periodic_G3, grid, cutoff)
     edges = _edges_of(found, torch.where(periodic_G3[:, :, None], cells, 0.0), graph_N)
     return edges if max_neighbours is None else _nearest_on_device(edges, positions, max_neighbours)
 
 
 def _edges_of(found_E5: Tensor, cells_G33: Tensor, graph_N: Tensor) -> DeviceEdges:
-    """Edges from rows of source, target and image, ordered."""
+    """Return edges from rows of source, target and image, ordered."""
     for column in (4, 3, 2, 0, 1):
         found_E5 = found_E5[found_E5[:, column].argsort(stable=True)]
     images_E3 = found_E5[:, 2:]
@@ -192,10 +193,10 @@ def _nearest_on_device(edges: DeviceEdges, positions_N3: Tensor, limit: int) -> 
     return DeviceEdges(edges.edges_2E[:, kept], edges.images_E3[kept], edges.shifts_E3[kept])
 
 
-def _grid(
+def _make_grid(
     positions_N3: Tensor, cells_G33: Tensor, graph_N: Tensor, periodic_G3: Tensor, cutoff: float
 ) -> tuple[_Grid, Tensor]:
-    """The bins, and each atom's place in its cell in units of the lattice vectors."""
+    """Return the bins, and each atom's place in its cell in units of the lattice vectors."""
     graphs = len(cells_G33)
     cells = _complete_cells(cells_G33, periodic_G3)
     volumes_G = torch.linalg.det(cells).abs()
@@ -227,7 +228,7 @@ def _grid(
 
 
 def _complete_cells(cells_G33: Tensor, periodic_G3: Tensor) -> Tensor:
-    """Cells with unit vectors at right angles to the periodic ones in the directions that are not periodic."""
+    """Return cells with unit vectors at right angles to the periodic ones in the directions that are not periodic."""
     cells = torch.where(periodic_G3[:, :, None], cells_G33, 0.0)
     for row in range(3):
         others = cells[:, [(row + 1) % 3, (row + 2) % 3]]
@@ -241,7 +242,7 @@ def _complete_cells(cells_G33: Tensor, periodic_G3: Tensor) -> Tensor:
     return cells
 
 
-def _pairs(
+def _find_pairs(
     positions_N3: Tensor,
     graph_N: Tensor,
     bins_N3: Tensor,
@@ -250,33 +251,37 @@ def _pairs(
     grid: _Grid,
     cutoff: float,
 ) -> Tensor:
-    """Rows of source, target and image, int64 [E, 5], in no order."""
-    flat_N = _flat(bins_N3, grid.bins_G3[graph_N]) + grid.first_G[graph_N]
+    """Return rows of source, target and image, int64 [E, 5], in no order."""
+    flat_N = _flat_bin(bins_N3, grid.bins_G3[graph_N]) + grid.first_G[graph_N]
     by_bin_N = flat_N.argsort(stable=True)
     atoms_B = torch.bincount(flat_N, minlength=grid.total)
     first_B = atoms_B.cumsum(0) - atoms_B
     width_N3 = 2 * grid.reach_G3[graph_N] + 1
     looks_N = width_N3.prod(1)
     found: list[Tensor] = []
-    for start, stop in _runs(looks_N):
-        atom_L, turn_L = _expanded(torch.arange(start, stop, device=graph_N.device), looks_N[start:stop])
+    for start, stop in _split_runs(looks_N):
+        atom_L, turn_L = _repeat_by_count(torch.arange(start, stop, device=graph_N.device), looks_N[start:stop])
         graph_L = graph_N[atom_L]
-        beside_L3 = bins_N3[atom_L] + _unflat(turn_L, width_N3[atom_L]) - grid.reach_G3[graph_L]
+        beside_L3 = bins_N3[atom_L] + _bin_offset(turn_L, width_N3[atom_L]) - grid.reach_G3[graph_L]
         bins_L3 = grid.bins_G3[graph_L]
         image_L3 = beside_L3.div(bins_L3, rounding_mode="floor")
         there_L = ((image_L3 == 0) | periodic_G3[graph_L]).all(1)
         atom_L, graph_L, image_L3 = atom_L[there_L], graph_L[there_L], image_L3[there_L]
-        bin_L = _flat(beside_L3[there_L] - image_L3 * bins_L3[there_L], bins_L3[there_L]) + grid.first_G[graph_L]
-        for first, last in _runs(atoms_B[bin_L]):
-            look_P, place_P = _expanded(torch.arange(first, last, device=graph_N.device), atoms_B[bin_L[first:last]])
+        bin_L = _flat_bin(beside_L3[there_L] - image_L3 * bins_L3[there_L], bins_L3[there_L]) + grid.first_G[graph_L]
+        for first, last in _split_runs(atoms_B[bin_L]):
+            look_P, place_P = _repeat_by_count(
+                torch.arange(first, last, device=graph_N.device), atoms_B[bin_L[first:last]]
+            )
             source_P = atom_L[look_P]
             target_P = by_bin_N[first_B[bin_L[look_P]] + place_P]
             image_P3 = image_L3[look_P] - wraps_N3[target_P] + wraps_N3[source_P]
-            found.append(_near(positions_N3, grid.cells_G33, graph_N, source_P, target_P, image_P3, cutoff))
+            found.append(
+                _pairs_within_cutoff(positions_N3, grid.cells_G33, graph_N, source_P, target_P, image_P3, cutoff)
+            )
     return torch.cat(found)
 
 
-def _near(
+def _pairs_within_cutoff(
     positions_N3: Tensor,
     cells_G33: Tensor,
     graph_N: Tensor,
@@ -285,7 +290,7 @@ def _near(
     image_P3: Tensor,
     cutoff: float,
 ) -> Tensor:
-    """Rows of those pairs that are within the cutoff and are not an atom and itself."""
+    """Return rows of those pairs that are within the cutoff and are not an atom and itself."""
     shifts_P3 = torch.einsum("pk,pkj->pj", image_P3.to(cells_G33.dtype), cells_G33[graph_N[source_P]])
     vectors_P3 = positions_N3[target_P] + shifts_P3 - positions_N3[source_P]
     other_P = (source_P != target_P) | (image_P3 != 0).any(1)
@@ -293,8 +298,8 @@ def _near(
     return torch.cat((source_P[kept, None], target_P[kept, None], image_P3[kept]), dim=1)
 
 
-def _runs(counts: Tensor) -> list[tuple[int, int]]:
-    """Ranges of rows whose counts add up to at most _CANDIDATES, or single rows."""
+def _split_runs(counts: Tensor) -> list[tuple[int, int]]:
+    """Return ranges of rows whose counts add up to at most _CANDIDATES, or single rows."""
     ends = counts.cumsum(0)
     if len(ends) == 0 or int(ends[-1]) <= _CANDIDATES:
         return [(0, len(ends))]
@@ -303,18 +308,18 @@ def _runs(counts: Tensor) -> list[tuple[int, int]]:
     return list(pairwise(cuts))
 
 
-def _expanded(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Each value as often as its count says, and the number of each repetition."""
+def _repeat_by_count(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each value as often as its count says, and the number of each repetition."""
     repeated = values.repeat_interleave(counts)
     starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
     return repeated, torch.arange(len(repeated), device=values.device) - starts
 
 
-def _flat(places: Tensor, sizes: Tensor) -> Tensor:
+def _flat_bin(places: Tensor, sizes: Tensor) -> Tensor:
     return (places[:, 0] * sizes[:, 1] + places[:, 1]) * sizes[:, 2] + places[:, 2]
 
 
-def _unflat(numbers: Tensor, sizes: Tensor) -> Tensor:
+def _bin_offset(numbers: Tensor, sizes: Tensor) -> Tensor:
     rest = numbers.div(sizes[:, 2], rounding_mode="floor")
     first = rest.div(sizes[:, 1], rounding_mode="floor")
     return torch.stack((first, rest - first * sizes[:, 1], numbers - rest * sizes[:, 2]), dim=1)

@@ -49,7 +49,7 @@ from phalanx.families.materials.data.structures import (
     bond_ratios,
     check_lengths,
     check_structure,
-    convert,
+    convert_structure,
 )
 from phalanx.hardware.host import available_cores
 
@@ -87,7 +87,7 @@ def _prepare_source(
     labels_of(source)
     length_factor(source)
     files = find_files(source.path)
-    plan = _plan(files, source, data, piece_structures)
+    plan = _hash_inputs(files, source, data, piece_structures)
 
     def read_prepared(folder: Path) -> Manifest:
         manifest = read_manifest(folder)
@@ -95,14 +95,14 @@ def _prepare_source(
         return manifest
 
     def build(work: Path) -> tuple[Manifest, list[Path]]:
-        pieces = _cut(files, source, work, piece_structures)
+        pieces = _cut_pieces(files, source, work, piece_structures)
         missing = [piece for piece in pieces if not piece.out.exists()]
         done = len(pieces) - len(missing)
         for _ in make_pieces(missing, Job(source, data), workers):
             done += 1
             progress("preparing", done, len(pieces))
         shards = [piece.out for piece in pieces]
-        return _manifest(source, data, files, plan, work, shards), [*shards, work / INDEX]
+        return _write_index(source, data, files, plan, work, shards), [*shards, work / INDEX]
 
     return prepare_once(
         Path(data.prepared) / source.name,
@@ -116,8 +116,8 @@ def _prepare_source(
     )
 
 
-def _plan(files: list[Path], source: GraphSource, data: GraphData, piece_structures: int) -> str:
-    """A hash of all that the result depends on, as far as can be told without reading all of the files."""
+def _hash_inputs(files: list[Path], source: GraphSource, data: GraphData, piece_structures: int) -> str:
+    """Return a hash of all that the result depends on, as far as can be told without reading all of the files."""
     described = []
     for path in files:
         with path.open("rb") as file:
@@ -128,8 +128,8 @@ def _plan(files: list[Path], source: GraphSource, data: GraphData, piece_structu
     return hashlib.sha256(json.dumps([settings_of(source, data), piece_structures, described]).encode()).hexdigest()
 
 
-def _cut(files: list[Path], source: GraphSource, work: Path, piece_structures: int) -> list[Piece]:
-    """The pieces of all files, in order."""
+def _cut_pieces(files: list[Path], source: GraphSource, work: Path, piece_structures: int) -> list[Piece]:
+    """Return the pieces of all files, in order."""
     pieces: list[Piece] = []
     for number, path in enumerate(files):
         structures = len(open_structures(path, source))
@@ -141,7 +141,7 @@ def _cut(files: list[Path], source: GraphSource, work: Path, piece_structures: i
     return pieces
 
 
-def _manifest(
+def _write_index(
     source: GraphSource, data: GraphData, files: list[Path], plan: str, work: Path, shards: list[Path]
 ) -> Manifest:
     """Write the index of finished shards and describe them all."""
@@ -170,12 +170,12 @@ def _manifest(
             for name, items in members.items()
         },
         index=file_record(work / INDEX),
-        shards=[_record(path, shard) for path, shard in zip(shards, opened, strict=True)],
+        shards=[_describe_shard(path, shard) for path, shard in zip(shards, opened, strict=True)],
         statistics=gather_statistics(opened, source),
     )
 
 
-def _record(path: Path, shard: Arrays) -> ShardRecord:
+def _describe_shard(path: Path, shard: Arrays) -> ShardRecord:
     counts = Counts(
         structures=len(shard["split"]), atoms=int(shard["node_starts"][-1]), edges=int(shard["edge_starts"][-1])
     )
@@ -241,13 +241,13 @@ def make_piece(piece: Piece, job: Job) -> None:
     splits: list[int] = []
     ratios: list[tuple[RawStructure, float]] = []
     for raw in open_structures(piece.path, source).read(piece.start, piece.stop):
-        structure = convert(raw, labels, length, missing_allowed=source.missing_labels == "allow")
+        structure = convert_structure(raw, labels, length, missing_allowed=source.missing_labels == "allow")
         edges = find_edges(structure.positions, structure.cell, structure.periodic, data.cutoff, data.max_neighbours)
         check_structure(structure, edges, source, data.cutoff)
         if len(edges):
             ratios.append((raw, float(np.median(bond_ratios(structure.species, edges)))))
         items.append(Prepared(structure, edges, piece.file))
-        splits.append(_split(structure, job))
+        splits.append(_choose_split(structure, job))
     if len(items) != piece.stop - piece.start:
         raise DataError(
             f"{piece.path}: {len(items)} structures found from {piece.start} on, {piece.stop - piece.start} expected; "
@@ -258,8 +258,8 @@ def make_piece(piece: Piece, job: Job) -> None:
     write_arrays(piece.out, arrays | {"split": np.array(splits, dtype=np.uint8)})
 
 
-def _split(structure: Structure, job: Job) -> int:
-    """Which of SPLITS a structure belongs to: by the hash of its group, or of its atoms where it has none."""
+def _choose_split(structure: Structure, job: Job) -> int:
+    """Return which of SPLITS a structure belongs to: by the hash of its group, or of its atoms where it has none."""
     if job.source.group_by is None:
         parts = (structure.species, structure.positions.astype("<f4"), structure.cell.astype("<f4"))
         text = b"".join(part.tobytes() for part in parts)
@@ -276,7 +276,7 @@ def _split(structure: Structure, job: Job) -> int:
 
 
 def _start_worker(leash: Connection) -> None:
-    """A worker leaves Ctrl-C to its parent, and ends when the parent does, however that ends."""
+    """Let a worker leave Ctrl-C to its parent, and end when the parent does, however that ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(leash,), daemon=True).start()
 

@@ -63,7 +63,7 @@ class Wanted:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every name to look up in the file."""
+        """Return every name to look up in the file."""
         names = [label.key for label in self.labels]
         return tuple(dict.fromkeys(names if self.group_by is None else [*names, self.group_by]))
 
@@ -93,15 +93,15 @@ class StructureFile(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Structures in the file."""
+        """Return the number of structures in the file."""
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Iterator[RawStructure]:
-        """Structures start..stop-1, in order. Raises DataError for a malformed one, naming it."""
+        """Yield structures start..stop-1, in order. Raises DataError for a malformed one, naming it."""
 
 
 def find_files(pattern: str) -> list[Path]:
-    """The files that a path or a pattern names, in order of their names. Raises DataError when there is none."""
+    """Return the files that a path or a pattern names, in order of their names. Raises DataError when there is none."""
     found = [Path(pattern)] if Path(pattern).is_file() else [Path(name) for name in sorted(glob.glob(pattern))]
     files = [path for path in found if path.is_file()]
     if not files:
@@ -172,7 +172,7 @@ class NpzFile(StructureFile):
         return len(self._ptr) - 1
 
     def read(self, start: int, stop: int) -> Iterator[RawStructure]:
-        """Structures start..stop-1."""
+        """Yield structures start..stop-1."""
         for number in range(start, stop):
             atoms = slice(int(self._ptr[number]), int(self._ptr[number + 1]))
             cell = np.zeros((3, 3)) if self._cell is None else self._cell[number]
@@ -240,7 +240,7 @@ class NpzFile(StructureFile):
         raise DataError(f"{self.path}: no array {' or '.join(names)}; it has {', '.join(self._names)}")
 
     def _check_species(self) -> None:
-        """Atomic numbers may be stored in any format of numbers, but are whole."""
+        """Refuse atomic numbers that are not whole; they may be stored in any format of numbers."""
         found = self._species
         strange = np.flatnonzero(found != np.floor(found)) if found.dtype.kind == "f" else np.empty(0, dtype=np.int64)
         if strange.size:
@@ -264,7 +264,7 @@ class NpzFile(StructureFile):
             raise DataError(f"{self.path}: {name} has shape {list(array.shape)}, expected {rows} rows")
 
     def _rows_are_atoms(self, key: str) -> bool:
-        """Whether the array has a row an atom, rather than a row a structure."""
+        """Return whether the array has a row an atom, rather than a row a structure."""
         array, atoms = self._arrays[key], len(self._species)
         rows = len(array) if array.ndim else -1
         expected = any(label.kind.per_atom for label in self.wanted.labels if label.key == key)
@@ -310,7 +310,7 @@ class Qm9Csv(StructureFile):
         return self._count
 
     def read(self, start: int, stop: int) -> Iterator[RawStructure]:
-        """Rows start..stop-1 below the header."""
+        """Yield rows start..stop-1 below the header."""
         with self._lines() as lines:
             for number, row in enumerate(itertools.islice(csv.DictReader(lines), start, stop), start):
                 yield self._structure(number, row)
@@ -338,7 +338,7 @@ class Qm9Csv(StructureFile):
             raise DataError(
                 f"{self.path}: {place}: atom {symbols.index(unknown[0])} is of unknown element {unknown[0]!r}"
             )
-        positions = _numbers(row[_POSITIONS])
+        positions = _parse_numbers(row[_POSITIONS])
         if len(positions) != 3 * len(symbols):
             raise DataError(f"{self.path}: {place}: {len(positions)} coordinates for {len(symbols)} atoms")
         values = {key: self._value(key, row[key]) for key in self.wanted.keys if row.get(key, "").strip()}
@@ -352,13 +352,13 @@ class Qm9Csv(StructureFile):
         if key == self.wanted.group_by:
             return text
         # Digits within words are no numbers: a SMILES string has some, too.
-        return text if _WORD.search(_NUMBER.sub("", _plain(text))) else _numbers(text)
+        return text if _WORD.search(_NUMBER.sub("", _plain_powers(text))) else _parse_numbers(text)
 
 
-def _numbers(text: str) -> FloatArray:
-    return np.array([float(word) for word in _NUMBER.findall(_plain(text))], dtype=np.float64)
+def _parse_numbers(text: str) -> FloatArray:
+    return np.array([float(word) for word in _NUMBER.findall(_plain_powers(text))], dtype=np.float64)
 
 
-def _plain(text: str) -> str:
-    """Powers of ten as everybody but Mathematica writes them."""
+def _plain_powers(text: str) -> str:
+    """Write powers of ten as everybody but Mathematica does."""
     return text.replace("*^", "e")

@@ -39,7 +39,7 @@ class RawStructure:
     """What the file has under each key asked for; absent keys are absent here."""
 
     def wrong(self, what: str) -> DataError:
-        """The error that names this structure."""
+        """Return the error that names this structure."""
         return DataError(f"{self.file}: {self.place}: {what}")
 
 
@@ -59,7 +59,7 @@ class Structure:
     """Each label by name; NaN where the structure lacks it."""
 
 
-def convert(raw: RawStructure, labels: Sequence[Label], length: float, *, missing_allowed: bool) -> Structure:
+def convert_structure(raw: RawStructure, labels: Sequence[Label], length: float, *, missing_allowed: bool) -> Structure:
     """Check a raw structure and bring it into our units. length: the file's unit of length in A.
 
     Raises DataError naming file and structure for an unknown element, a position that is no number, a cell without
@@ -82,7 +82,7 @@ def convert(raw: RawStructure, labels: Sequence[Label], length: float, *, missin
         raise raw.wrong(f"atom {first} has position {raw.positions[first].tolist()}")
     values: dict[str, FloatArray] = {}
     for label in labels:
-        values[label.name] = _value(raw, label, atoms, missing_allowed=missing_allowed)
+        values[label.name] = _convert_label(raw, label, atoms, missing_allowed=missing_allowed)
     if not all(raw.periodic) and np.isfinite(values.get("stress", np.nan)).any():
         raise raw.wrong(
             f"it has a stress, but pbc={list(raw.periodic)}: without a volume there is none; take the label out, or make it "
@@ -98,13 +98,13 @@ def convert(raw: RawStructure, labels: Sequence[Label], length: float, *, missin
         raw,
         raw.species.astype(np.uint8),
         positions.astype(np.float32),
-        _cell(raw, length).astype(np.float32),
+        _convert_cell(raw, length).astype(np.float32),
         raw.periodic,
         values,
     )
 
 
-def _value(raw: RawStructure, label: Label, atoms: int, *, missing_allowed: bool) -> FloatArray:
+def _convert_label(raw: RawStructure, label: Label, atoms: int, *, missing_allowed: bool) -> FloatArray:
     found = raw.values.get(label.key)
     if found is None:
         if missing_allowed:
@@ -122,8 +122,8 @@ def _value(raw: RawStructure, label: Label, atoms: int, *, missing_allowed: bool
     return value
 
 
-def _cell(raw: RawStructure, length: float) -> FloatArray:
-    """The lattice vectors [3, 3] in A, zeros in directions that are not periodic."""
+def _convert_cell(raw: RawStructure, length: float) -> FloatArray:
+    """Return the lattice vectors [3, 3] in A, zeros in directions that are not periodic."""
     if not any(raw.periodic):
         return np.zeros((3, 3))
     if raw.cell.shape != (3, 3) or not np.isfinite(raw.cell).all():
@@ -201,7 +201,7 @@ def check_lengths(ratios: Sequence[tuple[RawStructure, float]], source: GraphSou
 
 
 def bond_ratios(species: npt.NDArray[np.uint8], edges: Edges) -> npt.NDArray[np.float64]:
-    """For each atom that has neighbours: the smallest distance over the sum of covalent radii."""
+    """Return for each atom that has neighbours: the smallest distance over the sum of covalent radii."""
     ratios = edges.distances / (_RADII[species[edges.source]] + _RADII[species[edges.target]])
     starts = np.flatnonzero(np.diff(edges.target, prepend=-1))
     smallest: npt.NDArray[np.float64] = np.minimum.reduceat(ratios, starts)
@@ -230,7 +230,7 @@ def total_charges(
     graph_N: Int64Array,
     graphs: int,
 ) -> npt.NDArray[np.float64]:
-    """Total charge of each structure in elementary charges [G], NaN where neither label says.
+    """Return the total charge of each structure in elementary charges [G], NaN where neither label says.
 
     given_G: labels of structures, NaN where missing. charges_N: of atoms, likewise. graph_N: the structure of each atom.
     """
@@ -244,7 +244,7 @@ def total_charges(
 
 
 def agreed_total(found: float, given: float | None) -> float | None:
-    """The total charge that is given, else the whole number nearest to what atoms' charges add up to.
+    """Return the total charge that is given, else the whole number nearest to what atoms' charges add up to.
 
     None where that sum, `found` elementary charges, misses it, or is no number.
     """

@@ -29,18 +29,19 @@ class TrainedElements:
     """Of those of each branch; None where a run of an older version does not tell them apart."""
 
     def of(self, branch: str) -> frozenset[int]:
-        """What the branch of that name knows. A branch that the record does not have begins with heads of all branches."""
+        """Return the elements that the branch of that name knows. A branch that the record lacks begins with heads of all
+        branches."""
         return self.everywhere if self.by_branch is None else self.by_branch.get(branch, self.everywhere)
 
     def branches_with(self, element: int) -> list[str]:
-        """The branches whose training structures have an element."""
+        """Return the branches whose training structures have an element."""
         return [name for name, elements in (self.by_branch or {}).items() if element in elements]
 
 
 def elements_of(
     training: Sequence[Statistics], branches: Sequence[Branch], start: Path | None = None
 ) -> TrainedElements | None:
-    """Atomic numbers of these training splits, and of what the run's weights were trained on before.
+    """Return atomic numbers of these training splits, and of what the run's weights were trained on before.
 
     training: of each source. branches: the model's, one for each source or a single one for all. start: the run directory or
     checkpoint that the weights come from. None where that does not say what it was trained on.
@@ -58,20 +59,21 @@ def elements_of(
 
 
 def _by_branch(sources: Sequence[Statistics], branches: Sequence[Branch]) -> dict[str, frozenset[int]]:
-    """Atomic numbers of the training structures of each branch."""
+    """Return atomic numbers of the training structures of each branch."""
     known = [frozenset(source.elements) for source in sources]
     parts = [frozenset[int]().union(*known)] if len(branches) == 1 else known
     return dict(zip((branch.name for branch in branches), parts, strict=True))
 
 
 def _still_known(elements: frozenset[int], reference_energies: Mapping[str, float]) -> frozenset[int]:
-    """Of elements trained on before those whose energy a branch still begins at: where it names others, these have 0 now."""
+    """Return previously trained elements that still have a reference energy. Where a branch names reference energies,
+    elements it does not name have 0 now; where it names none, all are kept."""
     named = frozenset(map(int, reference_energies))
     return elements & named if named else elements
 
 
 def branch_of(source: int, branches: Sequence[str]) -> str:
-    """The branch that a source belongs to: that of its number, or the single one."""
+    """Return the branch that a source belongs to: that of its number, or the single one."""
     return branches[0] if len(branches) == 1 else branches[source]
 
 
@@ -84,7 +86,7 @@ def write_elements(elements: TrainedElements, run_dir: Path) -> None:
 
 
 def trained_elements(path: Path) -> TrainedElements | None:
-    """What the run with this directory, or this checkpoint, was trained on; None where it does not say.
+    """Return what the run with this directory, or this checkpoint, was trained on; None where it does not say.
 
     Raises CheckpointError for a file that cannot be read.
     """
@@ -104,7 +106,7 @@ def trained_elements(path: Path) -> TrainedElements | None:
 
 
 def untrained_in(source: PreparedSource, items: Int64Array, trained: frozenset[int]) -> dict[int, int]:
-    """How many of these structures have each element that is not among those trained on, by atomic number."""
+    """Count these structures by each element of theirs that is not among those trained on."""
     shards, rows = source.locate(items)
     structures = np.zeros(ELEMENTS + 1, dtype=np.int64)
     for shard in np.unique(shards).tolist():
@@ -122,7 +124,7 @@ def untrained_in(source: PreparedSource, items: Int64Array, trained: frozenset[i
 def untrained_by_source(
     sources: Sequence[PreparedSource], found: Located, branches: Sequence[str], known: Sequence[TrainedElements]
 ) -> dict[str, dict[int, int]]:
-    """`untrained_in` of each source with such structures, by its name.
+    """Return `untrained_in` of each source with such structures, by its name.
 
     found: the structures. branches: their names. known: of one model or more, each of which must know an element.
     """
@@ -135,7 +137,7 @@ def untrained_by_source(
 
 
 def untrained_in_words(found: Mapping[str, Mapping[int, int]]) -> list[str]:
-    """A sentence for each source with structures of elements that its branch was not trained on."""
+    """Return a sentence for each source with structures of elements that its branch was not trained on."""
     return [
         f"{source}: {structures:,} of these structures {'has' if structures == 1 else 'have'} atomic number {element}, "
         f"which no training structure of the branch has; the errors count {'it' if structures == 1 else 'them'}"

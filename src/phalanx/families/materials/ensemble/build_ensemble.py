@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.families.materials.config import GraphData, MaterialsRun
 from phalanx.families.materials.data.graph_shards import Split, read_manifest
 from phalanx.families.materials.ensemble.member_errors import materials_run, member_residuals, untrained_elements
-from phalanx.families.materials.evaluation.prediction_errors import quantities
+from phalanx.families.materials.evaluation.prediction_errors import predicted_quantities
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LabelResult:
 
     @property
     def best(self) -> int:
-        """The member with the least mean absolute error on the test split."""
+        """Return the member with the least mean absolute error on the test split."""
         return min(range(len(self.members)), key=lambda number: self.members[number].mae)
 
 
@@ -81,7 +81,7 @@ class MaterialsEnsemble:
     """By split: see `materials.untrained_elements`."""
 
     def summary(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         names = [member.name for member in self.candidates]
         return {
             "family": self.members[0].run.model.family,
@@ -112,7 +112,7 @@ class MaterialsEnsemble:
         }
 
     def document(self, folder: Path) -> EnsembleFile:
-        """What is written into `folder`."""
+        """Return what is written into `folder`."""
         members = member_entries(self.members, self.chosen.weights, folder)
         labels = [
             LabelEntry(
@@ -192,7 +192,7 @@ def _label_result(
     shown: Sequence[int],
     options: EnsembleOptions,
 ) -> LabelResult:
-    """validation: errors of the members; test: of all candidates in `shown`."""
+    """Calibrate and score one kind of number. validation: errors of the members; test: of all candidates in `shown`."""
     fitted = calibrate_residuals(validation, chosen.weights, options.calibration)
     ours = test.of_members([shown.index(number) for number in chosen.members])
     error_n, spread_n = ours.combined(chosen.weights)
@@ -209,15 +209,15 @@ def _label_result(
         members=[mean_errors(row.astype(np.float64)) for row in ours.errors_Mn],
         raw=score_predictions(error_n, spread_n),
         scores=score_predictions(error_n, fitted.calibration.std(spread_n)),
-        conformal={str(level): _interval(fitted, error_n, spread_n, level) for level in LEVELS},
-        conformal_curve=tuple(_interval(fitted, error_n, spread_n, level).coverage for level in CURVE),
+        conformal={str(level): _score_interval(fitted, error_n, spread_n, level) for level in LEVELS},
+        conformal_curve=tuple(_score_interval(fitted, error_n, spread_n, level).coverage for level in CURVE),
         by_score=other,
         numbers=test.count,
         structures=test.structures,
     )
 
 
-def _interval(fitted: Fitted, error_n: FloatArray, spread_n: FloatArray, level: float) -> Interval:
+def _score_interval(fitted: Fitted, error_n: FloatArray, spread_n: FloatArray, level: float) -> Interval:
     half_n = fitted.conformal.half_widths(spread_n, level)
     if half_n is None:
         return Interval(None, None)
@@ -245,7 +245,11 @@ def _require_same(first: Member, a: MaterialsRun, other: Member, b: MaterialsRun
     compared: tuple[tuple[str, object, object], ...] = (
         ("data.sources", [source.name for source in a.data.sources], [source.name for source in b.data.sources]),
         ("model.branches", [branch.name for branch in a.model.branches], [branch.name for branch in b.model.branches]),
-        ("quantities", [q.name for q in quantities(a.model)], [q.name for q in quantities(b.model)]),
+        (
+            "quantities",
+            [q.name for q in predicted_quantities(a.model)],
+            [q.name for q in predicted_quantities(b.model)],
+        ),
         ("data.cutoff", a.data.cutoff, b.data.cutoff),
         ("data.max_neighbours", a.data.max_neighbours, b.data.max_neighbours),
     )
@@ -255,7 +259,7 @@ def _require_same(first: Member, a: MaterialsRun, other: Member, b: MaterialsRun
                 f"{other.path} differs from {first.path} in {what}: {_words(theirs)}, not {_words(mine)}; "
                 f"members of an ensemble predict the same of the same prepared data"
             )
-    for name, ours, others in zip(_names(a.data), fingerprints(a.data), fingerprints(b.data), strict=True):
+    for name, ours, others in zip(_names(a.data), data_fingerprints(a.data), data_fingerprints(b.data), strict=True):
         if ours != others:
             raise DataError(
                 f"{other.path} was trained on other structures of source {name} than {first.path} "
@@ -263,8 +267,8 @@ def _require_same(first: Member, a: MaterialsRun, other: Member, b: MaterialsRun
             )
 
 
-def fingerprints(data: GraphData) -> list[str]:
-    """What tells prepared data from any other, one a source: structures, labels, edges and their split."""
+def data_fingerprints(data: GraphData) -> list[str]:
+    """Return what tells prepared data from any other, one a source: structures, labels, edges and their split."""
     return [read_manifest(Path(data.prepared) / name).fingerprint for name in _names(data)]
 
 

@@ -69,7 +69,8 @@ class LoadedEnsemble:
         self._stack = None
 
     def predict(self, species_N: Tensor, *, source_G: Tensor, graph_N: Tensor, **inputs: Any) -> Uncertain:
-        """As `MaterialsNetwork.predict`; all graphs are of one branch, so that one calibration belongs to them."""
+        """Predict as `MaterialsNetwork.predict` does; all graphs are of one branch, so that one calibration belongs to
+        them."""
         if self._stack is None:
             self._stack = NetworkStack([member.model for member in self.members])
         found = self._stack.predict(species_N, source_G=source_G, graph_N=graph_N, **inputs)
@@ -85,22 +86,22 @@ class LoadedEnsemble:
             quantity = next((known for known, label in _LABELS.items() if label == name), None)
             entry = None if quantity is None else self._label(sources, quantity)
             if quantity is not None and entry is not None:
-                stds[quantity] = _calibrated(entry, spread, atoms_G if quantity == "energy" else None)
+                stds[quantity] = _calibrate_std(entry, spread, atoms_G if quantity == "energy" else None)
         return Uncertain(Predictions(**means), stds)
 
     def _sources(self, branch: int) -> list[str]:
-        """The data sets of a branch, in the order of `data.sources`: all of them where there is a single branch."""
+        """Return the data sets of a branch, in the order of `data.sources`: all of them where there is a single branch."""
         run = self.members[0].run
         names = [source.name for source in run.data.sources]
         return names if len(run.model.branches) == 1 else [names[branch]]
 
     def _label(self, sources: Sequence[str], quantity: str) -> LabelEntry | None:
-        """The calibration of the first of these data sets that has labels of a quantity; None where none has."""
+        """Return the calibration of the first of these data sets that has labels of a quantity; None where none has."""
         found = (self.document.label(source, quantity) for source in sources)
         return next((entry for entry in found if entry is not None), None)
 
     def _moments(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation among members, float64; see `residuals.weighted_moments`."""
+        """Return mean and standard deviation among members, float64; see `residuals.weighted_moments`."""
         weights = self.weights_K.view(-1, *[1] * (values.dim() - 1))
         wide = values.double()
         mean = (weights * wide).sum(0)
@@ -109,8 +110,8 @@ class LoadedEnsemble:
         return mean, (variance / rest).sqrt() if rest > 1e-12 else torch.zeros_like(mean)
 
 
-def _calibrated(entry: LabelEntry, spread: Tensor, atoms_G: Tensor | None) -> Tensor:
-    """atoms_G: atoms of each graph, where the calibration counts per atom."""
+def _calibrate_std(entry: LabelEntry, spread: Tensor, atoms_G: Tensor | None) -> Tensor:
+    """Return the calibrated standard deviation. atoms_G: atoms of each graph, where the calibration counts per atom."""
     share = spread if atoms_G is None else spread / atoms_G.clamp(min=1)
     std = torch.from_numpy(entry.calibration.std(share.numpy(force=True))).to(spread.device)
     return std if atoms_G is None else std * atoms_G
@@ -120,14 +121,14 @@ _IN_TURN = ("dimenet++",)
 """Bodies that count what the data hold while they run, which nothing stacked can."""
 
 
-def stackable(network: MaterialsNetwork) -> bool:
-    """Whether it can run as one of a stack."""
+def can_stack(network: MaterialsNetwork) -> bool:
+    """Return whether a network can run as one of a stack."""
     return network.config.body not in _IN_TURN and network.edge_chunk is None
 
 
-def alike(one: MaterialsNetwork, other: MaterialsNetwork) -> bool:
-    """Whether two networks compute the same function of their parameters."""
-    return one.config == other.config and one.dtype == other.dtype and stackable(one) and stackable(other)
+def can_share_stack(one: MaterialsNetwork, other: MaterialsNetwork) -> bool:
+    """Return whether two networks compute the same function of their parameters."""
+    return one.config == other.config and one.dtype == other.dtype and can_stack(one) and can_stack(other)
 
 
 class NetworkStack:
@@ -136,7 +137,7 @@ class NetworkStack:
     def __init__(self, networks: Sequence[MaterialsNetwork]) -> None:
         groups: list[list[int]] = []
         for number, network in enumerate(networks):
-            group = next((group for group in groups if alike(networks[group[0]], network)), None)
+            group = next((group for group in groups if can_share_stack(networks[group[0]], network)), None)
             if group is None:
                 groups.append([number])
             else:
@@ -147,7 +148,8 @@ class NetworkStack:
 
     @torch.no_grad()
     def predict(self, species_N: Tensor, **inputs: Any) -> Predictions:
-        """As `MaterialsNetwork.predict`, each tensor with a first dimension of K members, in the order they were given."""
+        """Predict as `MaterialsNetwork.predict` does, each tensor with a first dimension of K members, in the order they
+        were given."""
         found = [part(species_N, **inputs) for part in self._parts]
         return _merged(found, self._places)
 
@@ -209,12 +211,12 @@ class _Stacked:
             vectors_KE3.requires_grad_(derived)
             found = torch.vmap(one)(self._state, vectors_KE3)
         if derived:
-            gradient_KE3 = _gradient(found["energy_G"], vectors_KE3)
+            gradient_KE3 = _energy_gradient(found["energy_G"], vectors_KE3)
             if forces:
-                found["forces_N3"] = _forces(gradient_KE3, edges_2E, len(species_N))
+                found["forces_N3"] = _stacked_forces(gradient_KE3, edges_2E, len(species_N))
             if stress:
                 graph_E = graph_N.index_select(0, edges_2E[1])
-                found["stress_G33"] = _stress(gradient_KE3, vectors_KE3.detach(), graph_E, cells_G33)
+                found["stress_G33"] = _stacked_stress(gradient_KE3, vectors_KE3.detach(), graph_E, cells_G33)
         return Predictions(**{name: value.detach() for name, value in found.items()})
 
 
@@ -246,21 +248,21 @@ def _merged(found: Sequence[Predictions], places: Sequence[int]) -> Predictions:
     return Predictions(**{name: value.index_select(0, index.to(value.device)) for name, value in joined.items()})
 
 
-def _gradient(energy_KG: Tensor, vectors_KE3: Tensor) -> Tensor:
-    """dE/dv of each member, zeros where no energy depends on an edge."""
+def _energy_gradient(energy_KG: Tensor, vectors_KE3: Tensor) -> Tensor:
+    """Return dE/dv of each member, zeros where no energy depends on an edge."""
     if not energy_KG.requires_grad:
         return torch.zeros_like(vectors_KE3)
     (gradient_KE3,) = torch.autograd.grad(energy_KG, vectors_KE3, torch.ones_like(energy_KG), allow_unused=True)
     return torch.zeros_like(vectors_KE3) if gradient_KE3 is None else gradient_KE3
 
 
-def _forces(gradient_KE3: Tensor, edges_2E: Tensor, atoms: int) -> Tensor:
+def _stacked_forces(gradient_KE3: Tensor, edges_2E: Tensor, atoms: int) -> Tensor:
     """See `families.materials.model.network.with_derivatives`."""
     zeros = gradient_KE3.new_zeros((len(gradient_KE3), atoms, 3))
     return zeros.index_add(1, edges_2E[0], gradient_KE3).index_add(1, edges_2E[1], -gradient_KE3)
 
 
-def _stress(gradient_KE3: Tensor, vectors_KE3: Tensor, graph_E: Tensor, cells_G33: Tensor) -> Tensor:
+def _stacked_stress(gradient_KE3: Tensor, vectors_KE3: Tensor, graph_E: Tensor, cells_G33: Tensor) -> Tensor:
     """See `families.materials.model.network.with_derivatives`."""
     pull_KE33 = vectors_KE3[..., :, None] * gradient_KE3[..., None, :]
     pull_KE33 = 0.5 * (pull_KE33 + pull_KE33.transpose(-1, -2))

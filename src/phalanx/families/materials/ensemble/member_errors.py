@@ -18,15 +18,15 @@ from phalanx.ensemble.members import ALONE, Member, Share
 from phalanx.ensemble.residuals import Float32Array, Int64Array, Residuals
 from phalanx.errors import CheckpointError, DataError
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.balance import CostModel, divide_within
+from phalanx.families.materials.data.balance import CostModel, divide_within_budget
 from phalanx.families.materials.data.graph_batches import Collator, GraphBatch
-from phalanx.families.materials.data.graph_shards import Located, PreparedSource, Split, open_prepared
+from phalanx.families.materials.data.graph_shards import Located, PreparedSource, Split, open_prepared, spread_evenly
 from phalanx.families.materials.data.trained_elements import trained_elements, untrained_by_source
 from phalanx.families.materials.ensemble.joint_predictions import NetworkStack
-from phalanx.families.materials.evaluation.network_predictions import load_network
-from phalanx.families.materials.evaluation.prediction_errors import Quantity, quantities
+from phalanx.families.materials.evaluation.network_predictions import load_network, require_materials
+from phalanx.families.materials.evaluation.prediction_errors import Quantity, predicted_quantities
 from phalanx.families.materials.inputs import columns_of
-from phalanx.families.materials.model.losses import Predictions, tasks
+from phalanx.families.materials.model.losses import Predictions, learned_tasks
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import one_rank_microbatch
 
@@ -44,7 +44,8 @@ def member_residuals(
     share: Share = ALONE,
     progress: Progress = lambda done, total: None,
 ) -> list[Residuals]:
-    """Errors of all members on a split, one entry for each data set and quantity that has labels. Every rank calls it.
+    """Return errors of all members on a split, one entry for each data set and quantity that has labels. Every rank calls
+    it.
 
     samples: structures over all sources, spread evenly over each; None takes all. side_by_side: most members on a device at
     a time; by default as many as keep members times structures within what a micro-batch of training holds. progress:
@@ -55,13 +56,13 @@ def member_residuals(
     """
     runs = [materials_run(member) for member in members]
     sources = open_prepared(runs[0].data, split)
-    found = _chosen(sources, samples)
+    found = spread_evenly(sources, samples)
     if not len(found.item):
         raise DataError(
             f"the {split} split in {runs[0].data.prepared} is empty; prepare with data.{split}_fraction above 0"
         )
     reader = _Reader(sources, runs, split, found, device)
-    collected = _Collected(len(sources), quantities(runs[0].model))
+    collected = _Collected(len(sources), predicted_quantities(runs[0].model))
     abreast = side_by_side or reader.fitting_members()
     one_branch = len(runs[0].model.branches) == 1
     total, done = len(members) * len(reader.rows(1, share)[0]), 0
@@ -73,40 +74,27 @@ def member_residuals(
         start = 0
         for count in counts:
             batch, structures = reader.read(rows[start : start + count])
-            collected.add(_predict(stack, batch, one_branch=one_branch), batch, structures)
+            collected.add(_predict_batch(stack, batch, one_branch=one_branch), batch, structures)
             start, done = start + count, done + count * len(chosen)
             progress(done, total)
-    return _rows(collected, members, runs[0], share)
+    return _join_residuals(collected, members, runs[0], share)
 
 
 def untrained_elements(
     members: Sequence[Member], split: Split, samples: int | None = None
 ) -> dict[str, dict[int, int]]:
-    """By source and atomic number: structures that `member_residuals` takes with an element that the branch of the source
-    was not trained on in some member, of those that say what they were trained on."""
+    """Count, by source and atomic number, structures that `member_residuals` takes with an element that the branch of the
+    source was not trained on in some member, of those that say what they were trained on."""
     run = materials_run(members[0])
     sources = open_prepared(run.data, split)
-    found, names = _chosen(sources, samples), [branch.name for branch in run.model.branches]
+    found, names = spread_evenly(sources, samples), [branch.name for branch in run.model.branches]
     known = [trained for trained in (trained_elements(member.checkpoint) for member in members) if trained is not None]
     return untrained_by_source(sources, found, names, known) if known else {}
 
 
 def materials_run(member: Member) -> MaterialsRun:
-    """Return the run of a member, which is one of the materials family."""
-    assert isinstance(member.run, MaterialsRun)
-    return member.run
-
-
-def _chosen(sources: Sequence[PreparedSource], samples: int | None) -> Located:
-    """Structures spread evenly over each source, as many of each as its share of all; `numbers` are items of the source."""
-    total = sum(len(source) for source in sources)
-    parts = []
-    for number, source in enumerate(sources):
-        wanted = total if samples is None else max(1, samples * len(source) // max(total, 1))
-        count = min(len(source), wanted)
-        item = np.unique(np.linspace(0, max(len(source) - 1, 0), count).round().astype(np.int64))
-        parts.append(Located(item, np.full_like(item, number), item, *source.sizes(item)))
-    return Located(*(np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])))
+    """Return the run of a member. Raises CheckpointError for a model of another family."""
+    return require_materials(member.run, member.checkpoint)
 
 
 class _Reader:
@@ -126,20 +114,20 @@ class _Reader:
         self._heaviest = min(run.model.max_atomic_number for run in runs)
         self._split = split
         data = runs[0].data
-        self._cost = CostModel(data.cost.node, data.cost.edge, data.cost.graph)
+        self._cost = CostModel.of(data.cost)
         self._costs = self._cost.whole(found.atoms, found.edges)
         mean = float(self._costs.mean()) * self._cost.unit
         self._budget = min(run.data.microbatch_cost or mean * one_rank_microbatch(bind(run)) for run in runs)
         self._members = len(runs)
 
     def fitting_members(self) -> int:
-        """Members that the largest structure leaves room for side by side, but at least one."""
+        """Return how many members the largest structure leaves room for side by side, at least one."""
         return max(1, min(self._members, int(self._budget / (float(self._costs.max()) * self._cost.unit))))
 
     def rows(self, members: int, share: Share) -> tuple[Int64Array, list[int]]:
-        """This rank's structures, batch by batch, and how many of them each batch takes for so many members abreast."""
+        """Return this rank's structures, batch by batch, and how many each batch takes for so many members abreast."""
         most = max(1, int(self._budget / members / self._cost.unit))
-        division = divide_within(self._costs, share.ranks, self._costs, most)
+        division = divide_within_budget(self._costs, share.ranks, self._costs, most)
         mine = np.flatnonzero(division.rank == share.rank)
         part = division.part[mine]
         mine = mine[np.argsort(part, kind="stable")]
@@ -147,8 +135,8 @@ class _Reader:
         return mine, counts[counts > 0].tolist()
 
     def read(self, rows: Int64Array) -> tuple[GraphBatch, Int64Array]:
-        """The batch of these structures, and the item of each."""
-        found = Located(*(values[rows] for values in vars(self._found).values()))
+        """Return the batch of these structures, and the item of each."""
+        found = self._found.take(rows)
         batch = self._collate(found, (len(rows),))
         heaviest = int(batch.species_N.max()) if len(batch.species_N) else 0
         if heaviest > self._heaviest:
@@ -159,7 +147,7 @@ class _Reader:
         return batch.to(self._device), found.item
 
 
-def _predict(stack: NetworkStack, batch: GraphBatch, *, one_branch: bool) -> Predictions:
+def _predict_batch(stack: NetworkStack, batch: GraphBatch, *, one_branch: bool) -> Predictions:
     x, inputs = batch.inputs()
     if one_branch:
         # A single branch takes all data sets, whatever their numbers.
@@ -177,37 +165,37 @@ class _Collected:
         self._sizes: list[int] = []
 
     def begin(self, members: int) -> None:
-        """What comes now are errors of the next `members` members."""
+        """Take what comes now for errors of the next `members` members."""
         self.groups.append([[] for _ in self.keys])
         self._sizes.append(members)
 
     def add(self, predicted: Predictions, batch: GraphBatch, structures: Int64Array) -> None:
-        """Errors of one batch. predicted: with a first dimension of members; structures: item of each graph."""
+        """Add the errors of one batch. predicted: with a first dimension of members; structures: item of each graph."""
         graphs = torch.from_numpy(structures).to(batch.graph_N.device)
         for (source, quantity), parts in zip(self.keys, self.groups[-1], strict=True):
-            found = _errors(quantity, predicted, batch, batch.source_G == source, graphs)
+            found = _batch_errors(quantity, predicted, batch, batch.source_G == source, graphs)
             if found is not None:
                 parts.append((found[0].float().cpu().numpy(), found[1].cpu().numpy()))
 
     def joined(self, key: int, share: Share) -> tuple[Float32Array, Int64Array]:
-        """Errors [M, n] and structures [n] of one key, of all ranks, ordered by structure."""
+        """Return errors [M, n] and structures [n] of one key, of all ranks, ordered by structure."""
         errors, structures = [], np.zeros(0, np.int64)
         for group, size in zip(self.groups, self._sizes, strict=True):
             parts = group[key]
             mine = np.concatenate([part for part, _ in parts], axis=1) if parts else np.zeros((size, 0), np.float32)
             whose = np.concatenate([whose for _, whose in parts]) if parts else np.zeros(0, np.int64)
             if share.ranks > 1:
-                mine, whose = _of_all_ranks(mine, share), _of_all_ranks(whose[None], share)[0]
+                mine, whose = _gather_columns(mine, share), _gather_columns(whose[None], share)[0]
             order = np.argsort(whose, kind="stable")
             errors.append(mine[:, order])
             structures = whose[order]
         return np.concatenate(errors), structures
 
 
-def _errors(
+def _batch_errors(
     quantity: Quantity, predicted: Predictions, batch: GraphBatch, here_G: Tensor, structures_G: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Errors [K, n] of the numbers that are there in the graphs of one source, and the structure of each [n]."""
+    """Return errors [K, n] of the numbers that are there in the graphs of one source, and the structure of each [n]."""
     label, value = getattr(batch, quantity.label), getattr(predicted, quantity.label)
     if label is None or value is None:
         return None
@@ -226,8 +214,8 @@ def _errors(
     return flat, whose[:, None].expand_as(rows)[there]
 
 
-def _of_all_ranks(mine: Array, share: Share) -> Array:
-    """What all ranks have [k, n], joined in the order of ranks."""
+def _gather_columns(mine: Array, share: Share) -> Array:
+    """Return what all ranks have [k, n], joined in the order of ranks."""
     size = torch.tensor([mine.shape[1]])
     sizes = [torch.zeros_like(size) for _ in range(share.ranks)]
     dist.all_gather(sizes, size)
@@ -239,8 +227,10 @@ def _of_all_ranks(mine: Array, share: Share) -> Array:
     return np.concatenate([part.numpy()[:, : int(n)] for part, n in zip(gathered, sizes, strict=True)], axis=1)
 
 
-def _rows(collected: _Collected, members: Sequence[Member], run: MaterialsRun, share: Share) -> list[Residuals]:
-    learned = {task.label for task in tasks(run.model)}
+def _join_residuals(
+    collected: _Collected, members: Sequence[Member], run: MaterialsRun, share: Share
+) -> list[Residuals]:
+    learned = {task.label for task in learned_tasks(run.model)}
     found = []
     for number, (source, quantity) in enumerate(collected.keys):
         errors_Mn, structures_n = collected.joined(number, share)

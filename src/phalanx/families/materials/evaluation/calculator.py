@@ -104,20 +104,21 @@ class PhalanxCalculator(Calculator):
         extra = {"charges": model.charges, "dipole": model.dipole}
         self._untaught = self.network.untaught(self._branch)
         there = [*_OF_ENERGY, *(name for name, head in extra.items() if head is not None)]
-        self.implemented_properties = [name for name in there if _head(name) not in self._untaught]
+        self.implemented_properties = [name for name in there if _head_of(name) not in self._untaught]
         if self.ensemble is not None:
             self.implemented_properties += [f"{name}{_UNCERTAINTY}" for name in _uncertain(self.implemented_properties)]
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """What ASE calls to learn what has changed since results were computed: the total charge counts, too."""
+        """Tell ASE what has changed since results were computed: the total charge counts, too."""
         changes: list[str] = super().check_state(atoms, tol)
-        if self.atoms is not None and _charge(atoms) != _charge(self.atoms):
+        if self.atoms is not None and _total_charge(atoms) != _total_charge(self.atoms):
             changes.append("charge")
         return changes
 
     def get_property(self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True) -> Any:
-        """What ASE calls. Raises PropertyNotImplementedError, too, for what the branch was never trained on."""
-        head = _head(name.removesuffix(_UNCERTAINTY))
+        """Answer ASE's question for a property. Raises PropertyNotImplementedError, too, for what the branch was never
+        trained on."""
+        head = _head_of(name.removesuffix(_UNCERTAINTY))
         if head in self._untaught:
             others = self._untaught[head]
             instead = f"; ask for branch {' or '.join(others)}" if others else ""
@@ -133,8 +134,9 @@ class PhalanxCalculator(Calculator):
         properties: Sequence[str] = ("energy",),
         system_changes: Sequence[str] = tuple(all_changes),
     ) -> None:
-        """What ASE calls. Raises DataError for an element the model does not know or its branch was not trained on, a
-        position or total charge that is no number, two atoms on one place, and a periodic cell without volume."""
+        """Compute all results for ASE. Raises DataError for an element the model does not know or its branch was not
+        trained on, a position or total charge that is no number, two atoms on one place, and a periodic cell without
+        volume."""
         super().calculate(atoms, properties, system_changes)
         assert self.atoms is not None
         asked = {name.removesuffix(_UNCERTAINTY) for name in properties}
@@ -154,8 +156,8 @@ class PhalanxCalculator(Calculator):
         if found.stress_G33 is not None:
             self.results["stress"] = full_3x3_to_voigt_6_stress(found.stress_G33[0].double().numpy(force=True))
         for name, std in stds.items():
-            self.results[f"{name}{_UNCERTAINTY}"] = _as_ase(name, std.numpy(force=True))
-        across = _across_the_cell(self.atoms)
+            self.results[f"{name}{_UNCERTAINTY}"] = _shape_as_ase(name, std.numpy(force=True))
+        across = _components_across_cell(self.atoms)
         for name in ("dipole", f"dipole{_UNCERTAINTY}"):
             dipole = self.results.pop(name, None)
             if dipole is not None and across.any():
@@ -163,7 +165,7 @@ class PhalanxCalculator(Calculator):
         self.results = {name: value for name, value in self.results.items() if name in self.implemented_properties}
 
     def export_properties(self) -> Properties:
-        """What `atoms.get_properties` gives: ASE knows no uncertainties, which stay in `results`."""
+        """Give `atoms.get_properties` its results: ASE knows no uncertainties, which stay in `results`."""
         return Properties({name: value for name, value in self.results.items() if not name.endswith(_UNCERTAINTY)})
 
     def _predict(self, atoms: Atoms) -> tuple[Predictions, dict[str, Tensor]]:
@@ -208,7 +210,7 @@ class PhalanxCalculator(Calculator):
             "shifts_E3": edges.shifts_E3,
             "cells_G33": cells_G33,
             "source_G": torch.full((1,), self._branch, device=device),
-            "total_charge_G": torch.full((1,), _charge(atoms), dtype=torch.float64, device=device),
+            "total_charge_G": torch.full((1,), _total_charge(atoms), dtype=torch.float64, device=device),
             "max_atoms": len(atoms),
             "forces": "energy" not in self._untaught,
             "stress": "energy" not in self._untaught and bool(atoms.pbc.all()),
@@ -220,7 +222,7 @@ class PhalanxCalculator(Calculator):
             return found.mean, found.std
 
 
-def _across_the_cell(atoms: Atoms) -> npt.NDArray[np.bool_]:
+def _components_across_cell(atoms: Atoms) -> npt.NDArray[np.bool_]:
     """Return which cartesian components [3] of a dipole do not depend on the periodic images that atoms are written as.
 
     They are those that no periodic cell vector has a share in, of a cell without a charge: that of a slab across it. All are
@@ -230,16 +232,16 @@ def _across_the_cell(atoms: Atoms) -> npt.NDArray[np.bool_]:
     if not len(vectors):
         return np.ones(3, dtype=bool)
     straight = np.abs(vectors) <= _STRAIGHT * np.linalg.norm(vectors, axis=1, keepdims=True)
-    neutral = abs(_charge(atoms)) < _NEUTRAL_E
+    neutral = abs(_total_charge(atoms)) < _NEUTRAL_E
     across: npt.NDArray[np.bool_] = straight.all(axis=0) & neutral
     return across
 
 
 def _require_dipole(atoms: Atoms) -> None:
     """Refuse a dipole that depends on how a periodic structure is written. Raises PropertyNotImplementedError."""
-    if _across_the_cell(atoms).any():
+    if _components_across_cell(atoms).any():
         return
-    charge = _charge(atoms)
+    charge = _total_charge(atoms)
     charged = f" and a total charge of {charge:g} e" if abs(charge) >= _NEUTRAL_E else ""
     raise PropertyNotImplementedError(
         f"dipole: with pbc={atoms.pbc.tolist()}{charged} it depends on which periodic images the atoms are written as; set "
@@ -247,8 +249,8 @@ def _require_dipole(atoms: Atoms) -> None:
     )
 
 
-def _head(name: str) -> str:
-    """The head that a property of ASE's comes from."""
+def _head_of(name: str) -> str:
+    """Return the head that a property of ASE's comes from."""
     return "energy" if name in _OF_ENERGY else name
 
 
@@ -257,8 +259,8 @@ def _uncertain(properties: Sequence[str]) -> list[str]:
     return [name for name in properties if name not in ("free_energy", "energies")]
 
 
-def _as_ase(name: str, std: npt.NDArray[np.float64]) -> Any:
-    """In the shape in which ASE has that property."""
+def _shape_as_ase(name: str, std: npt.NDArray[np.float64]) -> Any:
+    """Return a standard deviation in the shape in which ASE has that property."""
     if name == "energy":
         return float(std[0])
     if name == "stress":
@@ -304,8 +306,9 @@ def _require_apart(positions_N3: Tensor, edges: DeviceEdges) -> None:
         )
 
 
-def _charge(atoms: Atoms) -> float:
-    """Total charge, e. Raises DataError for what is no finite number, and for charges of atoms that say something else."""
+def _total_charge(atoms: Atoms) -> float:
+    """Return the total charge, e. Raises DataError for what is no finite number, and for charges of atoms that say
+    something else."""
     given = atoms.info.get("charge", 0.0)
     try:
         charge = float(given)

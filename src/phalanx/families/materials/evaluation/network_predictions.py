@@ -10,9 +10,10 @@ import torch
 
 from phalanx.checkpoint import Checkpoint, open_checkpoints, read_state, read_tensors
 from phalanx.config.load import parse_run
+from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError, DataError
-from phalanx.families.materials.config import MaterialsRun, learned
-from phalanx.families.materials.data.graph_shards import Split, open_prepared
+from phalanx.families.materials.config import MaterialsRun, learned_labels
+from phalanx.families.materials.data.graph_shards import Split, open_prepared, spread_evenly
 from phalanx.families.materials.data.trained_elements import trained_elements, untrained_by_source
 from phalanx.families.materials.evaluation.prediction_errors import GraphErrors, GraphEvaluator
 from phalanx.families.materials.inputs import columns_of
@@ -44,7 +45,7 @@ class LoadedNetwork:
     """Optimizer steps it was trained for."""
 
     def branch(self, name: str | None) -> int:
-        """Number of the branch called `name`, or of the only one. Raises ConfigError where there is no such."""
+        """Return the number of the branch called `name`, or of the only one. Raises ConfigError where there is no such."""
         names = [branch.name for branch in self.run.model.branches]
         if name is None and len(names) == 1:
             return 0
@@ -54,7 +55,7 @@ class LoadedNetwork:
         return names.index(name)
 
     def untaught(self, branch: int) -> dict[str, list[str]]:
-        """Of the heads `energy`, `charges` and `dipole` those that no label of the branch's source taught, each with the
+        """Return which of the heads `energy`, `charges` and `dipole` no label of the branch's source taught, each with the
         branches that were taught it. Empty where weights were trained before, which may have been by other labels."""
         run = self.run
         if run.training.init_from is not None or len(run.model.branches) == 1:
@@ -69,8 +70,8 @@ class LoadedNetwork:
 
 
 def _taught_heads(model: MaterialsModel, labels: set[str]) -> set[str]:
-    """Heads that these labels of a source teach."""
-    used = labels & learned(model).keys()
+    """Return the heads that these labels of a source teach."""
+    used = labels & learned_labels(model).keys()
     by_charges = {"charges", "dipole"} if model.dipole is not None and model.dipole.from_charges else set[str]()
     found = {"energy"} if used & {"energy", "forces", "stress"} else set[str]()
     return found | (used & {"charges", "dipole"}) | (by_charges if used & by_charges else set())
@@ -83,12 +84,12 @@ def _is_shared(model: MaterialsModel, head: str) -> bool:
 
 
 def load_network(path: Path, device: torch.device, dtype: torch.dtype | None = None) -> LoadedNetwork:
-    """The newest whole checkpoint of a run directory, or one checkpoint, whatever layout wrote it.
+    """Load the newest whole checkpoint of a run directory, or one checkpoint, whatever layout wrote it.
 
     dtype: format of activations; by default that of the run, but float32 for a run in bfloat16, whose forces are too rough
     to move atoms by. Raises CheckpointError where there is no sound checkpoint of a materials model.
     """
-    newest, run = _open(path)
+    newest, run = _open_checkpoint(path)
     if dtype is None:
         dtype = PRECISIONS[run.layout.precision].main_dtype
     with torch.device("meta"):
@@ -108,13 +109,13 @@ def load_network(path: Path, device: torch.device, dtype: torch.dtype | None = N
 def split_errors(
     path: Path, split: Split, device: torch.device, *, samples: int | None = None, overrides: Sequence[str] = ()
 ) -> tuple[Path, GraphErrors]:
-    """The checkpoint that was found at `path`, and its errors on a split of the prepared data of its run.
+    """Return the checkpoint that was found at `path`, and its errors on a split of the prepared data of its run.
 
     samples: structures to take, spread evenly over the split; None takes all. overrides: fields of its run file to change.
 
     Raises CheckpointError as `load_network` does, DataError where data are not prepared or the split is empty.
     """
-    newest, run = _open(path, overrides)
+    newest, run = _open_checkpoint(path, overrides)
     run = run.model_copy(update={"layout": run.layout.model_copy(update=ONE_RANK_FIELDS)})
     training, sources = open_prepared(run.data, "train"), open_prepared(run.data, split)
     if not any(len(source) for source in sources):
@@ -126,25 +127,31 @@ def split_errors(
     load_weights(newest.path, applied)
     applied.refresh()
     evaluator = GraphEvaluator(run, sources, columns_of(run, training), device, samples)
-    untrained = _untrained(evaluator, newest.path)
+    untrained = _count_untrained(evaluator, newest.path)
     return newest.path, replace(evaluator.errors(Executor(applied)), untrained=untrained)
 
 
-def _untrained(evaluator: GraphEvaluator, checkpoint: Path) -> dict[str, dict[int, int]] | None:
+def _count_untrained(evaluator: GraphEvaluator, checkpoint: Path) -> dict[str, dict[int, int]] | None:
     """See `GraphErrors.untrained`; None where the run does not say what it was trained on."""
     trained = trained_elements(checkpoint)
     if trained is None:
         return None
-    found, names = evaluator.chosen(), [branch.name for branch in evaluator.run.model.branches]
+    found = spread_evenly(evaluator.sources, evaluator.samples)
+    names = [branch.name for branch in evaluator.run.model.branches]
     return untrained_by_source(evaluator.sources, found, names, [trained])
 
 
-def _open(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:
+def _open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:
     newest = open_checkpoints(path).newest()
     if newest is None:
         raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
     state = read_state(newest.path)
     run = parse_run(str(state.get("run")), f"{newest.path}/state.json: run", overrides)
+    return newest, require_materials(run, newest.path)
+
+
+def require_materials(run: Run, checkpoint: Path) -> MaterialsRun:
+    """Return the run of a checkpoint as one of this family. Raises CheckpointError for a model of another one."""
     if not isinstance(run, MaterialsRun):
-        raise CheckpointError(f"{newest.path} is of model.family={run.model.family}; a materials model is needed")
-    return newest, run
+        raise CheckpointError(f"{checkpoint} is of model.family={run.model.family}; a materials model is needed")
+    return run

@@ -19,13 +19,13 @@ from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.balance import (
     CostModel,
     Division,
-    assign_by_branch,
-    divide,
-    divide_within,
+    assign_by_head_group,
+    divide_by_cost,
+    divide_within_budget,
 )
 from phalanx.families.materials.data.graph_batches import Collator, Columns, GraphBatch
-from phalanx.families.materials.data.graph_shards import Located, PreparedSource
-from phalanx.families.materials.model.losses import Labels, Predictions, tasks
+from phalanx.families.materials.data.graph_shards import Located, PreparedSource, spread_evenly
+from phalanx.families.materials.model.losses import Labels, Predictions, learned_tasks
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.execute import Executor
@@ -48,7 +48,7 @@ class ErrorRow:
 
     @property
     def errors_in_words(self) -> str:
-        """Both errors with their unit."""
+        """Return both errors with their unit."""
         scale, unit = (1.0, self.unit) if not self.unit.startswith("eV") else (1e3, f"m{self.unit}")
         return f"MAE {self.mae * scale:.4g} RMSE {self.rmse * scale:.4g} {unit}".rstrip()
 
@@ -69,7 +69,7 @@ class GraphErrors:
     where that was not looked for."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Return plain values, ready for JSON."""
         plain = {"loss": self.loss, "structures": self.structures, "errors": [asdict(row) for row in self.rows]}
         return plain if self.untrained is None else plain | {"untrained_elements": self.untrained}
 
@@ -87,7 +87,7 @@ class GraphEvaluator:
     """Structures an evaluation reads over all sources, spread evenly over each; None for all."""
 
     def evaluate(self, executor: Executor) -> list[Finding]:
-        """The loss as in training, and errors of every quantity that a data set has labels of."""
+        """Return the loss as in training, and errors of every quantity that a data set has labels of."""
         if not any(len(source) for source in self.sources):
             return []
         errors = self.errors(executor)
@@ -95,22 +95,24 @@ class GraphEvaluator:
         return [Finding("evaluation", errors.as_dict(), words)]
 
     def errors(self, executor: Executor) -> GraphErrors:
-        """The same, over at least one structure. Every rank calls it."""
+        """Return the same, over at least one structure. Every rank calls it."""
         sums, counts, structures = self._sums(executor)
-        size = len(tasks(self.run.model))
+        size = len(learned_tasks(self.run.model))
         losses, errors = sums[:size], sums[size:].view(len(self.sources), -1, SUMS)
         return GraphErrors(float((losses / counts.clamp(min=1)).sum()), structures, error_rows(self.run, errors))
 
     def _sums(self, executor: Executor) -> tuple[Tensor, Tensor, int]:
-        """Losses and errors over all ranks, counts of targets, and the number of structures."""
-        mesh, found = executor.mesh, self.chosen()
+        """Return losses and errors summed over all ranks, counts of targets, and the number of structures."""
+        mesh, found = executor.mesh, spread_evenly(self.sources, self.samples)
         division = self._division(found, executor.layout)
         mine = np.flatnonzero(division.rank == mesh.data_rank)
         mine = mine[np.argsort(division.part[mine], kind="stable")]
         parts = np.bincount(division.part[mine], minlength=division.loads.shape[1]).tolist()
-        size = len(tasks(self.run.model))
+        size = len(learned_tasks(self.run.model))
         sums = torch.zeros(
-            size + len(self.sources) * len(quantities(self.run.model)) * SUMS, dtype=torch.float64, device=self.device
+            size + len(self.sources) * len(predicted_quantities(self.run.model)) * SUMS,
+            dtype=torch.float64,
+            device=self.device,
         )
         counts = torch.zeros(size, dtype=torch.float64, device=self.device)
         start = 0
@@ -118,7 +120,7 @@ class GraphEvaluator:
         for count in parts:
             rows = mine[start : start + count]
             start += count
-            batch = self._read(Located(*(part[rows] for part in vars(found).values())))
+            batch = self._read(found.take(rows))
             share = executor.cut(batch, 1).to(self.device)
             x, inputs = share.inputs()
             result = executor.infer(x, {**inputs, "measured_sources": len(self.sources)}, share.sample_indices)
@@ -131,31 +133,17 @@ class GraphEvaluator:
             dist.all_reduce(counts, group=mesh.world)
         return sums, counts, len(found.numbers)
 
-    def chosen(self) -> Located:
-        """Structures spread evenly over each source, as many of each as its share of all."""
-        total = sum(len(source) for source in self.sources)
-        parts: list[Located] = []
-        first = 0
-        for number, source in enumerate(self.sources):
-            wanted = total if self.samples is None else max(1, self.samples * len(source) // total)
-            count = min(len(source), wanted)
-            item = np.unique(np.linspace(0, max(len(source) - 1, 0), count).round().astype(np.int64))
-            atoms, edges = source.sizes(item)
-            parts.append(Located(first + item, np.full_like(item, number), item, atoms, edges))
-            first += len(source)
-        return Located(*(np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])))
-
     def _division(self, found: Located, layout: ResolvedLayout) -> Division:
         data = self.run.data
-        model = CostModel(data.cost.node, data.cost.edge, data.cost.graph)
+        model = CostModel.of(data.cost)
         costs = model.whole(found.atoms, found.edges)
         groups = branch_groups(layout)
-        deal = None if groups is None else assign_by_branch(groups, found.source)
+        deal = None if groups is None else assign_by_head_group(groups, found.source)
         if data.microbatch_cost is not None:
-            return divide_within(
+            return divide_within_budget(
                 costs, layout.data_ranks, costs, int(data.microbatch_cost * layout.cp / model.unit), deal
             )
-        return divide(costs, layout.data_ranks, -(-len(costs) // (layout.data_ranks * layout.microbatch)), deal)
+        return divide_by_cost(costs, layout.data_ranks, -(-len(costs) // (layout.data_ranks * layout.microbatch)), deal)
 
     def _read(self, found: Located) -> GraphBatch:
         batch = Collator(self.sources, self.columns)(found, (len(found.numbers),))
@@ -169,11 +157,10 @@ class GraphEvaluator:
 
 
 def error_rows(run: MaterialsRun, errors: Tensor) -> list[ErrorRow]:
-    """Rows of the quantities that a data set has labels of. errors: [sources, Q, SUMS], see
-    `families.materials.evaluation.prediction_errors`."""
+    """Return rows of the quantities that a data set has labels of. errors: [sources, Q, SUMS], see `error_sums`."""
     rows = []
     for source, table in zip(run.data.sources, errors.tolist(), strict=True):
-        for quantity, (absolute, squared, numbers) in zip(quantities(run.model), table, strict=True):
+        for quantity, (absolute, squared, numbers) in zip(predicted_quantities(run.model), table, strict=True):
             if numbers:
                 mae, rmse = absolute / numbers, (squared / numbers) ** 0.5
                 rows.append(ErrorRow(source.name, quantity.name, quantity.unit, mae, rmse, int(numbers)))
@@ -197,8 +184,8 @@ class Quantity:
     """Column of the label; None takes all components alike."""
 
 
-def quantities(config: MaterialsModel) -> list[Quantity]:
-    """All that the model predicts, forces and stress included where it has an energy, learned or not."""
+def predicted_quantities(config: MaterialsModel) -> list[Quantity]:
+    """Return all that the model predicts, forces and stress included where it has an energy, learned or not."""
     found: list[Quantity] = []
     if config.energy is not None:
         found.append(Quantity("energy", "energy_G", "eV/atom"))
@@ -224,15 +211,18 @@ def error_sums(
     graph_N: Tensor,
     atoms_G: Tensor,
 ) -> Tensor:
-    """Sums by data set and quantity over the labels that are there: float64 [sources, Q, SUMS].
+    """Return sums by data set and quantity over the labels that are there: float64 [sources, Q, SUMS].
 
     source_G: int64, the data set of each graph. Components of forces, stresses and dipoles count one each.
     """
-    rows = [_sums(quantity, predicted, labels, source_G, sources, graph_N, atoms_G) for quantity in quantities(config)]
+    rows = [
+        _sum_quantity(quantity, predicted, labels, source_G, sources, graph_N, atoms_G)
+        for quantity in predicted_quantities(config)
+    ]
     return torch.stack(rows, dim=1)
 
 
-def _sums(
+def _sum_quantity(
     quantity: Quantity,
     predicted: Predictions,
     labels: Labels,
@@ -247,7 +237,7 @@ def _sums(
         return sums
     if quantity.column is not None:
         label, value = label[:, quantity.column], value[:, quantity.column]
-    there, error = _rows(~label.isnan()), _rows(value.double() - label.double())
+    there, error = _as_rows(~label.isnan()), _as_rows(value.double() - label.double())
     if quantity.label == "energy_G":
         error = error / atoms_G.clamp(min=1)[:, None]
     error = torch.where(there, error, 0.0)
@@ -256,6 +246,6 @@ def _sums(
     return sums.index_add(0, source, each)
 
 
-def _rows(values: Tensor) -> Tensor:
+def _as_rows(values: Tensor) -> Tensor:
     """One row for each graph or atom."""
     return values.flatten(1) if values.dim() > 1 else values[:, None]

@@ -74,11 +74,11 @@ class GraphShare:
             yield GraphShare((part,), part.counts, part.sample_indices)
 
     def target_counts(self) -> Tensor:
-        """Targets of the whole micro-batches: ranks of `cp` have them together."""
+        """Return the targets of the whole micro-batches: ranks of `cp` have them together."""
         return self.counts
 
     def inputs(self) -> tuple[Tensor, dict[str, Any]]:
-        """Of one micro-batch: atomic numbers of this rank's atoms; all else that the stage takes, by name."""
+        """Return, of one micro-batch, atomic numbers of this rank's atoms; and all else that the stage takes, by name."""
         (part,) = self.parts
         return part.species_N, {**part.named, "halo": part.halo}
 
@@ -219,12 +219,13 @@ class _Cut(NamedTuple):
             halo = replace(halo, **self._edge_halo(how, count, foreign))
         if how.everyone:
             every = np.arange(len(self.order_A))
-            taken = _gathering(every, self.rank_A, self.first_R)
+            taken = _plan_gathering(every, self.rank_A, self.first_R)
             halo = replace(halo, everyone=taken, graph_A=torch.from_numpy(self.graph_A))
         return halo
 
     def _edge_halo(self, how: Cutting, count: int, foreign: Int64Array) -> dict[str, Any]:
-        """Every pair of a rank and a foreign atom stands for all edges that end there."""
+        """Return how edges of the halo come in: every pair of a rank and a foreign atom stands for all edges that end
+        there."""
         arriving_A = np.diff(self.first_edge_A)
         place_P = self.wants_P2[:, 1]
         edges = ragged_ranges(self.first_edge_A[place_P], arriving_A[place_P])
@@ -253,7 +254,7 @@ def _plan_exchange(how: Cutting, ranks: Int64Array, rows: Int64Array, holder: In
     wanted = rows[ranks == how.rank]
     foreign = (how.size - 1) * int(first_R[-1])
     if len(rows) > _GATHER_ABOVE * foreign:
-        return _gathering(wanted, holder, first_R)
+        return _plan_gathering(wanted, holder, first_R)
     given = holder[rows] == how.rank
     return Sending(
         torch.from_numpy(rows[given] - first_R[how.rank]),
@@ -262,7 +263,7 @@ def _plan_exchange(how: Cutting, ranks: Int64Array, rows: Int64Array, holder: In
     )
 
 
-def _gathering(rows: Int64Array, holder: Int64Array, first_R: Int64Array) -> Gathering:
+def _plan_gathering(rows: Int64Array, holder: Int64Array, first_R: Int64Array) -> Gathering:
     widest = int(np.diff(first_R).max(initial=0))
     return Gathering(widest, torch.from_numpy(holder[rows] * widest + rows - first_R[holder[rows]]))
 

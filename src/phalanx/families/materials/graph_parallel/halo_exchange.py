@@ -84,7 +84,7 @@ class HaloExchange(Exchange):
 
     def atoms(self, x_NC: Tensor) -> Tensor:
         """See `Exchange`."""
-        return _extended(x_NC, self.halo.atoms, self.axis)
+        return _extend_rows(x_NC, self.halo.atoms, self.axis)
 
     def to_owners(self, x_MC: Tensor) -> Tensor:
         """See `Exchange`."""
@@ -96,7 +96,7 @@ class HaloExchange(Exchange):
 
     def edges(self, x_EC: Tensor) -> Tensor:
         """See `Exchange`."""
-        return _extended(x_EC, self.halo.edges, self.axis)
+        return _extend_rows(x_EC, self.halo.edges, self.axis)
 
     def edge_targets(self, target_E: Tensor) -> Tensor:
         """See `Exchange`."""
@@ -125,11 +125,11 @@ class HaloExchange(Exchange):
         return self.halo.largest
 
     def in_order(self) -> AbstractContextManager[object]:
-        """In the thread that made the forward pass: see the top of this file."""
+        """Keep autograd in the thread that made the forward pass: see the top of this file."""
         return set_multithreading_enabled(False)
 
 
-def _extended(x: Tensor, plan: Plan, axis: Axis) -> Tensor:
+def _extend_rows(x: Tensor, plan: Plan, axis: Axis) -> Tensor:
     return x if plan is None else _applied(_Extend, x, len(x), plan, axis)
 
 
@@ -212,7 +212,7 @@ def _fetch_rows(x: Tensor, plan: Gathering | Sending, axis: Axis) -> Tensor:
         padded = x.new_zeros((plan.widest, *x.shape[1:]))
         padded[: len(x)] = x
         return compat.all_gather(padded, axis.group_name, axis.size).flatten(0, 1).index_select(0, plan.taken)
-    return _exchanged(x.index_select(0, plan.sent), plan.sends, plan.receives, axis)
+    return _exchange_rows(x.index_select(0, plan.sent), plan.sends, plan.receives, axis)
 
 
 def _deliver_rows(y: Tensor, plan: Gathering | Sending, axis: Axis, own: Tensor) -> Tensor:
@@ -221,10 +221,10 @@ def _deliver_rows(y: Tensor, plan: Gathering | Sending, axis: Axis, own: Tensor)
         places = y.new_zeros((axis.size * plan.widest, *y.shape[1:])).index_copy_(0, plan.taken, y)
         parts = places.unflatten(0, (axis.size, plan.widest))
         return own + compat.reduce_scatter(parts, axis.group_name, axis.size)[: len(own)]
-    return own.index_add(0, plan.sent, _exchanged(y, plan.receives, plan.sends, axis))
+    return own.index_add(0, plan.sent, _exchange_rows(y, plan.receives, plan.sends, axis))
 
 
-def _exchanged(x: Tensor, sends: list[int], receives: list[int], axis: Axis) -> Tensor:
+def _exchange_rows(x: Tensor, sends: list[int], receives: list[int], axis: Axis) -> Tensor:
     received = x.new_empty((sum(receives), *x.shape[1:]))
     dist.all_to_all_single(received, x.contiguous(), receives, sends, group=axis.group)
     return received

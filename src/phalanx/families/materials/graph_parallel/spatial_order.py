@@ -37,21 +37,21 @@ def spatial_order(positions_N3: npt.NDArray[Any], cells_G33: npt.NDArray[Any], g
 
 def _move_inside(positions_N3: Floats, cells_G33: Floats, graph_N: Int64Array) -> Floats:
     """Return positions moved into their cells, along the lattice vectors at right angles to each other."""
-    normals = np.stack([_cross(cells_G33[:, i - 2], cells_G33[:, i - 1]) for i in range(3)], axis=1)
-    volumes = _dot(cells_G33[:, 0], normals[:, 0])
-    lengths = np.sqrt(_dot(cells_G33, cells_G33))
+    normals = np.stack([_cross_product(cells_G33[:, i - 2], cells_G33[:, i - 1]) for i in range(3)], axis=1)
+    volumes = _dot_product(cells_G33[:, 0], normals[:, 0])
+    lengths = np.sqrt(_dot_product(cells_G33, cells_G33))
     solid = np.abs(volumes) > 1e-6 * lengths.prod(1)
     inverse = normals / np.where(solid, volumes, 1.0)[:, None, None]
-    fractions = np.stack([_dot(positions_N3, inverse[graph_N, i]) for i in range(3)], axis=1)
+    fractions = np.stack([_dot_product(positions_N3, inverse[graph_N, i]) for i in range(3)], axis=1)
     wrapped = (fractions - np.floor(fractions)) * lengths[graph_N]
     return np.where((solid & (volumes != 0.0))[graph_N, None], wrapped, positions_N3)
 
 
-def _cross(a: Floats, b: Floats) -> Floats:
+def _cross_product(a: Floats, b: Floats) -> Floats:
     return np.stack([a[..., i - 2] * b[..., i - 1] - a[..., i - 1] * b[..., i - 2] for i in range(3)], axis=-1)
 
 
-def _dot(a: Floats, b: Floats) -> Floats:
+def _dot_product(a: Floats, b: Floats) -> Floats:
     products: Floats = a * b
     return products[..., 0] + products[..., 1] + products[..., 2]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from phalanx.errors import ConfigError
 from phalanx.families.materials.model.dimenet import DimeNetBlock, DimeNetEmbedding
 from phalanx.families.materials.model.equivariant_backbones import EgnnBlock, PaiNNBlock
-from phalanx.families.materials.model.geometry import Geometry, triplets
+from phalanx.families.materials.model.geometry import Geometry, find_triplets
 from phalanx.families.materials.model.invariant_backbones import CgcnnBlock, Gatv2Block, GinBlock, PnaBlock, SchNetBlock
 from phalanx.families.materials.model.layers import Atoms, ElementTable
 from phalanx.families.materials.model_config import MaterialsModel
@@ -28,14 +28,14 @@ class AtomEmbedding(nn.Module):
         self.elements = ElementTable(config.max_atomic_number, config.d_model)
 
     def forward(self, geometry: Geometry) -> Atoms:
-        """Atoms before the first block."""
+        """Return atoms before the first block."""
         scalars_NC: Tensor = self.elements(geometry.species_N, geometry.radial_ER.dtype)
         if not self.vectors:
             return Atoms(scalars_NC)
         return Atoms(scalars_NC, scalars_NC.new_zeros((scalars_NC.shape[0], 3, self.vectors)))
 
 
-class Body(NamedTuple):
+class Backbone(NamedTuple):
     """How one body is built."""
 
     block: BuildBlock
@@ -47,20 +47,20 @@ class Body(NamedTuple):
     """Adds what all blocks of this body need of the geometry."""
 
 
-def body_of(config: MaterialsModel) -> Body:
-    """The body that `config.body` names. Raises ConfigError where a package that it needs is missing."""
-    return _mace() if config.body == "mace" else _BODIES[config.body]
+def backbone_of(config: MaterialsModel) -> Backbone:
+    """Return the backbone that `config.body` names. Raises ConfigError where a package that it needs is missing."""
+    return _mace_backbone() if config.body == "mace" else _BACKBONES[config.body]
 
 
-def _scalars(config: MaterialsModel) -> nn.Module:
+def _embed_scalars(config: MaterialsModel) -> nn.Module:
     return AtomEmbedding(config, 0)
 
 
 def _with_triplets(_config: MaterialsModel, geometry: Geometry) -> Geometry:
-    return geometry._replace(triplets=triplets(geometry))
+    return geometry._replace(triplets=find_triplets(geometry))
 
 
-def _mace() -> Body:
+def _mace_backbone() -> Backbone:
     try:
         from phalanx.families.materials.model.mace import MaceBlock, outgoing_degree, spherical_harmonics  # noqa: PLC0415
     except ModuleNotFoundError as error:
@@ -74,18 +74,18 @@ def _mace() -> Body:
     def prepare(config: MaterialsModel, geometry: Geometry) -> Geometry:
         return geometry._replace(harmonics_ES=spherical_harmonics(config.mace.degree, geometry.unit_E3))
 
-    return Body(MaceBlock, _scalars, vectors, prepare)
+    return Backbone(MaceBlock, _embed_scalars, vectors, prepare)
 
 
-_BODIES: dict[str, Body] = {
-    "gin": Body(lambda config, _: GinBlock(config), _scalars),
-    "cgcnn": Body(lambda config, _: CgcnnBlock(config), _scalars),
-    "gatv2": Body(lambda config, _: Gatv2Block(config), _scalars),
-    "pna": Body(lambda config, _: PnaBlock(config), _scalars),
-    "schnet": Body(lambda config, _: SchNetBlock(config), _scalars),
-    "dimenet++": Body(lambda config, _: DimeNetBlock(config), DimeNetEmbedding, prepare=_with_triplets),
-    "egnn": Body(EgnnBlock, lambda config: AtomEmbedding(config, 1), lambda _: 1),
-    "painn": Body(
+_BACKBONES: dict[str, Backbone] = {
+    "gin": Backbone(lambda config, _: GinBlock(config), _embed_scalars),
+    "cgcnn": Backbone(lambda config, _: CgcnnBlock(config), _embed_scalars),
+    "gatv2": Backbone(lambda config, _: Gatv2Block(config), _embed_scalars),
+    "pna": Backbone(lambda config, _: PnaBlock(config), _embed_scalars),
+    "schnet": Backbone(lambda config, _: SchNetBlock(config), _embed_scalars),
+    "dimenet++": Backbone(lambda config, _: DimeNetBlock(config), DimeNetEmbedding, prepare=_with_triplets),
+    "egnn": Backbone(EgnnBlock, lambda config: AtomEmbedding(config, 1), lambda _: 1),
+    "painn": Backbone(
         lambda config, _: PaiNNBlock(config),
         lambda config: AtomEmbedding(config, config.d_model),
         lambda config: config.d_model,

@@ -28,7 +28,7 @@ class DimeNetEmbedding(nn.Module):
         self.distance = Linear(config.n_radial, width, bias=False)
 
     def forward(self, geometry: Geometry) -> Atoms:
-        """Atoms and edges before the first block."""
+        """Return atoms and edges before the first block."""
         x_NC = self.elements(geometry.species_N, geometry.radial_ER.dtype)
         from_NC, to_NC = self.ends(x_NC).chunk(2, dim=-1)
         from_MC = geometry.exchange.atoms(from_NC)
@@ -58,7 +58,7 @@ class DimeNetBlock(nn.Module):
         self.output = Mlp(width, width, width)
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Next features of atoms and edges."""
+        """Return the next features of atoms and edges."""
         message_EC = atoms.edges_EC
         assert message_EC is not None
         changed_EC = self.before(silu(self.own(message_EC)) + self._from_triplets(message_EC, geometry))
@@ -69,7 +69,7 @@ class DimeNetBlock(nn.Module):
         return Atoms(scalars_NC, edges_EC=message_EC)
 
     def _from_triplets(self, message_EC: Tensor, geometry: Geometry) -> Tensor:
-        """What edges j -> i hear from edges k -> j, [E, C]."""
+        """Return what edges j -> i hear from edges k -> j, [E, C]."""
         triplets = geometry.triplets
         assert triplets is not None
         given_EC = silu(self.other(message_EC)) * self.distance(geometry.radial_ER)
@@ -79,7 +79,7 @@ class DimeNetBlock(nn.Module):
         edges = (triplets.incoming_T, triplets.cosine_T1)
         given_FC, basis_FX = geometry.exchange.edges(given_EC), geometry.exchange.edges(basis_EX)
         shared = (given_FC, basis_FX, self.angle_outward.weight)
-        heard = sum_messages(_message, edges, shared, triplets.outgoing_T, len(message_EC), geometry.chunk)
+        heard = sum_messages(_triplet_message, edges, shared, triplets.outgoing_T, len(message_EC), geometry.chunk)
         return silu(self.widen(heard))
 
 
@@ -92,20 +92,22 @@ class Residual(nn.Module):
         self.second = Linear(width, width, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., C] -> [..., C]."""
+        """Map [..., C] to [..., C]."""
         return x + silu(self.second(silu(self.first(x))))
 
 
-def _message(incoming_T: Tensor, cosine_T1: Tensor, given_EC: Tensor, basis_EX: Tensor, outward: Tensor) -> Tensor:
+def _triplet_message(
+    incoming_T: Tensor, cosine_T1: Tensor, given_EC: Tensor, basis_EX: Tensor, outward: Tensor
+) -> Tensor:
     width = outward.shape[1]
     radial_TLW = basis_EX.index_select(0, incoming_T).unflatten(-1, (-1, width))
-    angle_TL = legendre(cosine_T1, radial_TLW.shape[1])
+    angle_TL = legendre_polynomials(cosine_T1, radial_TLW.shape[1])
     basis_TW = (angle_TL[:, :, None] * radial_TLW).sum(1)
     return given_EC.index_select(0, incoming_T) * F.linear(basis_TW, outward.to(basis_TW.dtype))
 
 
-def legendre(x_T1: Tensor, count: int) -> Tensor:
-    """Legendre polynomials of degrees 0 to count - 1, [T, count], by Bonnet's recursion."""
+def legendre_polynomials(x_T1: Tensor, count: int) -> Tensor:
+    """Return Legendre polynomials of degrees 0 to count - 1, [T, count], by Bonnet's recursion."""
     values = [torch.ones_like(x_T1), x_T1]
     for degree in range(2, count):
         values.append(((2 * degree - 1) * x_T1 * values[-1] - (degree - 1) * values[-2]) / degree)

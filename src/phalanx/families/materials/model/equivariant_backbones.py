@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, Mlp, linear, silu
+from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, silu
 from phalanx.families.materials.model.messages import sum_messages
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
@@ -31,7 +31,7 @@ class PaiNNBlock(nn.Module):
         self.update = Mlp(2 * width, width, 3 * width)
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Next scalars [N, C] and vectors [N, 3, C]."""
+        """Return the next scalars [N, C] and vectors [N, 3, C]."""
         scalars_NC, vectors_N3C = self._receive(atoms, geometry)
         return self._mix(scalars_NC, vectors_N3C)
 
@@ -63,8 +63,8 @@ class PaiNNBlock(nn.Module):
 def _painn_message(
     source_E: Tensor, radial_EX: Tensor, unit_E3: Tensor, given_N6C: Tensor, filter_XC: Tensor
 ) -> Tensor:
-    """Scalar and vector messages side by side, [E, 4, C]."""
-    filter_E3C = linear(radial_EX, filter_XC).unflatten(-1, (3, -1))
+    """Return scalar and vector messages side by side, [E, 4, C]."""
+    filter_E3C = cast_linear(radial_EX, filter_XC).unflatten(-1, (3, -1))
     given_E3C, vector_E3C = given_N6C.index_select(0, source_E).split(3, dim=1)
     scalar, along, kept = (given_E3C * filter_E3C).split(1, dim=1)
     return torch.cat((scalar, kept * vector_E3C + along * unit_E3[:, :, None]), dim=1)
@@ -97,7 +97,7 @@ class EgnnBlock(nn.Module):
         self.update = Mlp(2 * width, width, width)
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Next scalars [N, C] and displacements [N, 3, 1] in units of the cutoff."""
+        """Return the next scalars [N, C] and displacements [N, 3, 1] in units of the cutoff."""
         moved_N31 = atoms.vectors_NMC
         assert moved_N31 is not None
         # The first layer of the message's network, before its inputs are gathered: atoms are fewer than edges.
@@ -132,15 +132,15 @@ def _egnn_message(
     bias: Tensor,
     *coordinate: Tensor,
 ) -> Tensor:
-    """The step of the target, where atoms move, then the message to it, [E, 3 + C]. Lengths in units of the cutoff."""
+    """Return the step of the target, where atoms move, then the message to it, [E, 3 + C]. Lengths are in cutoffs."""
     now_E3 = vector_E3 + moved_N3.index_select(0, target_E) - moved_N3.index_select(0, source_E)
     squared_E1 = now_E3.square().sum(1, keepdim=True)
-    inside = linear(torch.cat((radial_ER, squared_E1), dim=-1), distances)
+    inside = cast_linear(torch.cat((radial_ER, squared_E1), dim=-1), distances)
     inside = inside + from_NC.index_select(0, source_E) + to_NC.index_select(0, target_E)
-    message_EC = silu(linear(silu(inside), weight, bias)) * envelope_E1
+    message_EC = silu(cast_linear(silu(inside), weight, bias)) * envelope_E1
     if not coordinate:
         return message_EC
     weight_1, bias_1, weight_2, bias_2 = coordinate
-    size_E1 = linear(silu(linear(message_EC, weight_1, bias_1)), weight_2, bias_2) * envelope_E1
+    size_E1 = cast_linear(silu(cast_linear(message_EC, weight_1, bias_1)), weight_2, bias_2) * envelope_E1
     step_E3 = now_E3 * (size_E1 / ((squared_E1 + _LENGTH_EPS).sqrt() + 1.0))
     return torch.cat((step_E3, message_EC), dim=-1)

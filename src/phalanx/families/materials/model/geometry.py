@@ -26,53 +26,54 @@ class Exchange:
     """
 
     def atoms(self, x_NC: Tensor) -> Tensor:
-        """Rows of the atoms at hand -> those, then rows of the further atoms that edges come from, [M, ...]."""
+        """Map rows of the atoms at hand to those, then rows of the further atoms that edges come from, [M, ...]."""
         return x_NC
 
     def to_owners(self, x_MC: Tensor) -> Tensor:
-        """The reverse: rows of all atoms that edges touch, added up where each atom is at hand, [N, ...]."""
+        """Map rows of all atoms that edges touch to their sums where each atom is at hand, [N, ...]: the reverse of
+        `atoms`."""
         return x_MC
 
     def senders(self, atoms: int) -> int:
-        """How many rows `atoms` gives for this many, M."""
+        """Return how many rows `atoms` gives for this many, M."""
         return atoms
 
     def edges(self, x_EC: Tensor) -> Tensor:
-        """Rows of the edges at hand -> those, then rows of all edges that end at the further atoms, [F, ...]."""
+        """Map rows of the edges at hand to those, then rows of all edges that end at the further atoms, [F, ...]."""
         return x_EC
 
     def edge_targets(self, target_E: Tensor) -> Tensor:
-        """Where these edges end among the M atoms, int64 [F]."""
+        """Return where these edges end among the M atoms, int64 [F]."""
         return target_E
 
     def everyone(self, x_NC: Tensor) -> Tensor:
-        """Rows of all atoms of all parts, [A, ...]; those of one graph together, graphs ascending."""
+        """Return rows of all atoms of all parts, [A, ...]; those of one graph together, graphs ascending."""
         return x_NC
 
     def graph_of_everyone(self, graph_N: Tensor) -> Tensor:
-        """The graph of each of them, int64 [A]."""
+        """Return the graph of each of them, int64 [A]."""
         return graph_N
 
     def over_graphs(self, sums_G: Tensor) -> Tensor:
-        """Sums over the atoms of each graph that are at hand -> over all of its atoms, [G, ...]."""
+        """Map sums over the atoms of each graph that are at hand to sums over all of its atoms, [G, ...]."""
         return sums_G
 
     def atoms_by_graph(self, graph_N: Tensor, graphs: int) -> Tensor:
-        """Number of all atoms of each graph, int64 [G]."""
+        """Return the number of all atoms of each graph, int64 [G]."""
         return torch.zeros(graphs, dtype=torch.int64, device=graph_N.device).index_add_(
             0, graph_N, torch.ones_like(graph_N)
         )
 
     def largest(self, max_atoms: int | None) -> int | None:
-        """Most atoms at hand of one graph, where max_atoms is the most of all; None where nobody knows."""
+        """Return the most atoms at hand of one graph, where max_atoms is the most of all; None where nobody knows."""
         return max_atoms
 
     def in_order(self) -> AbstractContextManager[object]:
-        """While a derivative is formed that will be differentiated again."""
+        """Return the context in which a derivative is formed that will be differentiated again."""
         return nullcontext()
 
 
-ALONE = Exchange()
+NO_EXCHANGE = Exchange()
 
 
 class Geometry(NamedTuple):
@@ -104,12 +105,12 @@ class Geometry(NamedTuple):
     """Atoms of the largest graph, where the caller knows; spares the device a wait."""
     chunk: int | None = None
     """Edges whose messages are held at once; None for all."""
-    exchange: Exchange = ALONE
+    exchange: Exchange = NO_EXCHANGE
     """Where the atoms are that messages come from."""
 
     @property
     def atoms(self) -> int:
-        """Number of atoms."""
+        """Return the number of atoms."""
         return self.graph_N.shape[0]
 
 
@@ -125,7 +126,7 @@ class Triplets(NamedTuple):
 
 
 def edge_vectors(positions_N3: Tensor, edges_2E: Tensor, shifts_E3: Tensor) -> Tensor:
-    """Vectors from source to target, in at least float32: pos[target] + shift - pos[source] (angstrom)."""
+    """Return vectors from source to target, in at least float32: pos[target] + shift - pos[source] (angstrom)."""
     wide = torch.promote_types(positions_N3.dtype, torch.float32)
     positions = positions_N3.to(wide)
     return positions.index_select(0, edges_2E[1]) - positions.index_select(0, edges_2E[0]) + shifts_E3.to(wide)
@@ -142,9 +143,9 @@ def edge_geometry(
     graphs: int,
     max_atoms: int | None = None,
     chunk: int | None = None,
-    exchange: Exchange = ALONE,
+    exchange: Exchange = NO_EXCHANGE,
 ) -> Geometry:
-    """All functions of the edge vectors that every body needs, in format `dtype`."""
+    """Return all functions of the edge vectors that every backbone needs, in format `dtype`."""
     distance_E1 = vector_E3.norm(dim=1, keepdim=True)
     return Geometry(
         edges_2E[0],
@@ -153,7 +154,7 @@ def edge_geometry(
         graph_N,
         vector_E3,
         (vector_E3 / distance_E1).to(dtype),
-        envelope(config, distance_E1).to(dtype),
+        cutoff_envelope(config, distance_E1).to(dtype),
         radial_functions(config, distance_E1).to(dtype),
         graphs=graphs,
         max_atoms=max_atoms,
@@ -162,8 +163,8 @@ def edge_geometry(
     )
 
 
-def envelope(config: MaterialsModel, distance: Tensor) -> Tensor:
-    """How messages fade with distance (angstrom): 1 at 0, exactly 0 from the cutoff on.
+def cutoff_envelope(config: MaterialsModel, distance: Tensor) -> Tensor:
+    """Return how messages fade with distance (angstrom): 1 at 0, exactly 0 from the cutoff on.
 
     polynomial: p = 6 of DimeNet (Gasteiger et al. 2020, equation 8); two derivatives vanish at the cutoff. cosine: Behler
     and Parrinello 2007; one derivative vanishes.
@@ -178,7 +179,7 @@ def envelope(config: MaterialsModel, distance: Tensor) -> Tensor:
 
 
 def radial_functions(config: MaterialsModel, distance_E1: Tensor) -> Tensor:
-    """Functions [E, R] of distances [E, 1] (angstrom), without an envelope.
+    """Return functions [E, R] of distances [E, 1] (angstrom), without an envelope.
 
     bessel: sqrt(2/c) sin(n pi d/c) / d (Gasteiger et al. 2020, equation 7), times c/sqrt(2) so that they are of order 1.
     gaussian: R equally spaced from 0 to the cutoff, as wide as they are apart (Schuett et al. 2017).
@@ -192,8 +193,8 @@ def radial_functions(config: MaterialsModel, distance_E1: Tensor) -> Tensor:
     return torch.exp(-0.5 * ((distance_E1 - center_R) / spacing).square())
 
 
-def triplets(geometry: Geometry) -> Triplets:
-    """All pairs of edges that meet at an atom. Their number depends on the data, so the device is waited for."""
+def find_triplets(geometry: Geometry) -> Triplets:
+    """Return all pairs of edges that meet at an atom. Their number depends on the data, so the device is waited for."""
     exchange, vector_E3 = geometry.exchange, geometry.vector_E3.detach()
     target_F, atoms = exchange.edge_targets(geometry.target_E), exchange.senders(geometry.atoms)
     incoming_T, outgoing_T = _meeting_edges(geometry.source_E, target_F, atoms)
@@ -207,7 +208,7 @@ def triplets(geometry: Geometry) -> Triplets:
 
 
 def _meeting_edges(source_E: Tensor, target_F: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
-    """All pairs (edge k -> j, edge j -> i), those with k = i included. target_F: where the edges k -> j end."""
+    """Return all pairs (edge k -> j, edge j -> i), those with k = i included. target_F: where the edges k -> j end."""
     order_F = torch.argsort(target_F, stable=True)
     arriving_N = torch.zeros(atoms, dtype=torch.int64, device=source_E.device).index_add_(
         0, target_F, torch.ones_like(target_F)

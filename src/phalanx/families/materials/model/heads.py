@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx.families.materials.model.backbones import body_of
-from phalanx.families.materials.model.geometry import ALONE, Exchange, Geometry
-from phalanx.families.materials.model.layers import Atoms, Mlp, linear, silu
-from phalanx.families.materials.model.losses import BranchUnits, Predictions
+from phalanx.families.materials.model.backbones import backbone_of
+from phalanx.families.materials.model.geometry import NO_EXCHANGE, Exchange, Geometry
+from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, silu
+from phalanx.families.materials.model.losses import DatasetUnits, Predictions
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 
@@ -26,7 +26,7 @@ SHARED = "shared"
 class Heads(nn.Module):
     """All heads of a model, each under its name in the run file."""
 
-    def __init__(self, config: MaterialsModel, units: BranchUnits) -> None:
+    def __init__(self, config: MaterialsModel, units: DatasetUnits) -> None:
         super().__init__()
         self.config = config
         self.units = units
@@ -34,20 +34,20 @@ class Heads(nn.Module):
             options = getattr(config, name)
             self.add_module(name, build_head(config, options.layers, outputs, shared=options.shared))
         self.dipole_vectors: DipoleVectors | None = None
-        channels = body_of(config).vectors(config)
+        channels = backbone_of(config).vectors(config)
         if config.dipole is not None and channels:
             self.dipole_vectors = DipoleVectors(config.d_model, channels)
 
     def forward(
         self, atoms: Atoms, geometry: Geometry, positions_N3: Tensor, branch_G: Tensor, total_charge_G: Tensor | None
     ) -> Predictions:
-        """Everything but forces and stress. Sums over atoms are float64."""
+        """Predict everything but forces and stress. Sums over atoms are float64."""
         graph_N, graphs, exchange = geometry.graph_N, geometry.graphs, geometry.exchange
         branch_N = branch_G.index_select(0, graph_N)
         raw = {
             name: module(atoms.scalars_NC, branch_N).double()
             for name, module in self.named_children()
-            if isinstance(module, BranchMlp)
+            if isinstance(module, DatasetMlp)
         }
         found = self._charges(raw, atoms, geometry, positions_N3, total_charge_G)
         if "energy" in raw:
@@ -67,18 +67,18 @@ class Heads(nn.Module):
         return Predictions(**found)
 
     def keep(self, branches: range) -> None:
-        """Of the heads that branches do not share, keep the copies of these branches alone."""
+        """Keep, of the heads that data sets do not share, the copies of these branches alone."""
         for module in self._unshared():
             module.keep(branches)
 
     def branch_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters of the heads that branches do not share."""
+        """Yield parameters of the heads that data sets do not share."""
         for module in self._unshared():
             yield from module.parameters()
 
-    def _unshared(self) -> Iterator[BranchMlp]:
+    def _unshared(self) -> Iterator[DatasetMlp]:
         for name, module in self.named_children():
-            if isinstance(module, BranchMlp) and not getattr(self.config, name).shared:
+            if isinstance(module, DatasetMlp) and not getattr(self.config, name).shared:
                 yield module
 
     def _charges(
@@ -89,18 +89,18 @@ class Heads(nn.Module):
         positions_N3: Tensor,
         total_charge_G: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Charges and dipoles, as far as there are heads for them."""
+        """Return charges and dipoles, as far as there are heads for them."""
         graph_N, graphs, exchange = geometry.graph_N, geometry.graphs, geometry.exchange
         atoms_G = exchange.atoms_by_graph(graph_N, graphs)
         found: dict[str, Tensor] = {}
         if self.config.charges is not None:
             charges_N = raw["charges"].squeeze(1)
             if self.config.charges.conserve:
-                charges_N = conserved(charges_N, total_charge_G, graph_N, atoms_G, exchange)
+                charges_N = conserve_charge(charges_N, total_charge_G, graph_N, atoms_G, exchange)
             found["charges_N"] = charges_N
         if self.config.dipole is not None:
             if "dipole" in raw:
-                charges_N = conserved(raw["dipole"].squeeze(1), total_charge_G, graph_N, atoms_G, exchange)
+                charges_N = conserve_charge(raw["dipole"].squeeze(1), total_charge_G, graph_N, atoms_G, exchange)
             dipole_G3 = dipole_of_charges(charges_N, positions_N3, graph_N, atoms_G, exchange)
             if self.dipole_vectors is not None:
                 vectors_G3 = sum_by_graph(self.dipole_vectors(atoms).double(), graph_N, graphs)
@@ -113,7 +113,7 @@ class Heads(nn.Module):
 
 
 def head_outputs(config: MaterialsModel) -> dict[str, int]:
-    """The heads that are networks of their own, by their names in the run file, with the numbers each gives an atom."""
+    """Return the heads that are networks of their own, by name in the run file, with the numbers each gives an atom."""
     outputs = {"energy": 1, "charges": 1}
     if config.dipole is not None and not config.dipole.from_charges:
         outputs["dipole"] = 1
@@ -123,7 +123,7 @@ def head_outputs(config: MaterialsModel) -> dict[str, int]:
     return {name: count for name, count in outputs.items() if getattr(config, name) is not None}
 
 
-class BranchMlp(nn.Module):
+class DatasetMlp(nn.Module):
     """An MLP for each branch, under the branch's name; every row is passed through that of its own branch."""
 
     def __init__(self, branches: Sequence[str], *sizes: int) -> None:
@@ -139,7 +139,7 @@ class BranchMlp(nn.Module):
         self.first = branches.start
 
     def forward(self, x_NC: Tensor, branch_N: Tensor) -> Tensor:
-        """[N, C] -> [N, out]. branch_N: int64, the branch of each row; ignored where there is but one copy."""
+        """Map [N, C] to [N, out]. branch_N: int64, the branch of each row; ignored where there is but one copy."""
         copies = list(self.copies.values())
         if len(copies) == 1:
             alone: Tensor = copies[0](x_NC)
@@ -147,28 +147,28 @@ class BranchMlp(nn.Module):
         branch_N = branch_N - self.first
         layers = zip(*(copy.children() for copy in copies), strict=True)
         for number, layer in enumerate(layers):
-            x_NC = _own_part(layer, silu(x_NC) if number else x_NC, branch_N)
+            x_NC = _apply_own_layer(layer, silu(x_NC) if number else x_NC, branch_N)
         return x_NC
 
 
-def _own_part(layers: Sequence[nn.Module], x_NC: Tensor, branch_N: Tensor) -> Tensor:
-    """All branches' layers at once, of which each row keeps its own branch's result."""
+def _apply_own_layer(layers: Sequence[nn.Module], x_NC: Tensor, branch_N: Tensor) -> Tensor:
+    """Apply all data sets' layers at once, and keep of each row its own data set's result."""
     linears = [layer for layer in layers if isinstance(layer, Linear)]
     weight = torch.cat([layer.weight for layer in linears])
     bias = torch.cat([layer.bias for layer in linears if layer.bias is not None])
-    all_NBC: Tensor = linear(x_NC, weight, bias).unflatten(-1, (len(linears), -1))
+    all_NBC: Tensor = cast_linear(x_NC, weight, bias).unflatten(-1, (len(linears), -1))
     index_N1C = branch_N[:, None, None].expand(-1, 1, all_NBC.shape[-1])
     return all_NBC.gather(1, index_N1C).squeeze(1)
 
 
-def build_head(config: MaterialsModel, layers: int, outputs: int, *, shared: bool) -> BranchMlp:
-    """A head of `layers` linear layers, half as wide in between as the body."""
+def build_head(config: MaterialsModel, layers: int, outputs: int, *, shared: bool) -> DatasetMlp:
+    """Build a head of `layers` linear layers, half as wide in between as the backbone."""
     branches = [SHARED] if shared else [branch.name for branch in config.branches]
-    return BranchMlp(branches, *head_sizes(config, layers, outputs))
+    return DatasetMlp(branches, *head_sizes(config, layers, outputs))
 
 
 def head_sizes(config: MaterialsModel, layers: int, outputs: int) -> list[int]:
-    """Features before, between and behind the layers of a head."""
+    """Return the features before, between and behind the layers of a head."""
     return [config.d_model, *[max(config.d_model // 2, 1)] * (layers - 1), outputs]
 
 
@@ -180,21 +180,21 @@ class DipoleVectors(nn.Module):
         self.gate = Linear(width, channels, bias=True)
 
     def forward(self, atoms: Atoms) -> Tensor:
-        """[N, 3]."""
+        """Return vectors [N, 3]."""
         assert atoms.vectors_NMC is not None
         gate_N1K: Tensor = self.gate(atoms.scalars_NC)[:, None]
         return (atoms.vectors_NMC[:, :3] * gate_N1K).sum(-1)
 
 
 def sum_by_graph(values: Tensor, graph_N: Tensor, graphs: int) -> Tensor:
-    """Sums [G, ...] over the atoms of each graph."""
+    """Return sums [G, ...] over the atoms of each graph."""
     return values.new_zeros((graphs, *values.shape[1:])).index_add(0, graph_N, values)
 
 
-def conserved(
-    charges_N: Tensor, total_G: Tensor | None, graph_N: Tensor, atoms_G: Tensor, exchange: Exchange = ALONE
+def conserve_charge(
+    charges_N: Tensor, total_G: Tensor | None, graph_N: Tensor, atoms_G: Tensor, exchange: Exchange = NO_EXCHANGE
 ) -> Tensor:
-    """Charges shifted, equally in a graph, so that they add up to `total_G` (None: 0). atoms_G: all atoms of each graph."""
+    """Shift charges, equally in a graph, so that they add up to `total_G` (None: 0). atoms_G: all atoms of each graph."""
     graphs = atoms_G.shape[0]
     excess_G = exchange.over_graphs(sum_by_graph(charges_N, graph_N, graphs))
     if total_G is not None:
@@ -203,9 +203,10 @@ def conserved(
 
 
 def dipole_of_charges(
-    charges_N: Tensor, positions_N3: Tensor, graph_N: Tensor, atoms_G: Tensor, exchange: Exchange = ALONE
+    charges_N: Tensor, positions_N3: Tensor, graph_N: Tensor, atoms_G: Tensor, exchange: Exchange = NO_EXCHANGE
 ) -> Tensor:
-    """Sum of charge times position about the mean position of the atoms, [G, 3]: so it never depends on the origin."""
+    """Return the sum of charge times position about the mean position of the atoms, [G, 3]: so it never depends on the
+    origin."""
     graphs, positions = atoms_G.shape[0], positions_N3.to(charges_N.dtype)
     mean_G3 = exchange.over_graphs(sum_by_graph(positions, graph_N, graphs)) / atoms_G.clamp(min=1)[:, None]
     moments_N3 = charges_N[:, None] * (positions - mean_G3.index_select(0, graph_N))

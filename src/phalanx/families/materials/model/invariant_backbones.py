@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, Mlp, linear, shifted_softplus, silu
+from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, shifted_softplus, silu
 from phalanx.families.materials.model.messages import sum_messages
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
@@ -30,7 +30,7 @@ class GinBlock(nn.Module):
         self.mlp = Mlp(width, 2 * width, width)
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Next features."""
+        """Return the next features."""
         x_NC = atoms.scalars_NC
         edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1)
         shared = (geometry.exchange.atoms(x_NC), *self.edge.parameters())
@@ -42,7 +42,7 @@ class GinBlock(nn.Module):
 def _gin_message(
     source_E: Tensor, radial_ER: Tensor, envelope_E1: Tensor, x_NC: Tensor, weight: Tensor, bias: Tensor
 ) -> Tensor:
-    return silu(x_NC.index_select(0, source_E) + linear(radial_ER, weight, bias)) * envelope_E1
+    return silu(x_NC.index_select(0, source_E) + cast_linear(radial_ER, weight, bias)) * envelope_E1
 
 
 class CgcnnBlock(nn.Module):
@@ -60,7 +60,7 @@ class CgcnnBlock(nn.Module):
         self.edge = Linear(config.n_radial, 2 * width, bias=False)
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Next features."""
+        """Return the next features."""
         x_NC = atoms.scalars_NC
         edges = (geometry.source_E, geometry.target_E, geometry.radial_ER, geometry.envelope_E1)
         # Gate and core of z, before their inputs are gathered: atoms are fewer than edges.
@@ -80,7 +80,7 @@ def _cgcnn_message(
     to_NC: Tensor,
     weight: Tensor,
 ) -> Tensor:
-    z = linear(radial_ER, weight) + from_NC.index_select(0, source_E) + to_NC.index_select(0, target_E)
+    z = cast_linear(radial_ER, weight) + from_NC.index_select(0, source_E) + to_NC.index_select(0, target_E)
     gate_EC, core_EC = z.chunk(2, dim=-1)
     return gate_EC.sigmoid() * F.softplus(core_EC) * envelope_E1
 
@@ -101,7 +101,7 @@ class SchNetBlock(nn.Module):
         self.update = Linear(width, width, bias=True)
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Next features."""
+        """Return the next features."""
         edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1)
         given_MC = geometry.exchange.atoms(self.inward(atoms.scalars_NC) * self.scale)
         shared = (given_MC, *self.filter.parameters())
@@ -120,7 +120,7 @@ def _schnet_message(
     weight_2: Tensor,
     bias_2: Tensor,
 ) -> Tensor:
-    filter_EC = linear(shifted_softplus(linear(radial_ER, weight_1, bias_1)), weight_2, bias_2)
+    filter_EC = cast_linear(shifted_softplus(cast_linear(radial_ER, weight_1, bias_1)), weight_2, bias_2)
     return x_NC.index_select(0, source_E) * (filter_EC * envelope_E1)
 
 
@@ -146,13 +146,13 @@ class Gatv2Block(nn.Module):
         self.mlp = Mlp(width, width, width)
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Next features."""
+        """Return the next features."""
         x_NC = atoms.scalars_NC
         from_NC, to_NC = self.source(x_NC), self.target(x_NC)
         edges = (geometry.source_E, geometry.target_E, geometry.radial_ER, geometry.envelope_E1)
         shared = (geometry.exchange.atoms(from_NC), to_NC, self.edge.weight, self.score)
         sums_NHE = sum_messages(_gatv2_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
-        sums_NHE = sums_NHE + _weighed(from_NC + to_NC, from_NC, self.score)
+        sums_NHE = sums_NHE + _weigh_values(from_NC + to_NC, from_NC, self.score)
         mixed_NC = (sums_NHE[..., 1:] / sums_NHE[..., :1]).flatten(1)
         change_NC: Tensor = self.mlp(mixed_NC)
         return atoms._replace(scalars_NC=x_NC + change_NC)
@@ -169,12 +169,12 @@ def _gatv2_message(
     score: Tensor,
 ) -> Tensor:
     given_EC = from_NC.index_select(0, source_E)
-    seen_EC = given_EC + to_NC.index_select(0, target_E) + linear(radial_ER, edge)
-    return _weighed(seen_EC, given_EC, score) * envelope_E1[:, :, None]
+    seen_EC = given_EC + to_NC.index_select(0, target_E) + cast_linear(radial_ER, edge)
+    return _weigh_values(seen_EC, given_EC, score) * envelope_E1[:, :, None]
 
 
-def _weighed(seen: Tensor, given: Tensor, score_HE: Tensor) -> Tensor:
-    """The weight of each head, then the weighted values: [rows, H, 1 + C/H]."""
+def _weigh_values(seen: Tensor, given: Tensor, score_HE: Tensor) -> Tensor:
+    """Return the weight of each head, then the weighted values: [rows, H, 1 + C/H]."""
     heads = len(score_HE)
     raw = (silu(seen).unflatten(-1, (heads, -1)) * score_HE.to(seen.dtype)).sum(-1, keepdim=True)
     weight = (_LARGEST_SCORE * torch.tanh(raw / _LARGEST_SCORE)).exp()
@@ -206,7 +206,7 @@ class PnaBlock(nn.Module):
         self.update = Linear(13 * width, width, bias=True)
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Next features."""
+        """Return the next features."""
         x_NC = atoms.scalars_NC
         edges = (geometry.source_E, geometry.target_E, geometry.radial_ER, geometry.envelope_E1)
         shared = (geometry.exchange.atoms(self.source(x_NC)), self.target(x_NC), self.edge.weight, self.sharpness)
@@ -236,8 +236,8 @@ def _pna_message(
     edge: Tensor,
     sharpness_C: Tensor,
 ) -> Tensor:
-    """Degree, message and the weights of both extrema, then each of these three times the message: [E, 1 + 6C]."""
-    inside = from_NC.index_select(0, source_E) + to_NC.index_select(0, target_E) + linear(radial_ER, edge)
+    """Return degree, message and the weights of both extrema, then each of these three times the message: [E, 1 + 6C]."""
+    inside = from_NC.index_select(0, source_E) + to_NC.index_select(0, target_E) + cast_linear(radial_ER, edge)
     message_EC = silu(inside)
     score_EC = _LARGEST_SCORE * torch.tanh(message_EC * sharpness_C.to(message_EC.dtype) / _LARGEST_SCORE)
     faded_EC, large_EC, small_EC = (share * envelope_E1 for share in (message_EC, score_EC.exp(), (-score_EC).exp()))

@@ -38,7 +38,7 @@ class Mlp(nn.Module):
             self.add_module(str(number), Linear(inside, outside, bias=bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
+        """Map [..., in] to [..., out]."""
         first, *rest = self.children()
         x = first(x)
         for layer in rest:
@@ -54,7 +54,7 @@ class ElementTable(nn.Module):
         self.weight = nn.Parameter(torch.empty(max_atomic_number + 1, *shape))
 
     def forward(self, species_N: Tensor, dtype: torch.dtype) -> Tensor:
-        """Atomic numbers, int64 [N] -> [N, *shape] in format `dtype`."""
+        """Map atomic numbers, int64 [N], to [N, *shape] in format `dtype`."""
         return self.weight.index_select(0, species_N).to(dtype)
 
 
@@ -66,7 +66,7 @@ class Constant:
         self._placed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The numbers in format `dtype` on `device`, placed there once."""
+        """Return the numbers in format `dtype` on `device`, placed there once."""
         key = (device, dtype)
         if key in self._placed:
             return self._placed[key]
@@ -77,13 +77,13 @@ class Constant:
         return placed
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b, parameters cast to the format of x: for message functions, which are given parameters as tensors."""
+def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b, parameters cast to the format of x: for message functions, which are given parameters as tensors."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def silu(x: Tensor) -> Tensor:
-    """x sigmoid(x)."""
+    """Return x sigmoid(x), with a second derivative that keeps no more than x."""
     # A compiler fuses the chain of operations itself; networks that run side by side are not trained.
     if torch.compiler.is_compiling() or not x.requires_grad or transformed():
         return F.silu(x)
@@ -92,7 +92,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def shifted_softplus(x: Tensor) -> Tensor:
-    """ln(0.5 e^x + 0.5): smooth, and 0 at 0."""
+    """Return ln(0.5 e^x + 0.5): smooth, and 0 at 0."""
     return F.softplus(x) - math.log(2.0)
 
 
@@ -140,19 +140,19 @@ class InvariantAttention(nn.Module):
         self.mlp = Mlp(width, 2 * width, width)
 
     def forward(self, x_NC: Tensor, geometry: Geometry) -> Tensor:
-        """[N, C] -> [N, C]."""
+        """Map [N, C] to [N, C]."""
         query, key, value = self.qkv(self.norm(x_NC)).unflatten(-1, (3, self.heads, -1)).unbind(1)
         mix = _mix_linear if self.kind == "linear" else _mix_softmax
         return self.output(mix(query, key, value, geometry).flatten(1))  # type: ignore[no-any-return]
 
     def feed(self, x_NC: Tensor) -> Tensor:
-        """The MLP behind messages and attention: [N, C] -> [N, C]."""
+        """Apply the MLP behind messages and attention: [N, C] to [N, C]."""
         fed: Tensor = self.mlp(self.mlp_norm(x_NC))
         return fed
 
 
 def _mix_linear(query_NHE: Tensor, key_NHE: Tensor, value_NHE: Tensor, geometry: Geometry) -> Tensor:
-    """Linear attention (Katharopoulos et al. 2020): phi(q) sum(phi(k) v) / phi(q) sum(phi(k)), phi = elu + 1."""
+    """Mix values linearly (Katharopoulos et al. 2020): phi(q) sum(phi(k) v) / phi(q) sum(phi(k)), phi = elu + 1."""
     query, key = F.elu(query_NHE) + 1.0, F.elu(key_NHE) + 1.0
     value = torch.cat((value_NHE, torch.ones_like(value_NHE[..., :1])), dim=-1)
     products_NHEF = key[..., :, None] * value[..., None, :]
@@ -165,7 +165,8 @@ def _mix_linear(query_NHE: Tensor, key_NHE: Tensor, value_NHE: Tensor, geometry:
 
 
 def _mix_softmax(query_NHE: Tensor, key_NHE: Tensor, value_NHE: Tensor, geometry: Geometry) -> Tensor:
-    """Softmax attention in rows padded to the largest structure; where atoms are elsewhere, by those at hand to all."""
+    """Mix values by softmax attention in rows padded to the largest structure; where atoms are elsewhere, by those at hand
+    to all."""
     graphs, exchange = geometry.graphs, geometry.exchange
     asking = _Padding(geometry.graph_N, graphs, exchange.largest(geometry.max_atoms))
     asked = _Padding(exchange.graph_of_everyone(geometry.graph_N), graphs, geometry.max_atoms)
@@ -193,12 +194,12 @@ class _Padding:
         self.empty_GL = torch.arange(length, device=graph_N.device) >= count_G[:, None]
 
     def padded(self, x_NHE: Tensor) -> Tensor:
-        """Rows of atoms -> [G, H, L, E], zeros where there is no atom."""
+        """Map rows of atoms to [G, H, L, E], zeros where there is no atom."""
         graphs, length = self.shape
         zeros = x_NHE.new_zeros((graphs * length, *x_NHE.shape[1:]))
         rows: Tensor = zeros.index_copy(0, self.slot_N, x_NHE).unflatten(0, self.shape)
         return rows.transpose(1, 2)
 
     def rows(self, x_GHLE: Tensor) -> Tensor:
-        """The reverse: [G, H, L, E] -> rows of atoms [N, H, E]."""
+        """Map [G, H, L, E] back to rows of atoms [N, H, E]."""
         return x_GHLE.transpose(1, 2).flatten(0, 1).index_select(0, self.slot_N)

@@ -51,12 +51,12 @@ class Task:
 
     @property
     def by_atom(self) -> bool:
-        """Whether the label belongs to atoms rather than to graphs."""
+        """Return whether the label belongs to atoms rather than to graphs."""
         return "_N" in self.label
 
 
-def tasks(config: MaterialsModel) -> list[Task]:
-    """What the model learns, in the order of its losses and of the counts."""
+def learned_tasks(config: MaterialsModel) -> list[Task]:
+    """Return what the model learns, in the order of its losses and of the counts."""
     found: list[Task] = []
     if config.energy is not None:
         energy = config.energy
@@ -75,9 +75,10 @@ def tasks(config: MaterialsModel) -> list[Task]:
 
 
 def target_counts(config: MaterialsModel, labels: Labels, device: torch.device | None = None) -> Tensor:
-    """Numbers that are there for each task of `config`, int64 [T]: one an energy, three an atom's force, nine a stress."""
+    """Count the numbers that are there for each task of `config`, int64 [T]: one an energy, three an atom's force, nine a
+    stress."""
     counts = []
-    for task in tasks(config):
+    for task in learned_tasks(config):
         label = getattr(labels, task.label)
         counts.append(torch.zeros((), dtype=torch.int64, device=device) if label is None else (~label.isnan()).sum())
     return torch.stack(counts)
@@ -85,7 +86,7 @@ def target_counts(config: MaterialsModel, labels: Labels, device: torch.device |
 
 def summed_losses(
     config: MaterialsModel,
-    units: BranchUnits,
+    units: DatasetUnits,
     predicted: Predictions,
     labels: Labels,
     *,
@@ -93,13 +94,13 @@ def summed_losses(
     graph_N: Tensor,
     atoms_G: Tensor,
 ) -> Tensor:
-    """Weighted losses summed over the labels that are there: float64 [T], in the order of `tasks`.
+    """Return weighted losses summed over the labels that are there: float64 [T], in the order of `learned_tasks`.
 
     branch_G: int64, the data set of each graph. atoms_G: atoms of each graph.
     """
     branch_N = branch_G.index_select(0, graph_N)
     sums = []
-    for task in tasks(config):
+    for task in learned_tasks(config):
         label, value = getattr(labels, task.label), getattr(predicted, task.label)
         if label is None:
             sums.append(torch.zeros((), dtype=torch.float64, device=branch_G.device))
@@ -110,12 +111,16 @@ def summed_losses(
             error = error / atoms_G.clamp(min=1)
         elif task.label in units.columns:
             error = error / units.column_scale(task.label, branch)
-        each = _pointwise(task.loss, error).flatten(1).sum(1) if error.dim() > 1 else _pointwise(task.loss, error)
+        each = (
+            _pointwise_loss(task.loss, error).flatten(1).sum(1)
+            if error.dim() > 1
+            else _pointwise_loss(task.loss, error)
+        )
         sums.append(task.weight * (each * units.weight(branch)).sum())
     return torch.stack(sums)
 
 
-def _pointwise(loss: Loss, error: Tensor) -> Tensor:
+def _pointwise_loss(loss: Loss, error: Tensor) -> Tensor:
     if loss == "mse":
         return error.square()
     if loss == "mae":
@@ -123,7 +128,7 @@ def _pointwise(loss: Loss, error: Tensor) -> Tensor:
     return F.huber_loss(error, torch.zeros_like(error), reduction="none")
 
 
-class BranchUnits:
+class DatasetUnits:
     """The tables of all branches. Rows are asked for by branch, int64; everything is float64."""
 
     def __init__(self, config: MaterialsModel) -> None:
@@ -135,8 +140,8 @@ class BranchUnits:
                     row[int(element)] = energy
         self._elements = energies.shape[1]
         self._reference = Constant(energies.flatten())
-        self._energy_scale = _table([branch.energy_scale for branch in branches])
-        self._weight = _table([branch.weight for branch in branches])
+        self._energy_scale = _constant_table([branch.energy_scale for branch in branches])
+        self._weight = _constant_table([branch.weight for branch in branches])
         self.columns: dict[str, tuple[Constant, Constant]] = {}
         """By label: shift and scale of each branch's properties."""
         for label, head in (("properties", config.properties), ("atom_properties", config.atom_properties)):
@@ -144,30 +149,33 @@ class BranchUnits:
                 size = len(head.names)
                 shifts = [getattr(branch, f"{label}_shift") or [0.0] * size for branch in branches]
                 scales = [getattr(branch, f"{label}_scale") or [1.0] * size for branch in branches]
-                self.columns[f"{label}_{'GP' if label == 'properties' else 'NP'}"] = (_table(shifts), _table(scales))
+                self.columns[f"{label}_{'GP' if label == 'properties' else 'NP'}"] = (
+                    _constant_table(shifts),
+                    _constant_table(scales),
+                )
 
     def reference_energy(self, species_N: Tensor, branch_N: Tensor) -> Tensor:
-        """Energy of each atom's element (eV)."""
+        """Return the energy of each atom's element (eV)."""
         return _table_rows(self._reference, branch_N * self._elements + species_N)
 
     def energy_scale(self, branch: Tensor) -> Tensor:
-        """What one unit of the energy head means (eV)."""
+        """Return what one unit of the energy head means (eV)."""
         return _table_rows(self._energy_scale, branch)
 
     def weight(self, branch: Tensor) -> Tensor:
-        """Factor on the losses."""
+        """Return the factor on the losses."""
         return _table_rows(self._weight, branch)
 
     def column_shift(self, label: str, branch: Tensor) -> Tensor:
-        """What a property of 0 means, [rows, P]."""
+        """Return what a property of 0 means, [rows, P]."""
         return _table_rows(self.columns[label][0], branch)
 
     def column_scale(self, label: str, branch: Tensor) -> Tensor:
-        """What one unit of a property means, [rows, P]."""
+        """Return what one unit of a property means, [rows, P]."""
         return _table_rows(self.columns[label][1], branch)
 
 
-def _table(values: list[float] | list[list[float]]) -> Constant:
+def _constant_table(values: list[float] | list[list[float]]) -> Constant:
     return Constant(torch.tensor(values, dtype=torch.float64, device="cpu"))
 
 

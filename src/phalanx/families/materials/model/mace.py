@@ -19,14 +19,15 @@ from e3nn import o3
 from torch import Tensor, nn
 
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, Constant, ElementTable, Mlp, linear, silu
+from phalanx.families.materials.model.layers import Atoms, Constant, ElementTable, Mlp, cast_linear, silu
 from phalanx.families.materials.model.messages import sum_messages
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 
 
 def spherical_harmonics(degree: int, unit_E3: Tensor) -> Tensor:
-    """All real spherical harmonics up to `degree` of unit vectors, [E, (degree + 1)^2], with squares that add to 2l + 1."""
+    """Return all real spherical harmonics up to `degree` of unit vectors, [E, (degree + 1)^2], with squares that add to 2l
+    + 1."""
     first = 3.0**0.5 * unit_E3
     found = [torch.ones_like(unit_E3[:, :1]), first]
     for step in _harmonic_steps(degree):
@@ -50,7 +51,7 @@ class MaceBlock(nn.Module):
         self.outside = outgoing_degree(config, number)
         self.scale = 1.0 / config.mean_neighbors
         self.paths = coupling_paths(inside, options.degree, options.degree)
-        self.couplings = _couplings(tuple(self.paths), components(inside), components(options.degree))
+        self.couplings = _stack_couplings(tuple(self.paths), count_components(inside), count_components(options.degree))
         self.inward = DegreeLinear([width] * (inside + 1), width)
         self.radial = Mlp(config.n_radial, options.radial_width, len(self.paths) * width)
         counts = [sum(path.result == degree for path in self.paths) for degree in range(options.degree + 1)]
@@ -62,11 +63,11 @@ class MaceBlock(nn.Module):
         self.skip_element = ElementTable(config.max_atomic_number, kept, width)
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Next features: scalars [N, C] and, above degree 0, components [N, M, C]."""
-        features_NSC = _joined(atoms)[:, : components(len(self.inward) - 1)]
+        """Return the next features: scalars [N, C] and, above degree 0, components [N, M, C]."""
+        features_NSC = _join_components(atoms)[:, : count_components(len(self.inward) - 1)]
         sums_NSC = self.outward.paths(self._messages(self.inward(features_NSC), geometry))
         products_NSC = self.mix(self.contraction(sums_NSC, geometry.species_N))
-        kept_NSC = self.skip(features_NSC[:, : components(len(self.skip) - 1)])
+        kept_NSC = self.skip(features_NSC[:, : count_components(len(self.skip) - 1)])
         element_NLC = self.skip_element(geometry.species_N, kept_NSC.dtype)
         kept_NSC = kept_NSC * element_NLC.index_select(1, _degree_of(kept_NSC.shape[1], kept_NSC.device))
         count = kept_NSC.shape[1]
@@ -74,13 +75,13 @@ class MaceBlock(nn.Module):
         return Atoms(joined[:, 0], joined[:, 1:] if self.outside else None)
 
     def _messages(self, features_NSC: Tensor, geometry: Geometry) -> Tensor:
-        """Sums over neighbours, [N, Q, C]: Q components of all paths, those of one degree together."""
+        """Return sums over neighbours, [N, Q, C]: Q components of all paths, those of one degree together."""
         assert geometry.harmonics_ES is not None
         couplings, path_Q = self.couplings
         device, dtype = features_NSC.device, features_NSC.dtype
         edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1, geometry.harmonics_ES)
         shared = (geometry.exchange.atoms(features_NSC * self.scale), *self.radial.parameters())
-        message = partial(_message, couplings.on(device, dtype), path_Q.on(device, torch.int64))
+        message = partial(_mace_message, couplings.on(device, dtype), path_Q.on(device, torch.int64))
         return sum_messages(message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
 
 
@@ -94,7 +95,9 @@ class SymmetricContraction(nn.Module):
         super().__init__()
         degree = config.mace.degree
         self.outside = outside
-        self.products = [monomials(components(degree), order) for order in range(2, config.mace.correlation + 1)]
+        self.products = [
+            monomial_products(count_components(degree), order) for order in range(2, config.mace.correlation + 1)
+        ]
         self.indices = [(Constant(p.shorter_P), Constant(p.factor_P)) for p in self.products]
         self.basis: list[list[Constant]] = []
         self.weights = nn.ModuleList()
@@ -105,7 +108,7 @@ class SymmetricContraction(nn.Module):
             self.weights.append(ElementTable(config.max_atomic_number, count, config.d_model))
 
     def forward(self, features_NSC: Tensor, species_N: Tensor) -> Tensor:
-        """[N, S, C] of all degrees -> [N, S', C] of degrees up to `outside`."""
+        """Map [N, S, C] of all degrees to [N, S', C] of degrees up to `outside`."""
         device, dtype = features_NSC.device, features_NSC.dtype
         products_NPC = features_NSC
         totals: list[Tensor | None] = [None] * (self.outside + 1)
@@ -136,12 +139,12 @@ class DegreeLinear(nn.Module):
         return len(self._modules)
 
     def forward(self, x_NSC: Tensor) -> Tensor:
-        """[N, S, C] -> [N, S, C']."""
+        """Map [N, S, C] to [N, S, C']."""
         layers = enumerate(self.children())
         return torch.cat([layer(x_NSC[:, component_range(degree)]) for degree, layer in layers], dim=1)
 
     def paths(self, x_NQC: Tensor) -> Tensor:
-        """The same of several paths a degree, [N, Q, C], mixed with each other: [N, S, C']."""
+        """Map several paths a degree, [N, Q, C], mixed with each other, to [N, S, C']."""
         results, start = [], 0
         for degree, layer in enumerate(self.children()):
             assert isinstance(layer, Linear)
@@ -154,23 +157,24 @@ class DegreeLinear(nn.Module):
 
 
 def outgoing_degree(config: MaterialsModel, number: int) -> int:
-    """Largest degree that block `number` gives: none but scalars from the last, unless a dipole is made of its vectors."""
+    """Return the largest degree that block `number` gives: none but scalars from the last, unless a dipole is made of its
+    vectors."""
     last = number == config.n_layers - 1
     return 0 if last and config.dipole is None else config.mace.hidden_degree
 
 
-def _joined(atoms: Atoms) -> Tensor:
+def _join_components(atoms: Atoms) -> Tensor:
     scalars_N1C = atoms.scalars_NC[:, None]
     return scalars_N1C if atoms.vectors_NMC is None else torch.cat((scalars_N1C, atoms.vectors_NMC), dim=1)
 
 
 @cache
-def _couplings(paths: tuple[Path, ...], inside: int, harmonics: int) -> tuple[Constant, Constant]:
-    """Coefficients [harmonics, Q * inside] of all paths at once, and the path of each of the Q components."""
+def _stack_couplings(paths: tuple[Path, ...], inside: int, harmonics: int) -> tuple[Constant, Constant]:
+    """Return coefficients [harmonics, Q * inside] of all paths at once, and the path of each of the Q components."""
     blocks, path_of = [], []
     for number, path in enumerate(paths):
         block = torch.zeros(harmonics, 2 * path.result + 1, inside, dtype=torch.float64, device="cpu")
-        values = coupling(path).permute(1, 2, 0)
+        values = coupling_coefficients(path).permute(1, 2, 0)
         block[component_range(path.second), :, component_range(path.first)] = values
         blocks.append(block)
         path_of += [number] * (2 * path.result + 1)
@@ -179,11 +183,11 @@ def _couplings(paths: tuple[Path, ...], inside: int, harmonics: int) -> tuple[Co
 
 
 def _degree_of(count: int, device: torch.device) -> Tensor:
-    """The degree of each of `count` components, int64."""
+    """Return the degree of each of `count` components, int64."""
     return torch.arange(count, device=device).sqrt().long()
 
 
-def _message(
+def _mace_message(
     couplings: Tensor,
     path_Q: Tensor,
     source_E: Tensor,
@@ -196,7 +200,7 @@ def _message(
     weight_2: Tensor,
     bias_2: Tensor,
 ) -> Tensor:
-    weights_EK = linear(silu(linear(radial_ER, weight_1, bias_1)), weight_2, bias_2) * envelope_E1
+    weights_EK = cast_linear(silu(cast_linear(radial_ER, weight_1, bias_1)), weight_2, bias_2) * envelope_E1
     weights_EKC: Tensor = weights_EK.unflatten(-1, (-1, features_NSC.shape[-1]))
     coupled_EQS: Tensor = (harmonics_ES @ couplings).unflatten(-1, (len(path_Q), -1))
     message_EQC = torch.bmm(coupled_EQS, features_NSC.index_select(0, source_E))
@@ -215,18 +219,19 @@ class Path(NamedTuple):
     result: int
 
 
-def components(degree: int) -> int:
-    """Components of all degrees up to `degree`."""
+def count_components(degree: int) -> int:
+    """Return the components of all degrees up to `degree`."""
     return (degree + 1) ** 2
 
 
 def component_range(degree: int) -> slice:
-    """Where the components of one degree stand among those of all degrees."""
+    """Return where the components of one degree stand among those of all degrees."""
     return slice(degree**2, (degree + 1) ** 2)
 
 
 def coupling_paths(first: int, second: int, result: int) -> list[Path]:
-    """Ways to couple degrees up to `first` with degrees up to `second` to degrees up to `result` that keep parity."""
+    """Return the ways to couple degrees up to `first` with degrees up to `second` to degrees up to `result` that keep
+    parity."""
     return [
         Path(a, b, c)
         for c in range(result + 1)
@@ -237,8 +242,8 @@ def coupling_paths(first: int, second: int, result: int) -> list[Path]:
 
 
 @cache
-def coupling(path: Path) -> Tensor:
-    """Coupling coefficients, float64 [2a+1, 2b+1, 2c+1] on the CPU: normal inputs give results of variance 1."""
+def coupling_coefficients(path: Path) -> Tensor:
+    """Return coefficients, float64 [2a+1, 2b+1, 2c+1] on the CPU: normal inputs give results of variance 1."""
     with torch.device("cpu"):
         values: Tensor = o3.wigner_3j(path.first, path.second, path.result, dtype=torch.float64)
     return values * math.sqrt(2 * path.result + 1)
@@ -246,7 +251,7 @@ def coupling(path: Path) -> Tensor:
 
 @cache
 def harmonic_steps(degree: int) -> list[Tensor]:
-    """How each spherical harmonic up to `degree` follows from the one below: float64 [2l-1, 3, 2l+1], l from 2.
+    """Return how each spherical harmonic up to `degree` follows from the one below: float64 [2l-1, 3, 2l+1], l from 2.
 
     Y_l is Y_(l-1) coupled with the direction. Its size is fixed at the pole (0, 1, 0), where it must be sqrt(2l+1).
     """
@@ -272,8 +277,8 @@ class Products(NamedTuple):
 
 
 @cache
-def monomials(count: int, order: int) -> Products:
-    """The distinct products, in lexicographic order of their sorted factors."""
+def monomial_products(count: int, order: int) -> Products:
+    """Return the distinct products, in lexicographic order of their sorted factors."""
     place = {factors: n for n, factors in enumerate(combinations_with_replacement(range(count), order - 1))}
     factors = list(combinations_with_replacement(range(count), order))
     shorter = torch.tensor([place[f[:-1]] for f in factors], dtype=torch.int64, device="cpu")
@@ -282,16 +287,16 @@ def monomials(count: int, order: int) -> Products:
 
 @cache
 def equivariant_polynomials(degree: int, order: int, result: int) -> Tensor:
-    """A basis of the homogeneous polynomials of `order` in components up to `degree` that transform like `result`.
+    """Return a basis of the homogeneous polynomials of `order` in components up to `degree` that transform like `result`.
 
     float64 [K, 2 result + 1, monomials] on the CPU; parity is kept. Each is scaled so that independent normal inputs give
     components of about variance 1. The symmetric contraction of MACE (Batatia et al. 2022, equation 10) spans
     the same space.
     """
-    count = components(degree)
+    count = count_components(degree)
     with torch.device("cpu"):
-        paths = [p.flatten() for ell, even, p in _polynomials(degree, order, result) if ell == result and even]
-        kept = _independent(paths)
+        paths = [p.flatten() for ell, even, p in _coupled_polynomials(degree, order, result) if ell == result and even]
+        kept = _orthonormal_basis(paths)
         size = len(list(combinations_with_replacement(range(count), order)))
         if not kept:
             return torch.zeros(0, 2 * result + 1, size, dtype=torch.float64)
@@ -299,9 +304,9 @@ def equivariant_polynomials(degree: int, order: int, result: int) -> Tensor:
 
 
 @cache
-def _polynomials(degree: int, order: int, result: int) -> list[tuple[int, bool, Tensor]]:
-    """(degree, whether parity is natural, coefficients [2 degree + 1, monomials]) of coupling factors one by one."""
-    count = components(degree)
+def _coupled_polynomials(degree: int, order: int, result: int) -> list[tuple[int, bool, Tensor]]:
+    """Return (degree, whether parity is natural, coefficients [2 degree + 1, monomials]) of coupling factors one by one."""
+    count = count_components(degree)
     if order == 1:
         one = torch.eye(count, dtype=torch.float64)
         return [(ell, True, one[component_range(ell)]) for ell in range(degree + 1)]
@@ -311,7 +316,7 @@ def _polynomials(degree: int, order: int, result: int) -> list[tuple[int, bool, 
     joined = torch.tensor([[place[tuple(sorted((*f, n)))] for n in range(count)] for f in shorter])
     found = []
     # What is left to couple can lower a degree by at most `degree` a factor.
-    for a, even, polynomial in _polynomials(degree, order - 1, result + degree):
+    for a, even, polynomial in _coupled_polynomials(degree, order - 1, result + degree):
         for b in range(degree + 1):
             for c in range(abs(a - b), min(a + b, result) + 1):
                 cg = o3.wigner_3j(a, b, c, dtype=torch.float64)
@@ -322,8 +327,8 @@ def _polynomials(degree: int, order: int, result: int) -> list[tuple[int, bool, 
     return found
 
 
-def _independent(vectors: list[Tensor]) -> list[Tensor]:
-    """An orthonormal basis of what `vectors` span: Gram-Schmidt in their order, twice each for accuracy."""
+def _orthonormal_basis(vectors: list[Tensor]) -> list[Tensor]:
+    """Return an orthonormal basis of what `vectors` span: Gram-Schmidt in their order, twice each for accuracy."""
     kept: list[Tensor] = []
     for vector in vectors:
         norm = vector.norm()

@@ -38,12 +38,12 @@ def sum_messages(
     if chunk is None or len(target_E) <= chunk:
         return sums(target_E, *edges, *shared)[0]
     rows = [slice(start, start + chunk) for start in range(0, len(target_E), chunk)]
-    parts = (recomputed(sums, target_E[some], *(edge[some] for edge in edges), *shared)[0] for some in rows)
+    parts = (recompute_function(sums, target_E[some], *(edge[some] for edge in edges), *shared)[0] for some in rows)
     return reduce(torch.add, parts)
 
 
-def recomputed(function: Message, *inputs: Tensor) -> tuple[Tensor, ...]:
-    """function(*inputs), computed again in the backward pass and in the backward pass of that.
+def recompute_function(function: Message, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Return function(*inputs), computed again in the backward pass and in the backward pass of that.
 
     torch.utils.checkpoint keeps everything once the first backward pass is itself differentiated, as force training does.
     function: pure in `inputs`; whatever wants a gradient must be one of them. A third derivative raises an error.
@@ -74,7 +74,7 @@ class _RecomputedGradient(torch.autograd.Function):
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         inputs = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=False)]
-        return _gradient(function, inputs, tensors[len(wanted) :], differentiable=False)
+        return _input_gradients(function, inputs, tensors[len(wanted) :], differentiable=False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -86,27 +86,27 @@ class _RecomputedGradient(torch.autograd.Function):
         count = len(ctx.wanted)
         for leaf, want in zip(leaves, ctx.wanted, strict=False):
             leaf.requires_grad_(want)
-        first = _gradient(ctx.function, leaves[:count], leaves[count:], differentiable=True)
+        first = _input_gradients(ctx.function, leaves[:count], leaves[count:], differentiable=True)
         given = [(a, b) for a, b in zip(first, grads, strict=True) if a is not None and b is not None]
         given = [(a, b) for a, b in given if a.requires_grad]
         asked = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
-        found = iter(_derivatives([a for a, _ in given], asked, [b for _, b in given], differentiable=False))
+        found = iter(_gradients_or_none([a for a, _ in given], asked, [b for _, b in given], differentiable=False))
         return (None, None, *(next(found) if want else None for want in wanted))
 
 
-def _gradient(
+def _input_gradients(
     function: Message, inputs: Sequence[Tensor], grads: Sequence[Tensor], *, differentiable: bool
 ) -> tuple[Tensor | None, ...]:
-    """Gradients by the inputs that require one, None for the others."""
+    """Return gradients by the inputs that require one, None for the others."""
     with torch.enable_grad():
         outputs = function(*inputs)
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
     asked = [x for x in inputs if x.requires_grad]
-    found = iter(_derivatives([o for o, _ in pairs], asked, [g for _, g in pairs], differentiable=differentiable))
+    found = iter(_gradients_or_none([o for o, _ in pairs], asked, [g for _, g in pairs], differentiable=differentiable))
     return tuple(next(found) if x.requires_grad else None for x in inputs)
 
 
-def _derivatives(
+def _gradients_or_none(
     outputs: list[Tensor], inputs: list[Tensor], grads: list[Tensor], *, differentiable: bool
 ) -> Sequence[Tensor | None]:
     if not outputs or not inputs:

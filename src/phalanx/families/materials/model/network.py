@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from phalanx.families.materials.model.backbones import body_of
-from phalanx.families.materials.model.geometry import ALONE, Exchange, Geometry, edge_geometry, edge_vectors
+from phalanx.families.materials.model.backbones import backbone_of
+from phalanx.families.materials.model.geometry import NO_EXCHANGE, Exchange, Geometry, edge_geometry, edge_vectors
 from phalanx.families.materials.model.heads import Heads, sum_by_graph
 from phalanx.families.materials.model.layers import Atoms, InvariantAttention
-from phalanx.families.materials.model.losses import BranchUnits, Labels, Predictions, summed_losses
+from phalanx.families.materials.model.losses import DatasetUnits, Labels, Predictions, summed_losses
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import NumberedBlocks
 from phalanx.nn.splits import ModelChunk
@@ -27,11 +27,11 @@ class MaterialsBlock(nn.Module):
 
     def __init__(self, config: MaterialsModel, number: int) -> None:
         super().__init__()
-        self.messages = body_of(config).block(config, number)
+        self.messages = backbone_of(config).block(config, number)
         self.attention = None if config.attention is None else InvariantAttention(config, config.attention)
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Next features of all atoms."""
+        """Return the next features of all atoms."""
         after: Atoms = self.messages(atoms, geometry)
         if self.attention is None:
             return after
@@ -59,9 +59,9 @@ class MaterialsNetwork(nn.Module):
         self.config = config
         self.dtype = dtype
         self.edge_chunk = edge_chunk
-        self.units = BranchUnits(config)
+        self.units = DatasetUnits(config)
         if part.first:
-            self.embedding = body_of(config).embedding(config)
+            self.embedding = backbone_of(config).embedding(config)
         self.blocks = NumberedBlocks(lambda number: MaterialsBlock(config, number), part.blocks)
         if part.last:
             self.head = Heads(config, self.units)
@@ -78,7 +78,7 @@ class MaterialsNetwork(nn.Module):
         source_G: Tensor,
         total_charge_G: Tensor | None = None,
         max_atoms: int | None = None,
-        exchange: Exchange = ALONE,
+        exchange: Exchange = NO_EXCHANGE,
         energy_G: Tensor | None = None,
         forces_N3: Tensor | None = None,
         stress_G33: Tensor | None = None,
@@ -87,7 +87,7 @@ class MaterialsNetwork(nn.Module):
         properties_GP: Tensor | None = None,
         atom_properties_NP: Tensor | None = None,
     ) -> Tensor:
-        """Weighted losses summed over labels, float64 [T], in the order of `losses.tasks`; see `predict`, `Labels`."""
+        """Return weighted losses summed over labels, float64 [T] in the order of `learned_tasks`. See `predict`."""
         labels = Labels(energy_G, forces_N3, stress_G33, charges_N, dipole_G3, properties_GP, atom_properties_NP)
         predicted = self.predict(
             species_N,
@@ -120,11 +120,11 @@ class MaterialsNetwork(nn.Module):
         source_G: Tensor,
         total_charge_G: Tensor | None = None,
         max_atoms: int | None = None,
-        exchange: Exchange = ALONE,
+        exchange: Exchange = NO_EXCHANGE,
         forces: bool = True,
         stress: bool = False,
     ) -> Predictions:
-        """What the model says of a batch, in the units of `Labels`.
+        """Predict a batch, in the units of `Labels`.
 
         species_N: int64 atomic numbers. positions_N3: angstrom. graph_N: int64, the graph of each atom, ascending.
         edges_2E: int64, source and target of every directed edge. shifts_E3: what is added to the target's position for its
@@ -154,7 +154,7 @@ class MaterialsNetwork(nn.Module):
                 stress=stress and derived,
                 differentiable=training,
             )
-        return predicted if training else _detached(predicted)
+        return predicted if training else _detach_predictions(predicted)
 
     def predict_from_vectors(
         self,
@@ -171,9 +171,9 @@ class MaterialsNetwork(nn.Module):
         forces: bool,
         stress: bool,
         differentiable: bool,
-        exchange: Exchange = ALONE,
+        exchange: Exchange = NO_EXCHANGE,
     ) -> Predictions:
-        """The same from edge vectors, which require a gradient where forces or stress are formed.
+        """Predict from edge vectors, which require a gradient where forces or stress are formed.
 
         All the work, and nothing that a compiler cannot take as a whole: the first derivative is traced like any other
         operation, so that a compiled training step has no second derivative to find.
@@ -200,8 +200,8 @@ class MaterialsNetwork(nn.Module):
         )
 
     def features(self, geometry: Geometry) -> Atoms:
-        """Features of all atoms behind the last block."""
-        geometry = body_of(self.config).prepare(self.config, geometry)
+        """Return features of all atoms behind the last block."""
+        geometry = backbone_of(self.config).prepare(self.config, geometry)
         atoms: Atoms = self.embedding(geometry)
         for block in self.blocks:
             atoms = block(atoms, geometry)
@@ -220,7 +220,7 @@ def with_derivatives(
     stress: bool,
     differentiable: bool,
 ) -> Predictions:
-    """The predictions with forces -dE/dx and stress (1/V) dE/d(strain), both from the derivative by edge vectors.
+    """Return the predictions with forces -dE/dx and stress (1/V) dE/d(strain), both from the derivative by edge vectors.
 
     An atom's force is the sum of what its edges pull, so forces of a graph add up to 0. Strain acts on an edge vector v as
     v + strain v, so dE/d(strain) is the sum of outer products of v and dE/dv; its symmetric part is taken. As in ASE the
@@ -229,7 +229,7 @@ def with_derivatives(
     assert predicted.atom_energies_N is not None
     vector_E3, graph_N, exchange = geometry.vector_E3, geometry.graph_N, geometry.exchange
     with exchange.in_order():
-        gradient_E3 = _gradient(predicted.atom_energies_N, vector_E3, differentiable=differentiable)
+        gradient_E3 = _energy_gradient(predicted.atom_energies_N, vector_E3, differentiable=differentiable)
     forces_N3 = stress_G33 = None
     if forces:
         pulls_M3 = gradient_E3.new_zeros((exchange.senders(geometry.atoms), 3))
@@ -247,14 +247,15 @@ def with_derivatives(
 
 
 def cell_volumes(cells_G33: Tensor) -> Tensor:
-    """Volumes (angstrom^3) of cells whose rows are lattice vectors; 0 for a cell of zeros."""
+    """Return volumes (angstrom^3) of cells whose rows are lattice vectors; 0 for a cell of zeros."""
     a, b, c = cells_G33.unbind(1)
     volume_G: Tensor = torch.linalg.vecdot(a, torch.linalg.cross(b, c))
     return volume_G.abs()
 
 
-def _gradient(energy_N: Tensor, vector_E3: Tensor, *, differentiable: bool) -> Tensor:
-    """dE/dv, zeros where the energy does not depend on any edge. Of atoms at hand: a graph's energy may be others' too."""
+def _energy_gradient(energy_N: Tensor, vector_E3: Tensor, *, differentiable: bool) -> Tensor:
+    """Return dE/dv, zeros where the energy does not depend on any edge. Of atoms at hand: a graph's energy may be others'
+    too."""
     if not energy_N.requires_grad:
         return torch.zeros_like(vector_E3)
     (gradient_E3,) = torch.autograd.grad(
@@ -263,6 +264,6 @@ def _gradient(energy_N: Tensor, vector_E3: Tensor, *, differentiable: bool) -> T
     return torch.zeros_like(vector_E3) if gradient_E3 is None else gradient_E3
 
 
-def _detached(predicted: Predictions) -> Predictions:
+def _detach_predictions(predicted: Predictions) -> Predictions:
     found = {name: value.detach() for name, value in vars(predicted).items() if value is not None}
     return Predictions(**found)
