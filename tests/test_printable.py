@@ -5,18 +5,18 @@ import io
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.printable import PrintableConsole, printable
+from phalanx.printable import PrintableConsole, make_printable
 
 
 def test_what_would_act_is_written_out() -> None:
-    assert printable("\x1b[31m\x07\r\x00\x9b1m") == "␛[31m␇␍␀\\u009b1m"
-    assert printable("a\u202eb\u2066") == "a\\u202eb\\u2066"
-    assert printable("half \ud83d").encode() == b"half \\ud83d"
+    assert make_printable("\x1b[31m\x07\r\x00\x9b1m") == "␛[31m␇␍␀\\u009b1m"
+    assert make_printable("a\u202eb\u2066") == "a\\u202eb\\u2066"
+    assert make_printable("half \ud83d").encode() == b"half \\ud83d"
 
 
 def test_what_is_shown_stays() -> None:
     text = "Zeile\n\tTab äöü 北京 👩\u200d🚀 −∞"
-    assert printable(text) == text and printable(printable("\x1b\x7f")) == "␛␡"
+    assert make_printable(text) == text and make_printable(make_printable("\x1b\x7f")) == "␛␡"
 
 
 def test_no_way_of_printing_lets_a_text_act() -> None:

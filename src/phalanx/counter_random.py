@@ -16,57 +16,62 @@ import torch
 from torch import Tensor, nn
 
 
-def _signed(value: int) -> int:
-    """The int64 with the bits of the unsigned 64-bit `value`; torch has no unsigned 64-bit arithmetic."""
+def _as_signed(value: int) -> int:
+    """Return the int64 with the bits of the unsigned 64-bit `value`; torch has no unsigned 64-bit arithmetic."""
     return value - (1 << 64) if value >> 63 else value
 
 
-def _wrapped(value: int) -> int:
-    """`value` modulo 2^64, as int64 arithmetic would have left it."""
-    return _signed(value % (1 << 64))
+def _wrap_signed(value: int) -> int:
+    """Return `value` modulo 2^64, as int64 arithmetic would have left it."""
+    return _as_signed(value % (1 << 64))
 
 
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX_1 = _signed(0xBF58476D1CE4E5B9)
-_MIX_2 = _signed(0x94D049BB133111EB)
-_POSITION = _signed(0xD1B54A32D192ED03)
+_GOLDEN = _as_signed(0x9E3779B97F4A7C15)
+_MIX_1 = _as_signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _as_signed(0x94D049BB133111EB)
+_POSITION = _as_signed(0xD1B54A32D192ED03)
+
+
+def stable_key(*parts: object) -> int:
+    """Return an unsigned 64-bit key made from the text of `parts`: the same in every process, on every machine, for ever."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
 def stream_key(*parts: object) -> int:
-    """A signed 64-bit key made from the text of `parts`: the same in every process, on every machine."""
-    text = "\x1f".join(str(part) for part in parts)
-    return _signed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+    """Return the same key as a signed number, as tensors hold it."""
+    return _as_signed(stable_key(*parts))
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's is arithmetic on int64."""
+    """Return the logical right shift of `x`: torch's is arithmetic on int64."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def mix(x: Tensor) -> Tensor:
-    """Well-spread 64 bits from each int64 of `x`: SplitMix64's finalizer (Steele, Lea & Flood 2014, figure 16)."""
+def mix_bits(x: Tensor) -> Tensor:
+    """Return well-spread 64 bits for each int64 of `x`: SplitMix64's finalizer (Steele, Lea & Flood 2014, figure 16)."""
     x = (x ^ _shift_right(x, 30)).mul_(_MIX_1)
     x = x.bitwise_xor_(_shift_right(x, 27)).mul_(_MIX_2)
     return x.bitwise_xor_(_shift_right(x, 31))
 
 
 def random_bits(key: int, counter: Tensor) -> Tensor:
-    """64 random bits for each int64 `counter` of stream `key`: the counter-th output of SplitMix64 started at the key."""
-    return mix((counter * _GOLDEN).add_(key))
+    """Return 64 random bits for each int64 `counter` of stream `key`: the outputs of SplitMix64 started at the key."""
+    return mix_bits((counter * _GOLDEN).add_(key))
 
 
 def uniform_values(key: int, counter: Tensor) -> Tensor:
-    """Float64 values in (0, 1), the midpoints of 2^52 equal intervals, for each int64 `counter`."""
+    """Return float64 values in (0, 1), the midpoints of 2^52 equal intervals, for each int64 `counter`."""
     return _shift_right(random_bits(key, counter), 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
 
 
 def normal_values(key: int, counter: Tensor) -> Tensor:
-    """Standard normal float64 values for each int64 `counter`, by inverting the normal distribution function.
+    """Return standard normal float64 values for each int64 `counter`, by inverting the normal distribution function.
 
     Wichura (1988), algorithm AS 241 (PPND16), accurate to about 1e-16.
     """
     q = uniform_values(key, counter).sub_(0.5)
-    values = _ratio((q * q).neg_().add_(0.180625), _CENTRAL).mul_(q)
+    values = _polynomial_ratio((q * q).neg_().add_(0.180625), _CENTRAL).mul_(q)
     tail = torch.nonzero(q.abs() > 0.425, as_tuple=True)
     # Exact: the uniform values and their distance to 0.5 are both multiples of 2^-53 below 1.
     values[tail] = _tail_values(q[tail].add_(0.5))
@@ -74,21 +79,21 @@ def normal_values(key: int, counter: Tensor) -> Tensor:
 
 
 def _tail_values(p: Tensor) -> Tensor:
-    distance = _square_root(_log(torch.minimum(p, 1.0 - p)).neg_())
-    values = _ratio(distance - 1.6, _MIDDLE)
+    distance = _square_root(_natural_log(torch.minimum(p, 1.0 - p)).neg_())
+    values = _polynomial_ratio(distance - 1.6, _MIDDLE)
     # One value in 36 billion.
     far = torch.nonzero(distance > 5.0, as_tuple=True)
-    values[far] = _ratio(distance[far] - 5.0, _FAR)
+    values[far] = _polynomial_ratio(distance[far] - 5.0, _FAR)
     return values.copysign_(p - 0.5)
 
 
-def _ratio(x: Tensor, coefficients: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:
-    """The quotient of two polynomials, highest power first, by Horner's rule."""
-    top, bottom = (_polynomial(x, c) for c in coefficients)
+def _polynomial_ratio(x: Tensor, coefficients: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:
+    """Return the quotient of two polynomials, highest power first, by Horner's rule."""
+    top, bottom = (_evaluate_polynomial(x, c) for c in coefficients)
     return top.div_(bottom)
 
 
-def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
+def _evaluate_polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
     total = x * coefficients[0]
     for coefficient in coefficients[1:-1]:
         total.add_(coefficient).mul_(x)
@@ -96,7 +101,7 @@ def _polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
 
 
 def _square_root(x: Tensor) -> Tensor:
-    """The correctly rounded square root of float64 `x`, of about 1.
+    """Return the correctly rounded square root of float64 `x`, of about 1.
 
     PyTorch's of the CPU is MKL's, whose last bit depends on the processor. One step of Newton's method from there, with
     the exact remainder x - root^2 by Dekker's product (1971), ends at the same value from either neighbour.
@@ -110,14 +115,17 @@ def _square_root(x: Tensor) -> Tensor:
     return (x - square).sub_(lost).div_(root * 2.0).add_(root)
 
 
-def _log(x: Tensor) -> Tensor:
-    """Natural logarithm of float64 `x` in (0, 1): exponent times ln 2, plus the series of 2 atanh((m - 1) / (m + 1))."""
+def _natural_log(x: Tensor) -> Tensor:
+    """Return the natural logarithm of float64 `x` in (0, 1).
+
+    Exponent times ln 2, plus the series of 2 atanh((m - 1) / (m + 1)) of the mantissa m.
+    """
     mantissa, exponent = torch.frexp(x)
     small = mantissa < 0.7071067811865476
     mantissa = torch.where(small, mantissa * 2.0, mantissa)
     exponent = exponent - small.to(exponent.dtype)
     s = (mantissa - 1.0) / (mantissa + 1.0)
-    series = _polynomial(s * s, tuple(1.0 / n for n in range(25, 0, -2)))
+    series = _evaluate_polynomial(s * s, tuple(1.0 / n for n in range(25, 0, -2)))
     return exponent.to(torch.float64) * 0.6931471805599453 + series * s * 2.0
 
 
@@ -218,8 +226,8 @@ class DropoutContext(NamedTuple):
         return cls(key, sample_indices_B, rows_BS, torch.arange(width, device=device) * _GOLDEN)
 
     def at_layer(self, layer: int) -> DropoutContext:
-        """The context of one layer. The layer goes into a tensor, so equal layers share one compiled program."""
-        return self._replace(key=mix(self.key + _wrapped((layer + 1) * _POSITION)))
+        """Return the context of one layer. The layer goes into a tensor, so equal layers share one compiled program."""
+        return self._replace(key=mix_bits(self.key + _wrap_signed((layer + 1) * _POSITION)))
 
 
 class CounterDropout(nn.Module):
@@ -238,8 +246,8 @@ class CounterDropout(nn.Module):
         """Drop with probability p and scale the rest by 1 / (1 - p); identity when p is 0, or without a context."""
         if self.p == 0.0 or context is None:
             return x_BSD
-        row_BS = mix(context.key + self.site + context.rows_BS)
-        bits_BSD = _shift_right(mix(row_BS[..., None] + context.channels_D), 33)
+        row_BS = mix_bits(context.key + self.site + context.rows_BS)
+        bits_BSD = _shift_right(mix_bits(row_BS[..., None] + context.channels_D), 33)
         kept_BSD = bits_BSD >= int(self.p * 2**31)
         # A choice, not a product: one byte an element is kept for backward, and what is dropped spreads no NaN.
         return torch.where(kept_BSD, x_BSD * (1.0 / (1.0 - self.p)), 0.0)

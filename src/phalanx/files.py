@@ -26,7 +26,7 @@ TEMPORARY = ".writing-"
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replace_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file that takes the place of `path` when the block ends; a crash leaves the old one."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}")
     try:
@@ -108,7 +108,7 @@ def user_cache() -> Path:
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by a file holding `text`; a crash leaves the old file or the new one. Missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    with replace_file(path) as file:
         file.write(text.encode("utf-8"))
 
 
@@ -274,7 +274,7 @@ class JsonLines:
                 file.writelines(line.text + b"\n" for line in found.damaged)
         # Most runs resume at their last line: nothing is rewritten then.
         if len(kept) != self.path.stat().st_size:
-            with replacing(self.path) as file:
+            with replace_file(self.path) as file:
                 file.write(kept)
         return f"{found.describe_damage()}; moved to {aside}" if found.damaged else None
 

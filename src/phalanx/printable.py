@@ -18,7 +18,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u206
 have no bytes."""
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return `text` with symbols (U+2400 on) or codes in place of characters that act on a terminal or page."""
     return _UNPRINTABLE.sub(_choose_symbol, text)
 
@@ -32,18 +32,18 @@ def _choose_symbol(match: re.Match[str]) -> str:
 
 def write_stderr(text: str) -> None:
     """Write a line to stderr, at once and in one piece: several ranks may write to the same terminal."""
-    sys.stderr.write(printable(text) + "\n")
+    sys.stderr.write(make_printable(text) + "\n")
     sys.stderr.flush()
 
 
 class PrintableConsole(Console):
-    """See `rich.console.Console`; control characters in what is printed are written out (see `printable`)."""
+    """See `rich.console.Console`; control characters in what is printed are written out (see `make_printable`)."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield the parts of a text, table or other thing to print."""
         for segment in super().render(renderable, options):
             # rich's own control codes, as of a progress bar, are marked as such
-            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+            yield segment if segment.control else Segment(make_printable(segment.text), segment.style)
 
 
 def plain_console(*, stderr: bool, **settings: Any) -> PrintableConsole:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from phalanx.config.families import BUILT_IN, find_family
-from phalanx.config.fields import all_fields, nearest_field, sections
+from phalanx.config.fields import all_fields, nearest_field, run_sections
 from phalanx.families.language.config import LanguageRun
 
 
@@ -14,7 +14,7 @@ def test_every_field_is_described(family: str) -> None:
     for field in all_fields(find_family(family).run).values():
         assert field.description.endswith("."), field.name
         assert field.allowed, field.name
-    for section in sections(find_family(family).run):
+    for section in run_sections(find_family(family).run):
         assert section.description, section.name
 
 

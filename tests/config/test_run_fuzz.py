@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from config.run_text import RUN
 from phalanx.config.document import MAX_BYTES, parse_document
 from phalanx.config.families import BUILT_IN, find_family
-from phalanx.config.fields import all_fields, sections
+from phalanx.config.fields import all_fields, run_sections
 from phalanx.config.load import dump_run, load_run, parse_run
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
@@ -25,7 +25,7 @@ FILES = {"language": "quickstart.yaml", "weather": "climax-small.yaml", "materia
 MOST_MEMORY = 200 * 2**20
 """Bytes that reading a run file, of 256 KiB at most, may take."""
 FIELD_NAMES = [name.replace(".N.", ".0.") for name in all_fields(LanguageRun)]
-SECTION_NAMES = [section.name for section in sections(LanguageRun)]
+SECTION_NAMES = [section.name for section in run_sections(LanguageRun)]
 
 words = st.sampled_from(
     ["auto", "null", "true", "no", "bf16", "gpt2", "mpt-125m", "524288 tokens", ".inf", "1e999", "~", "-1", "0"]
@@ -74,7 +74,7 @@ def run_trees() -> st.SearchStrategy[dict[str, Any]]:
     section_values = {
         section.name: st.dictionaries(st.sampled_from([field.leaf for field in section.fields]), values, max_size=4)
         | values
-        for section in sections(LanguageRun)
+        for section in run_sections(LanguageRun)
     }
     return st.fixed_dictionaries({}, optional=section_values)
 

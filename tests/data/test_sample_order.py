@@ -3,7 +3,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from phalanx.data.sample_order import EpochShuffle, Mixture, stable_key, whole_weights
+from phalanx.counter_random import stable_key
+from phalanx.data.sample_order import EpochShuffle, Mixture, whole_weights
 
 FAR = 10**15
 weight_lists = st.lists(st.integers(1, 60), min_size=1, max_size=9)

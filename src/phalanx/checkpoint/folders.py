@@ -120,11 +120,11 @@ def supersede_later(root: Path, step: int, warn: Callable[[str], None]) -> None:
     """Take checkpoints later than `step` out of the listing: the run resumed from before them."""
     for checkpoint in list_published(root):
         if checkpoint.step > step:
-            aside = unlist(checkpoint, SUPERSEDED)
+            aside = rename_aside(checkpoint, SUPERSEDED)
             warn(f"{checkpoint.path} is of a later step than the one just saved, {step}; kept as {aside.name}")
 
 
-def unlist(checkpoint: Checkpoint, suffix: str) -> Path:
+def rename_aside(checkpoint: Checkpoint, suffix: str) -> Path:
     """Take a checkpoint out of the listing without deleting it; return its new path."""
     wanted = checkpoint.path.with_name(checkpoint.path.name + suffix)
     aside, count = wanted, 1

@@ -51,7 +51,7 @@ class RankGroup:
         if self._group is None:
             return [value]
         values: list[T] | None = [value] * self.size if self.first else None
-        with _exchange():
+        with _explain_lost_rank():
             dist.gather_object(value, values, group=self._group, group_dst=0)
         return values or []
 
@@ -60,7 +60,7 @@ class RankGroup:
         if self._group is None:
             return values[0]
         received: list[T | None] = [None]
-        with _exchange():
+        with _explain_lost_rank():
             dist.scatter_object_list(received, values if self.first else None, group=self._group, group_src=0)
         (value,) = received
         return value  # type: ignore[return-value]
@@ -68,7 +68,7 @@ class RankGroup:
     def any(self, flags: Tensor) -> Tensor:
         """Return the element-wise maximum of `flags` (uint8, any shape, the same on all ranks) over the ranks."""
         if self._group is not None:
-            with _exchange():
+            with _explain_lost_rank():
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
         return flags
 
@@ -115,7 +115,7 @@ class RankGroup:
         if self._group is None:
             return value
         values = [value]
-        with _exchange():
+        with _explain_lost_rank():
             dist.broadcast_object_list(values, group=self._group, group_src=0)
         return values[0]
 
@@ -130,7 +130,7 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
 
 
 @contextmanager
-def _exchange() -> Iterator[None]:
+def _explain_lost_rank() -> Iterator[None]:
     # Gloo says with a RuntimeError that a peer is gone or silent.
     try:
         yield

@@ -67,10 +67,12 @@ class CheckpointReader:
 
     def list(self) -> Sequence[Checkpoint]:
         """Return whole checkpoints, newest first: manifest sound, every file there and as long as it should be."""
+        self._await_save()
         return self._ranks.from_first(lambda: [found for found in self._published() if _is_whole(found)])
 
     def newest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, if there is one."""
+        self._await_save()
         return self._ranks.from_first(lambda: next((found for found in self._published() if _is_whole(found)), None))
 
     def load(self, checkpoint: Checkpoint, tensors: SavedTensors, *, prefix: str = "") -> dict[str, Any]:
@@ -81,6 +83,7 @@ class CheckpointReader:
         verifies every byte. Raises on all ranks alike: CheckpointDamaged, a CheckpointError, naming file and tensor with
         the checksum expected and found, and CheckpointError naming tensors that do not fit.
         """
+        self._await_save()
         path = checkpoint.path
         text = self._ranks.from_first(lambda: _read_text(path))
         manifest = text.parse_manifest()
@@ -112,6 +115,7 @@ class CheckpointReader:
         Returns None if there is no checkpoint at all. Raises CheckpointError if there are some but none is usable, and if
         the newest sound one does not fit `tensors`: an older one would not fit either.
         """
+        self._await_save()
         damages = []
         for checkpoint in self._ranks.from_first(self._published):
             try:
@@ -128,6 +132,9 @@ class CheckpointReader:
                 f"none of the {len(damages)} checkpoints in {self.root} is usable; newest: {damages[0]}"
             )
         return None
+
+    def _await_save(self) -> None:
+        """Return when no save of this process is running; a reader makes none."""
 
     def _published(self) -> Sequence[Checkpoint]:
         return [found for found in list_published(self.root) if self._only in (None, found.path.name)]

@@ -129,7 +129,7 @@ class CheckpointStore(CheckpointReader):
 
         Without it the first background save stalls for several times as long as later ones, for fresh host memory.
         """
-        self._let_save_end()
+        self._await_save()
         files = self._saver.plan_files(tensors)
         self._reserved = self._thread.submit(self._reserve, files)
 
@@ -155,36 +155,10 @@ class CheckpointStore(CheckpointReader):
                 self._lock.release()
                 self._lock = None
 
-    def list(self) -> Sequence[Checkpoint]:
-        """Return whole checkpoints, newest first: manifest sound, every file there and as long as it should be."""
-        self._let_save_end()
-        return super().list()
-
-    def newest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint, if there is one."""
-        self._let_save_end()
-        return super().newest()
-
     def set_aside(self, checkpoints: Sequence[Checkpoint]) -> Sequence[str]:
         """Take checkpoints out of the listing whose weights give no finite step; return their new names."""
-        self._let_save_end()
-        return self._ranks.from_first(lambda: [folders.unlist(one, NONFINITE).name for one in checkpoints])
-
-    def load(self, checkpoint: Checkpoint, tensors: SavedTensors, *, prefix: str = "") -> dict[str, Any]:
-        """Fill `tensors` and return the state, as `CheckpointReader.load` does."""
-        self._let_save_end()
-        return super().load(checkpoint, tensors, prefix=prefix)
-
-    def load_newest_usable(
-        self,
-        tensors: SavedTensors,
-        *,
-        prefix: str = "",
-        check: Callable[[Checkpoint, dict[str, Any]], None] | None = None,
-    ) -> tuple[Checkpoint, dict[str, Any]] | None:
-        """Load the newest checkpoint that is not damaged, as `CheckpointReader.load_newest_usable` does."""
-        self._let_save_end()
-        return super().load_newest_usable(tensors, prefix=prefix, check=check)
+        self._await_save()
+        return self._ranks.from_first(lambda: [folders.rename_aside(one, NONFINITE).name for one in checkpoints])
 
     def _take_over_directory(self) -> None:
         if not RunLock.held(self.root.parent):
@@ -199,7 +173,7 @@ class CheckpointStore(CheckpointReader):
             size = sum(piece.bytes for pieces in files for piece in pieces)
             self._warn(f"{size / 2**30:.1f} GiB of host memory for background checkpoints cannot be had: {error}")
 
-    def _let_save_end(self) -> None:
+    def _await_save(self) -> None:
         """Return when no save is running; its failure stays for the next save, wait or close."""
         # A save in the background exchanges through the same rank group: two exchanges at once would meet each other.
         if self._running is not None:

@@ -17,7 +17,7 @@ from phalanx.cli.console import open_output, print_json, print_pairs, print_tabl
 from phalanx.config.check import global_batch_samples
 from phalanx.config.document import show_value
 from phalanx.config.families import DEFAULT_FAMILY, FAMILIES, check_parameter_count, find_family, sizes_of
-from phalanx.config.fields import Field, SectionInfo, nearest_names, sections
+from phalanx.config.fields import Field, SectionInfo, nearest_names, run_sections
 from phalanx.config.load import dump_run, load_run
 from phalanx.config.model import LanguageModel, Model
 from phalanx.config.presets import Preset, load_preset, preset_names
@@ -135,7 +135,7 @@ def explain_fields(
         str | None,
         typer.Argument(
             help="Only this section.",
-            autocompletion=lambda: [section.name for section in sections(find_family(DEFAULT_FAMILY).run)],
+            autocompletion=lambda: [section.name for section in run_sections(find_family(DEFAULT_FAMILY).run)],
         ),
     ] = None,
     family: Annotated[
@@ -150,7 +150,7 @@ def explain_fields(
     """
     if family not in FAMILIES.names():
         raise ConfigError(f"--family {family} is not a model family\nnearest: {', '.join(FAMILIES.names())}")
-    table = sections(find_family(family).run)
+    table = run_sections(find_family(family).run)
     known = [info.name for info in table]
     if section is not None and section not in known:
         matches = nearest_names(section, known)

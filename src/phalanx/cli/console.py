@@ -20,7 +20,7 @@ from rich.text import Text
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import replace_nonfinite, require_replaceable, write_atomically
-from phalanx.printable import plain_console, printable, write_stderr
+from phalanx.printable import make_printable, plain_console, write_stderr
 from phalanx.report.table import Column, RowT, write_text_table
 
 UNWRAPPED = 1000
@@ -72,7 +72,7 @@ def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
 
 def make_safe_for_terminal(text: str) -> str:
     """Return what to write to stdout of a text that a model wrote: on a terminal, what cannot act there."""
-    return printable(text) if sys.stdout.isatty() else text
+    return make_printable(text) if sys.stdout.isatty() else text
 
 
 # --- what happens, on stderr -------------------------------------------------------------------------------------------

@@ -16,14 +16,14 @@ from phalanx.config.section import MAX_BATCH_SAMPLES
 
 
 def check_run(run: Run) -> list[Problem]:
-    """Everything that does not fit together in `run`; empty for a sound one."""
+    """Return everything that does not fit together in `run`; empty for a sound one."""
     rules = (_check_batch, _check_schedule, _check_windows, _check_checkpoints, _check_resume)
     found = [problem for rule in rules for problem in rule(run)]
     return [*run.find_problems(), *found]
 
 
 def global_batch_samples(run: Run) -> int:
-    """Samples an optimizer step over all ranks, exactly as the run file states them in samples or tokens.
+    """Return the samples of an optimizer step over all ranks, as the run file states them in samples or tokens.
 
     Raises ConfigError where a batch in tokens is not a whole number of samples.
     """
@@ -143,7 +143,8 @@ def _stated_batch(run: Run) -> tuple[int, str]:
 
 
 def _nearest_divisors(number: int, wanted: int) -> list[int]:
-    """Divisors of `number` just below and just above `wanted`, looked for in its neighbourhood only."""
+    """Return divisors of `number` just below and just above `wanted`, looked for in its neighbourhood only."""
+    # A batch may have 10**9 samples: a message is not worth trying all numbers up to that.
     below = next((d for d in range(min(wanted, number), max(0, wanted - 10_000), -1) if number % d == 0), 1)
     above = next((d for d in range(wanted, min(number, wanted + 10_000) + 1) if number % d == 0), None)
     return [below] if above is None else [below, above]

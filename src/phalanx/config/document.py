@@ -42,7 +42,7 @@ class Document:
 def parse_document(text: str, name: str) -> Document:
     """Read one YAML document. Raises ConfigError naming `name` and the line of the first mistake."""
     try:
-        return _compose(text)
+        return _compose_document(text)
     except _UnreadableError as error:
         place = name if error.line is None else f"{name}:{error.line}"
         raise ConfigError(f"{error.reason} ({place})") from None
@@ -51,25 +51,26 @@ def parse_document(text: str, name: str) -> Document:
 def parse_value(text: str) -> Value:
     """Read one value written in YAML, as after the `=` of an override. Raises ConfigError."""
     try:
-        return _compose(text).value
+        return _compose_document(text).value
     except _UnreadableError as error:
         raise ConfigError(error.reason) from None
 
 
 def plain_scalar(text: str) -> Scalar:
-    """What unquoted `text` stands for: null, a truth value, a number, or else itself."""
+    """Return the value of unquoted `text`: null, a truth value, a number, or else the text itself."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if _INTEGER.fullmatch(text) and not text.endswith("_"):
         return int(text.replace("_", ""))
+    # Text too large for a float stays text: infinity would pass a bound that the number itself breaks.
     number = float(text) if _FLOAT.fullmatch(text) else math.inf
     return number if math.isfinite(number) else text
 
 
 def show_value(value: object, width: int = 60) -> str:
-    """`value` as it would stand in a run file, on one line and cut to about `width` characters."""
+    """Return `value` as it would stand in a run file, on one line and cut to about `width` characters."""
     text = ""
-    for piece in _flow(value):
+    for piece in _flow_pieces(value):
         text += piece
         # A long list is told of once for each of its items: no more of it is written than is shown.
         if len(text) > width:
@@ -83,7 +84,8 @@ class _UnreadableError(Exception):
         self.line = line
 
 
-def _compose(text: str) -> Document:
+def _compose_document(text: str) -> Document:
+    # By events, not by `yaml.load`: they carry the line of each value, and aliases can be refused before they expand.
     if len(text) > MAX_BYTES:
         raise _UnreadableError(f"larger than {MAX_BYTES // 1024} KiB, which no run file is", None)
     try:
@@ -96,7 +98,7 @@ def _compose(text: str) -> Document:
         raise _UnreadableError(f"not valid YAML: {' '.join(str(error).split())}", None) from None
 
 
-def _line(event: yaml.Event) -> int:
+def _line_number(event: yaml.Event) -> int:
     assert event.start_mark is not None
     return event.start_mark.line + 1
 
@@ -120,7 +122,7 @@ class _Composer:
         return Document(value, self.lines)
 
     def value(self, event: yaml.Event, path: FieldPath) -> Value:
-        self.lines[path] = _line(event)
+        self.lines[path] = _line_number(event)
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             self.fail(event, "anchors and aliases (&name, *name) are not read in run files; write the value out")
         tag = getattr(event, "tag", None)
@@ -143,8 +145,8 @@ class _Composer:
             key: str = event.value
             if key in found:
                 first = self.lines[(*path, key)]
-                self.fail(event, f"{dotted((*path, key))} is given twice, first on line {first}")
-            line = _line(event)
+                self.fail(event, f"{dotted_name((*path, key))} is given twice, first on line {first}")
+            line = _line_number(event)
             found[key] = self.value(next(self.events), (*path, key))
             self.lines[(*path, key)] = line
         return found
@@ -163,34 +165,34 @@ class _Composer:
         return plain_scalar(text) if event.implicit[0] else text
 
     def fail(self, event: yaml.Event, reason: str) -> NoReturn:
-        raise _UnreadableError(reason, _line(event))
+        raise _UnreadableError(reason, _line_number(event))
 
 
-def dotted(path: FieldPath) -> str:
-    """A path as it is written in messages and overrides: `data.sources.0.weight`."""
-    return ".".join(_name(str(part)) for part in path)
+def dotted_name(path: FieldPath) -> str:
+    """Return a path as it is written in messages and overrides: `data.sources.0.weight`."""
+    return ".".join(_shorten_name(str(part)) for part in path)
 
 
-def _name(part: str) -> str:
+def _shorten_name(part: str) -> str:
     text = part if part.isprintable() else ascii(part)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _flow(value: object) -> Iterator[str]:
-    """The text of a value in YAML's flow style, piece by piece."""
+def _flow_pieces(value: object) -> Iterator[str]:
+    """Yield the text of a value in YAML's flow style, piece by piece."""
     if isinstance(value, dict):
         yield "{"
         for place, (key, item) in enumerate(value.items()):
             yield ", " if place else ""
-            yield from _flow(key)
+            yield from _flow_pieces(key)
             yield ": "
-            yield from _flow(item)
+            yield from _flow_pieces(item)
         yield "}"
     elif isinstance(value, list | tuple):
         yield "["
         for place, item in enumerate(value):
             yield ", " if place else ""
-            yield from _flow(item)
+            yield from _flow_pieces(item)
         yield "]"
     else:
         yield _flow_scalar(value)
@@ -203,9 +205,9 @@ def _flow_scalar(value: object) -> str:
         return str(value).lower()
     if isinstance(value, str):
         reads_back = value == value.strip() and value.isprintable() and plain_scalar(value) == value
-        return value if reads_back else _quoted(value)
+        return value if reads_back else _quote_text(value)
     return str(value)
 
 
-def _quoted(text: str) -> str:
+def _quote_text(text: str) -> str:
     return ascii(text) if not text.isprintable() else f'"{text}"'

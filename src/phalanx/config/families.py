@@ -23,13 +23,13 @@ class Sizes(Protocol):
     """How large a model of a family is, from its description alone. `model` is a model of that family."""
 
     def parameter_count(self, model: Any) -> int:
-        """All trainable parameters."""
+        """Return the number of trainable parameters."""
 
     def matmul_parameters(self, model: Any) -> int:
-        """Parameters that multiply every position."""
+        """Return the number of parameters that multiply every position."""
 
     def in_words(self, model: Any) -> str:
-        """The shape for a person."""
+        """Return the shape for a person."""
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ class SectionInfo:
 
 
 @cache
-def sections(kind: type[Run] = Run) -> tuple[SectionInfo, ...]:
-    """All sections in the order of the schema of `kind`."""
+def run_sections(kind: type[Run] = Run) -> tuple[SectionInfo, ...]:
+    """Return all sections in the order of the schema of `kind`."""
     return tuple(
         SectionInfo(
             name=name,
@@ -80,39 +80,41 @@ def sections(kind: type[Run] = Run) -> tuple[SectionInfo, ...]:
 
 @cache
 def all_fields(kind: type[Run] = Run) -> dict[str, Field]:
-    """Every field of `kind` by its dotted name, nested ones too: `training.profile.first`, in a list
-    `data.sources.N.path`, in a mapping of any names `search.knobs.NAME.when`."""
-    return {field.name: field for section in sections(kind) for field in section.fields}
+    """Return every field of `kind` by its dotted name, nested ones too: `training.profile.first`.
+
+    Places in lists are called N (`data.sources.N.path`), names of the user's own NAME (`search.knobs.NAME.when`).
+    """
+    return {field.name: field for section in run_sections(kind) for field in section.fields}
 
 
 def field_pattern(path: Sequence[str | int], kind: type[Run] = Run) -> str:
-    """The name in `all_fields` of what stands at `path`: places in lists are called N, names of the user's own NAME."""
+    """Return the name in `all_fields` of what stands at `path`."""
     found: tuple[str, ...] = ()
     for part in path:
         known = str(part)
         if isinstance(part, int) or part.isdecimal():
             known = "N"
-        if (*found, known) not in _prefixes(kind) and (*found, "NAME") in _prefixes(kind):
+        if (*found, known) not in _name_prefixes(kind) and (*found, "NAME") in _name_prefixes(kind):
             known = "NAME"
         found = (*found, known)
     return ".".join(found)
 
 
 @cache
-def _prefixes(kind: type[Run]) -> frozenset[tuple[str, ...]]:
+def _name_prefixes(kind: type[Run]) -> frozenset[tuple[str, ...]]:
     names = [tuple(name.split(".")) for name in all_fields(kind)]
     return frozenset(name[:length] for name in names for length in range(1, len(name) + 1))
 
 
 def nearest_names(name: str, known: Sequence[str]) -> list[str]:
-    """The up to three of `known` that look most like `name`, best first."""
+    """Return up to three of `known` that look most like `name`, best first."""
     return get_close_matches(name, known, n=3, cutoff=0.6)
 
 
 def nearest_field(name: str, kind: type[Run] = Run) -> str | None:
-    """The section or field a wrong dotted name most likely meant: a typo, or the right name in the wrong section."""
+    """Return the section or field a wrong dotted name most likely meant: mistyped, or in the wrong section."""
     parent, _, leaf = name.rpartition(".")
-    if not parent and (matches := nearest_names(leaf, [section.name for section in sections(kind)])):
+    if not parent and (matches := nearest_names(leaf, [section.name for section in run_sections(kind)])):
         return matches[0]
     by_leaf: dict[str, str] = {}
     for field in all_fields(kind).values():
@@ -126,7 +128,7 @@ def nearest_field(name: str, kind: type[Run] = Run) -> str | None:
 
 
 def fields_in(parent: str, kind: type[Run] = Run) -> list[str]:
-    """The names of the fields a section or a nested mapping holds."""
+    """Return the names of the fields that a section or a nested mapping holds."""
     return [field.leaf for field in all_fields(kind).values() if field.parent == parent]
 
 
@@ -136,16 +138,16 @@ def _fields_of(model: type[BaseModel], prefix: str) -> Iterator[Field]:
         yield Field(
             name=prefix + name,
             allowed=_in_words(hint),
-            default=None if info.is_required() else _default(info),
+            default=None if info.is_required() else _default_text(info),
             description=" ".join((info.description or "").split()),
-            choices=tuple(_choices(hint)),
+            choices=tuple(_word_choices(hint)),
             is_text=_is_text(hint),
         )
         for suffix, nested in _nested_models(hint):
             yield from _fields_of(nested, f"{prefix}{name}{suffix}.")
 
 
-def _default(info: FieldInfo) -> str:
+def _default_text(info: FieldInfo) -> str:
     default = info.get_default(call_default_factory=True, validated_data={})
     assert default is not PydanticUndefined
     return show_value(default)
@@ -157,10 +159,10 @@ def _model_of(annotation: Any) -> type[BaseModel]:
 
 
 def _nested_models(hint: Any) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The mappings a field holds: alone, beside null (path suffix ""), or as items of a list (path suffix ".N")."""
-    base, _ = _unwrap(hint)
-    for part in _members(base):
-        member, _ = _unwrap(part)
+    """Yield the mappings a field holds: alone or beside null (path suffix ""), or as items of a list (path suffix ".N")."""
+    base, _ = _unwrap_hint(hint)
+    for part in _union_members(base):
+        member, _ = _unwrap_hint(part)
         if isinstance(member, type) and issubclass(member, BaseModel):
             yield "", member
         elif get_origin(member) is list:
@@ -169,8 +171,8 @@ def _nested_models(hint: Any) -> Iterator[tuple[str, type[BaseModel]]]:
             yield from ((f".NAME{suffix}", item) for suffix, item in _nested_models(get_args(member)[1]))
 
 
-def _unwrap(hint: Any) -> tuple[Any, list[Any]]:
-    """A type without its `Annotated` layers, and the constraints they held."""
+def _unwrap_hint(hint: Any) -> tuple[Any, list[Any]]:
+    """Return a type without its `Annotated` layers, and the constraints they held."""
     constraints: list[Any] = []
     while get_origin(hint) is Annotated:
         hint, *extra = get_args(hint)
@@ -179,37 +181,37 @@ def _unwrap(hint: Any) -> tuple[Any, list[Any]]:
     return hint, constraints
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
+def _union_members(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _choices(hint: Any) -> Iterator[str]:
-    base, _ = _unwrap(hint)
+def _word_choices(hint: Any) -> Iterator[str]:
+    base, _ = _unwrap_hint(hint)
     if get_origin(base) is Literal:
         yield from (value for value in get_args(base) if isinstance(value, str))
-    elif _members(base) != (base,):
-        for part in _members(base):
-            yield from _choices(part)
+    elif _union_members(base) != (base,):
+        for part in _union_members(base):
+            yield from _word_choices(part)
 
 
 def _is_text(hint: Any) -> bool:
-    base, constraints = _unwrap(hint)
+    base, constraints = _unwrap_hint(hint)
     if any(isinstance(item, Words) for item in constraints):
         return False
-    return all(_unwrap(part)[0] in (str, type(None)) for part in _members(base)) and base is not type(None)
+    return all(_unwrap_hint(part)[0] in (str, type(None)) for part in _union_members(base)) and base is not type(None)
 
 
 def _in_words(hint: Any) -> str:
-    return _either(_alternatives(hint))
+    return _join_phrases(_allowed_phrases(hint))
 
 
-def _alternatives(hint: Any) -> list[str]:
-    base, constraints = _unwrap(hint)
+def _allowed_phrases(hint: Any) -> list[str]:
+    base, constraints = _unwrap_hint(hint)
     told = [item.text for item in constraints if isinstance(item, Words)]
     if told:
         return told
-    if _members(base) != (base,):
-        return [phrase for part in _members(base) for phrase in _alternatives(part)]
+    if _union_members(base) != (base,):
+        return [phrase for part in _union_members(base) for phrase in _allowed_phrases(part)]
     origin = get_origin(base)
     if origin is Literal:
         return [show_value(value) for value in get_args(base)]
@@ -217,14 +219,18 @@ def _alternatives(hint: Any) -> list[str]:
         return [_sequence_in_words(base, constraints)]
     if origin is dict:
         keys, values = get_args(base)
-        named = f" of {_either(_alternatives(keys), 'and')}" if get_origin(_unwrap(keys)[0]) is Literal else ""
+        named = (
+            f" of {_join_phrases(_allowed_phrases(keys), 'and')}"
+            if get_origin(_unwrap_hint(keys)[0]) is Literal
+            else ""
+        )
         return [f"a mapping{named}, each {_in_words(values)}"]
     if isinstance(base, type) and issubclass(base, BaseModel):
-        return ["a mapping with " + _either(list(base.model_fields), "and")]
+        return ["a mapping with " + _join_phrases(list(base.model_fields), "and")]
     if base is bool:
         return ["true", "false"]
     plain = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
-    return [plain[base] + _bounds(constraints)]
+    return [plain[base] + _bounds_phrase(constraints)]
 
 
 def _sequence_in_words(base: Any, constraints: list[Any]) -> str:
@@ -238,7 +244,7 @@ def _sequence_in_words(base: Any, constraints: list[Any]) -> str:
     return f"a list{size}, each {item}"
 
 
-def _bounds(constraints: list[Any]) -> str:
+def _bounds_phrase(constraints: list[Any]) -> str:
     limit = {
         name: f"{getattr(item, name):,}".removesuffix(".0")
         for item in constraints
@@ -252,7 +258,7 @@ def _bounds(constraints: list[Any]) -> str:
     return f" {told}" if told else ""
 
 
-def _either(parts: list[str], conjunction: str = "or") -> str:
+def _join_phrases(parts: list[str], conjunction: str = "or") -> str:
     if len(parts) == 1:
         return parts[0]
     comma = "," if any(" " in part for part in parts) else ""

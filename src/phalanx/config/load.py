@@ -22,7 +22,7 @@ from phalanx.config.document import (
     Document,
     FieldPath,
     Value,
-    dotted,
+    dotted_name,
     parse_document,
     parse_value,
     plain_scalar,
@@ -31,7 +31,7 @@ from phalanx.config.document import (
 from phalanx.config.families import BUILT_IN, DEFAULT_FAMILY, FAMILIES, find_family
 from phalanx.config.fields import all_fields, field_pattern, nearest_names
 from phalanx.config.presets import find_preset, preset_names
-from phalanx.config.problems import Problem, config_error, explain, unknown_choice
+from phalanx.config.problems import Problem, config_error, explain_errors, unknown_choice
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.files import kind_in_words
@@ -49,24 +49,25 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> Run:
     file = path / RESOLVED_NAME if path.is_dir() else path
     if file != path and not file.exists():
         raise ConfigError(f"folder {path} holds no {RESOLVED_NAME}; give a run file or a run folder")
-    return parse_run(_read(file), str(file), overrides)
+    return parse_run(_read_text(file), str(file), overrides)
 
 
 def parse_run(text: str, name: str, overrides: Sequence[str] = ()) -> Run:
-    """As `load_run`, for the text of a run file; `name` stands for it in messages."""
+    """Return the run of a run file's text, as `load_run` does. name: stands for the file in messages."""
     document = parse_document(text, name)
     values = _top_level(document, name)
     changes = parse_overrides(overrides)
     _switch_preset(values, changes)
     apply_overrides(values, changes)
-    locate = _locator(document, name, changes)
+    locate = _make_locator(document, name, changes)
     problems = _fill_from_preset(values)
-    kind = _kind(values, locate)
+    kind = _find_kind(values, locate)
     try:
         # JSON mode: strict, yet a list may become a tuple
         run = kind.model_validate_json(json.dumps(values))
     except ValidationError as error:
-        found = explain(error, values, kind)
+        found = explain_errors(error, values, kind)
+        # An unknown preset leaves the shape unfilled: that its fields are missing is no mistake of its own.
         if problems:
             found = [problem for problem in found if problem.path != ("model",)]
         raise config_error(problems + found, locate) from None
@@ -77,7 +78,7 @@ def parse_run(text: str, name: str, overrides: Sequence[str] = ()) -> Run:
 
 
 def dump_run(run: Run) -> str:
-    """The run file with every field written out; it loads back to an equal `Run`, whatever the presets say by then.
+    """Return the run file with every field written out; it loads back to an equal `Run`, whatever the presets say by then.
 
     Where a field of the model differs from its preset, a comment says what the preset has.
     """
@@ -86,7 +87,7 @@ def dump_run(run: Run) -> str:
     return _with_preset_comments(model, run) + "".join(f"\n{_to_yaml({key: value})}" for key, value in values.items())
 
 
-def _read(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         mode = file.stat().st_mode
         if not stat.S_ISREG(mode):
@@ -121,7 +122,7 @@ def _top_level(document: Document, name: str) -> dict[str, Value]:
 
 
 def _switch_preset(values: dict[str, Value], changes: Sequence[Override]) -> None:
-    """Let go of what the file took from its own preset where the command line names another one.
+    """Drop what the file took from its own preset where the command line names another one.
 
     Fields that say what the old preset says came from it (a resolved file writes them all out); fields that differ were
     chosen, and stay.
@@ -141,7 +142,7 @@ def _switch_preset(values: dict[str, Value], changes: Sequence[Override]) -> Non
 
 
 def _whole_shape(model: dict[str, Value]) -> bool:
-    """Whether a model section gives all that its family needs."""
+    """Return whether a model section gives all that its family needs."""
     family = model.get("family", DEFAULT_FAMILY)
     if not isinstance(family, str) or family not in FAMILIES.names():
         return False
@@ -155,12 +156,12 @@ def _fill_from_preset(values: dict[str, Value]) -> list[Problem]:
     preset = find_preset(name)
     if preset is None:
         return [unknown_choice(("model", "preset"), name, "a preset (phalanx config list shows them)", preset_names())]
-    values["model"] = _merged({"family": preset.family, **preset.fields}, model)
+    values["model"] = _merge_fields({"family": preset.family, **preset.fields}, model)
     return []
 
 
-def _kind(values: dict[str, Value], locate: Callable[[FieldPath], str | None]) -> type[Run]:
-    """The kind of run that the file's model makes it. Raises ConfigError for a family that there is not."""
+def _find_kind(values: dict[str, Value], locate: Callable[[FieldPath], str | None]) -> type[Run]:
+    """Return the kind of run that the file's model makes it. Raises ConfigError for a family that there is not."""
     model = values.get("model")
     family = model.get("family", DEFAULT_FAMILY) if isinstance(model, dict) else DEFAULT_FAMILY
     known = FAMILIES.names()
@@ -171,15 +172,15 @@ def _kind(values: dict[str, Value], locate: Callable[[FieldPath], str | None]) -
     return find_family(family).run
 
 
-def _merged(lower: dict[str, Value], upper: dict[str, Value]) -> dict[str, Value]:
+def _merge_fields(lower: dict[str, Value], upper: dict[str, Value]) -> dict[str, Value]:
     merged = dict(lower)
     for name, value in upper.items():
         below = lower.get(name)
-        merged[name] = _merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        merged[name] = _merge_fields(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
 
 
-def _locator(document: Document, name: str, changes: Sequence[Override]) -> Callable[[FieldPath], str | None]:
+def _make_locator(document: Document, name: str, changes: Sequence[Override]) -> Callable[[FieldPath], str | None]:
     def locate(path: FieldPath) -> str | None:
         if any(change.path[: len(path)] == path[: len(change.path)] for change in changes):
             return None  # it comes from the command line, at least in part
@@ -236,7 +237,7 @@ class Override:
 
 
 def full_name(name: str) -> str:
-    """The name of a field with its section, which fields of the layout need not have."""
+    """Return the name of a field with its section, which fields of the layout need not have."""
     return f"layout.{name}" if f"layout.{name}" in all_fields() else name
 
 
@@ -245,7 +246,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
     Raises ConfigError for those that are not of that form.
     """
-    parsed = [_parse(argument) for argument in arguments]
+    parsed = [_parse_override(argument) for argument in arguments]
     problems = [item for item in parsed if isinstance(item, Problem)]
     if problems:
         raise config_error(problems)
@@ -254,12 +255,12 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
 
 def apply_overrides(values: dict[str, Value], overrides: Sequence[Override]) -> None:
     """Write the changes into `values`, later ones over earlier ones; mappings on the way are created."""
-    problems = [problem for override in overrides if (problem := _assign(values, override)) is not None]
+    problems = [problem for override in overrides if (problem := _assign_value(values, override)) is not None]
     if problems:
         raise config_error(problems)
 
 
-def _parse(argument: str) -> Override | Problem:
+def _parse_override(argument: str) -> Override | Problem:
     name, equals, text = argument.partition("=")
     if any("\ud800" <= character <= "\udfff" for character in argument):
         return Problem((), f"{ascii(argument)[:80]} is not valid text in this terminal's encoding")
@@ -274,11 +275,11 @@ def _parse(argument: str) -> Override | Problem:
     try:
         return Override(path, parse_value(text))
     except ConfigError as error:
-        return Problem(path, f"{dotted(path)}={show_value(text)} cannot be read: {error}")
+        return Problem(path, f"{dotted_name(path)}={show_value(text)} cannot be read: {error}")
 
 
 def _is_text(path: FieldPath) -> bool:
-    """Whether text stands at `path`, in whichever kind of run has it: which kind this one is, overrides may yet change.
+    """Return whether text stands at `path`, in whichever kind of run has it: overrides may yet change which kind this is.
 
     Families of installed packages are left alone: one that cannot be imported must not break every command.
     """
@@ -287,11 +288,11 @@ def _is_text(path: FieldPath) -> bool:
     return any(field is not None and field.is_text for field in fields)
 
 
-def _assign(values: dict[str, Value], override: Override) -> Problem | None:
+def _assign_value(values: dict[str, Value], override: Override) -> Problem | None:
     *parents, last = override.path
     node: Value = values
     for depth, part in enumerate(parents):
-        child = _get(node, part)
+        child = _get_child(node, part)
         if child is None and isinstance(node, dict):
             child = node[str(part)] = {}
         if not isinstance(child, dict | list):
@@ -307,12 +308,12 @@ def _assign(values: dict[str, Value], override: Override) -> Problem | None:
 
 
 def _no_such_place(path: FieldPath, depth: int, found: Value) -> Problem:
-    here = dotted(path[:depth])
+    here = dotted_name(path[:depth])
     what = "does not exist in the list" if found is None else f"is {show_value(found)} and holds no fields"
-    return Problem((), f"{dotted(path)}: {here} {what}")
+    return Problem((), f"{dotted_name(path)}: {here} {what}")
 
 
-def _get(node: Value, part: str | int) -> Value:
+def _get_child(node: Value, part: str | int) -> Value:
     if isinstance(node, dict):
         return node.get(str(part))
     if isinstance(node, list) and isinstance(part, int) and part < len(node):

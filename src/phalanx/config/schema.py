@@ -255,7 +255,7 @@ class Run(Section):
     tune: Tune = Tune()
 
     def find_problems(self) -> Iterable[Problem]:
-        """What of this kind of run does not fit together across sections; by default nothing.
+        """Return what of this kind of run does not fit together across sections; by default nothing.
 
         Reads the run file alone: allocates nothing, and knows no device and no number of ranks.
         """

@@ -107,7 +107,7 @@ class SteppedStream(ABC, Generic[BatchT]):
     """This rank's batches, step after step, read ahead in the background."""
 
     def __init__(self, prefetch: int) -> None:
-        """prefetch: batches kept ready; 0 reads in the caller's thread."""
+        """Begin before the first step. prefetch: batches kept ready; 0 reads in the caller's thread."""
         self.prefetch = prefetch
         self._step = 0
         self._ahead: ReadAhead[BatchT] | None = None

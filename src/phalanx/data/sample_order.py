@@ -9,7 +9,6 @@ neither files nor tokens nor ranks.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -35,12 +34,6 @@ def _scramble_bits(x: UInt64Array) -> UInt64Array:
     return x ^ (x >> np.uint64(31))
 
 
-def stable_key(*parts: object) -> int:
-    """Return a 64-bit key made from the text of `parts`: the same in every process, on every machine, for ever."""
-    text = "\x1f".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
-
-
 class EpochShuffle:
     """A fresh permutation of `items` things for every epoch, computed item by item.
 
@@ -50,7 +43,7 @@ class EpochShuffle:
     """
 
     def __init__(self, items: int, key: int) -> None:
-        """Take `items` >= 1 things to shuffle and a 64-bit `key`, see `stable_key`."""
+        """Take `items` >= 1 things to shuffle and a 64-bit `key`, see `counter_random.stable_key`."""
         assert 1 <= items < 2**62, items
         self.items = items
         self.key = key

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.counter_random import normal_values, random_bits, stream_key
+from phalanx.counter_random import normal_values, random_bits, stable_key, stream_key
 from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
-from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, stable_key
+from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array
 from phalanx.errors import DataError
 from phalanx.extensions import Registry, make_extension
 

@@ -72,7 +72,7 @@ def run_ranks(
                 process.start()
                 there.close()
                 ranks.append((process, here))
-            return _collect(ranks, None if timeout_s is None else time.monotonic() + timeout_s)
+            return _collect_results(ranks, None if timeout_s is None else time.monotonic() + timeout_s)
         finally:
             for process, connection in ranks:
                 process.kill()
@@ -103,20 +103,20 @@ def _run_rank(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s or 1800.0),
         )
-        _send(connection, True, work(*arguments))
+        _send_result(connection, True, work(*arguments))
     except BaseException:
-        _send(connection, False, traceback.format_exc())
+        _send_result(connection, False, traceback.format_exc())
     else:
         # Other ranks may still be connecting to this one, so it stays until the caller ends it.
         connection.poll(None)
 
 
-def _send(connection: Connection, succeeded: bool, value: Any) -> None:
+def _send_result(connection: Connection, succeeded: bool, value: Any) -> None:
     # Plain pickle carries tensors by value; Connection.send would leave them in memory of a process about to end.
     connection.send_bytes(pickle.dumps((succeeded, value)))
 
 
-def _collect(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float | None) -> list[Any]:
+def _collect_results(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float | None) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}

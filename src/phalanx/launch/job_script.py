@@ -97,8 +97,8 @@ def complete_job(machine: Machine, job: Job) -> Job:
     for line in job.setup:
         if "\n" in line or "\r" in line:
             raise ConfigError("--setup takes one line of shell; give it once for each line")
-    partition = _partition(machine, job)
-    longest = None if partition is None else _longest(partition, job.nodes)
+    partition = _find_partition(machine, job)
+    longest = None if partition is None else _longest_seconds(partition, job.nodes)
     seconds = job.seconds if job.seconds is not None else longest
     if seconds is None:
         where = f"partition {job.partition}" if job.partition else machine.name
@@ -122,20 +122,20 @@ def launch_script(machine: Machine, job: Job) -> str:
     """Return the sbatch script that trains `job` on `machine`. Raises ConfigError as `complete_job` does."""
     job = complete_job(machine, job)
     parts = (
-        _header(machine, job),
-        _begin(job),
-        _settings(machine, job),
-        _environment(machine, job),
-        _meeting_point(),
-        _folders(machine, job),
-        _training(machine, job),
-        _preflight(job),
-        _end(machine),
+        _header_lines(machine, job),
+        _first_lines(job),
+        _setting_lines(machine, job),
+        _environment_lines(machine, job),
+        _meeting_lines(),
+        _folder_lines(machine, job),
+        _training_lines(machine, job),
+        _preflight_lines(job),
+        _last_lines(machine),
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part))) + "\n"
 
 
-def _partition(machine: Machine, job: Job) -> Partition | None:
+def _find_partition(machine: Machine, job: Job) -> Partition | None:
     """Return the described partition that the job goes to; None where the description does not know it."""
     known = machine.job_slurm.partitions
     if job.partition is None:
@@ -143,7 +143,7 @@ def _partition(machine: Machine, job: Job) -> Partition | None:
     return next((partition for partition in known if partition.name == job.partition), None)
 
 
-def _longest(partition: Partition, nodes: int) -> int:
+def _longest_seconds(partition: Partition, nodes: int) -> int:
     for limit in partition.limits:
         if nodes <= limit.nodes:
             return round(limit.hours * 3600)
@@ -154,13 +154,15 @@ def _longest(partition: Partition, nodes: int) -> int:
     )
 
 
-def _header(machine: Machine, job: Job) -> Iterator[str]:
+def _header_lines(machine: Machine, job: Job) -> Iterator[str]:
     devices, stop = machine.node.devices, machine.stop
     yield "#!/bin/bash"
-    yield _comment(f"Training on {machine.about}: {job.nodes * devices} ranks, one for each {machine.node.device}.")
+    yield _comment_line(
+        f"Training on {machine.about}: {job.nodes * devices} ranks, one for each {machine.node.device}."
+    )
     yield "# Written by phalanx launch. Reasons name their sources:"
     for name, title in machine.documents.items():
-        yield _comment(f"[{name}] {title}")
+        yield _comment_line(f"[{name}] {title}")
     assert job.seconds is not None
     yield f"#SBATCH --job-name={_job_name(job.run)}"
     yield f"#SBATCH --nodes={job.nodes}"
@@ -171,7 +173,7 @@ def _header(machine: Machine, job: Job) -> Iterator[str]:
         yield f"#SBATCH --partition={job.partition}"
     if job.account is not None:
         yield f"#SBATCH --account={job.account}"
-    yield from _options(machine.job_slurm.sbatch, "#SBATCH ")
+    yield from _option_lines(machine.job_slurm.sbatch, "#SBATCH ")
     yield "# One log for all attempts: a job that starts again goes on writing where it was."
     yield "#SBATCH --output=%x-%j.log"
     yield "#SBATCH --open-mode=append"
@@ -182,30 +184,30 @@ def _header(machine: Machine, job: Job) -> Iterator[str]:
     yield f"#SBATCH --signal=TERM@{stop.seconds_before_end}"
 
 
-def _begin(job: Job) -> Iterator[str]:
+def _first_lines(job: Job) -> Iterator[str]:
     yield "set -eo pipefail"
     yield f"cd -- {shlex.quote(str(job.directory))}"
 
 
-def _settings(machine: Machine, job: Job) -> Iterator[str]:
+def _setting_lines(machine: Machine, job: Job) -> Iterator[str]:
     """Yield the first lines of shell: the machine's, and the user's unless they run inside a container."""
-    yield from _lines(machine.setup)
+    yield from _reasoned_lines(machine.setup)
     if job.image is None:
         yield from job.setup
     elif machine.container is not None:
-        yield from _lines(machine.container.setup)
+        yield from _reasoned_lines(machine.container.setup)
 
 
-def _environment(machine: Machine, job: Job) -> Iterator[str]:
+def _environment_lines(machine: Machine, job: Job) -> Iterator[str]:
     yield "# One thread for each core of a rank."
     yield f"export OMP_NUM_THREADS={machine.node.cores_per_task}"
     for variable in machine.environment:
         if variable.nodes == "any" or (variable.nodes == "one") == (job.nodes == 1):
-            yield _comment(f"{variable.reason} ({variable.source})")
+            yield _comment_line(f"{variable.reason} ({variable.source})")
             yield f"export {variable.name}={_quote_value(variable.value)}"
 
 
-def _meeting_point() -> Iterator[str]:
+def _meeting_lines() -> Iterator[str]:
     yield "# Ranks take their numbers from Slurm; what torchrun may have left in the submitting shell would come first."
     yield f"unset {' '.join(_TORCHRUN)}"
     yield "# All ranks meet on the first host of the job, at a port that other jobs there are unlikely to have."
@@ -216,7 +218,7 @@ def _meeting_point() -> Iterator[str]:
     yield "export TORCHELASTIC_RUN_ID=\"$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\""
 
 
-def _folders(machine: Machine, job: Job) -> Iterator[str]:
+def _folder_lines(machine: Machine, job: Job) -> Iterator[str]:
     names = [variable.name for variable in machine.environment if variable.directory]
     if names:
         yield "# Folders of each node's own."
@@ -224,10 +226,10 @@ def _folders(machine: Machine, job: Job) -> Iterator[str]:
         yield f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task=1 mkdir -p -- {paths}"
 
 
-def _training(machine: Machine, job: Job) -> Iterator[str]:
-    yield from _command(machine, job, "train", ["phalanx", "train", str(job.run), *job.overrides])
+def _training_lines(machine: Machine, job: Job) -> Iterator[str]:
+    yield from _command_lines(machine, job, "train", ["phalanx", "train", str(job.run), *job.overrides])
     if job.examined_as is not None:
-        yield from _command(machine, job, "doctor", ["phalanx", "doctor", "--cluster", job.examined_as])
+        yield from _command_lines(machine, job, "doctor", ["phalanx", "doctor", "--cluster", job.examined_as])
     yield "step=("
     for line in _step_lines(machine, job.nodes):
         yield "    " + line
@@ -258,12 +260,12 @@ def _step_lines(machine: Machine, nodes: int) -> Iterator[str]:
         yield f"--cpu-bind=mask_cpu:{','.join(node.cpu_masks)}"
     else:
         yield "--cpu-bind=cores"
-    yield from _options(machine.job_slurm.srun, "")
+    yield from _option_lines(machine.job_slurm.srun, "")
     yield "# A rank that ends must not have the others killed while they save, nor leave them waiting for ever."
     yield f"--kill-on-bad-exit=0 --wait={machine.stop.seconds_before_end}"
 
 
-def _command(machine: Machine, job: Job, name: str, words: Iterable[str]) -> Iterator[str]:
+def _command_lines(machine: Machine, job: Job, name: str, words: Iterable[str]) -> Iterator[str]:
     """Yield the command of every rank as an array of the shell, inside the container if there is one."""
     yield f"{name}=({shlex.join(words)})"
     if job.image is None:
@@ -275,7 +277,7 @@ def _command(machine: Machine, job: Job, name: str, words: Iterable[str]) -> Ite
     yield f'{name}=({shlex.join(around)} "${{{name}[@]}}")'
 
 
-def _preflight(job: Job) -> Iterator[str]:
+def _preflight_lines(job: Job) -> Iterator[str]:
     if job.examined_as is None:
         return
     yield "# Before the first step: settings, binding, devices and links of all ranks. What is slow or far from its cores is"
@@ -289,7 +291,7 @@ def _preflight(job: Job) -> Iterator[str]:
     yield "fi"
 
 
-def _end(machine: Machine) -> Iterator[str]:
+def _last_lines(machine: Machine) -> Iterator[str]:
     yield "# Slurm tells this shell of a cancelled or preempted job. It notes that and waits for the ranks, which save and"
     yield "# stop: if it ended at once, the job would end with it."
     yield "ended_by_slurm="
@@ -305,20 +307,20 @@ def _end(machine: Machine) -> Iterator[str]:
     yield 'exit "$code"'
 
 
-def _options(options: Iterable[Option], before: str) -> Iterator[str]:
+def _option_lines(options: Iterable[Option], before: str) -> Iterator[str]:
     margin = " " * (len(before) - len(before.lstrip()))
     for option in options:
-        yield margin + _comment(f"{option.reason} ({option.source})")
+        yield margin + _comment_line(f"{option.reason} ({option.source})")
         yield before + shlex.quote(option.option)
 
 
-def _lines(lines: Iterable[Line]) -> Iterator[str]:
+def _reasoned_lines(lines: Iterable[Line]) -> Iterator[str]:
     for line in lines:
-        yield _comment(f"{line.reason} ({line.source})")
+        yield _comment_line(f"{line.reason} ({line.source})")
         yield line.line
 
 
-def _comment(text: str) -> str:
+def _comment_line(text: str) -> str:
     return "# " + " ".join(text.split())
 
 

@@ -119,7 +119,7 @@ class RankProcesses:
 
     def start(self, arguments: Sequence[str], rank: int, world_size: int, port: int) -> None:
         """Start one rank; rank 0 shares this process's streams, and of the others only errors are kept."""
-        settings: dict[str, Any] = {"env": _environment(rank, world_size, port, self._run_id), "process_group": 0}
+        settings: dict[str, Any] = {"env": _rank_environment(rank, world_size, port, self._run_id), "process_group": 0}
         command = [sys.executable, "-m", self._module, *arguments]
         if rank == 0:
             process = subprocess.Popen(command, **settings)
@@ -225,7 +225,7 @@ class RankProcesses:
         return self._folder / f"rank-{rank}"
 
 
-def _environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
+def _rank_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
     """Return the variables torchrun would set, and defaults for ranks of one machine, which the user's own go before."""
     wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // world_size)), **passive_waits(os.environ)}
     if "lo" in (name for _, name in socket.if_nameindex()):

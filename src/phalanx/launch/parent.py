@@ -52,13 +52,13 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     else:
-        threading.Thread(target=_watch, args=(parent, number), name="watch-parent", daemon=True).start()
+        threading.Thread(target=_watch_parent, args=(parent, number), name="watch-parent", daemon=True).start()
     # The parent may have ended before the request was made.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _watch(parent: int, number: signal.Signals) -> None:
+def _watch_parent(parent: int, number: signal.Signals) -> None:
     while os.getppid() == parent:
         time.sleep(_WATCH_S)
     os.kill(os.getpid(), number)

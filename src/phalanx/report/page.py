@@ -11,7 +11,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from phalanx import __version__
-from phalanx.printable import printable
+from phalanx.printable import make_printable
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def render_page(template: str, *styles: str, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     style = Markup("".join(map(read_template, ("page.css", *styles))))
-    return printable(environment.get_template(template).render(version=__version__, style=style, **values))
+    return make_printable(environment.get_template(template).render(version=__version__, style=style, **values))
 
 
 def write_script_json(value: object) -> Markup:

@@ -37,14 +37,14 @@ from phalanx.training.step import TrainStep
 CHOOSE_SAMPLES = ("training.seed", "layout.global_batch")
 """Fields outside of `data` that decide which samples a step reads."""
 CHOOSE_NO_SAMPLES = ("data.prefetch", "data.verify", "data.cache_mb", "data.fit_cost_every")
-"""Fields of `data` that do not."""
+"""Fields of `data` that do not: they may change when a run resumes."""
 
 _Number = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 class ScalerState(BaseModel):
-    """What `torch.amp.GradScaler` keeps."""
+    """State of `torch.amp.GradScaler`."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -63,7 +63,7 @@ class TrainingState(BaseModel):
     step: _Count
     """Optimizer steps done."""
     data_fingerprint: Annotated[str, Field(min_length=1)]
-    """Of the samples that the run reads."""
+    """Text that is equal for runs that read the same samples in the same order."""
     scaler: ScalerState | None
     """The loss scale of a run in fp16."""
     rng: RngState
@@ -185,8 +185,9 @@ def damaged_field(where: str, error: ValidationError) -> CheckpointDamaged:
 def _check_same_run(run: Run, state: TrainingState, data_fingerprint: str, where: str) -> None:
     """Refuse to resume with other samples than the run began with: the steps done would no longer mean anything."""
     if state.data_fingerprint != data_fingerprint:
+        changed = _describe_differences(run, state.run)
         raise ConfigError(
-            f"{where} was trained on other samples: {_differences(run, state.run)}; put that back, or start a new run with "
+            f"{where} was trained on other samples: {changed}; put that back, or start a new run with "
             f"training.init_from={where}"
         )
     if state.step > run.training.steps:
@@ -195,9 +196,9 @@ def _check_same_run(run: Run, state: TrainingState, data_fingerprint: str, where
         )
 
 
-def _differences(run: Run, before: str) -> str:
-    """Return, in words, the fields that choose samples and differ from a run file written `before`, with both values."""
-    was, now = (_flat(parse_document(text, "run").value) for text in (before, dump_run(run)))
+def _describe_differences(run: Run, before: str) -> str:
+    """Return the fields that choose samples and differ from the run file `before`, with both values, for a message."""
+    was, now = (_flatten_fields(parse_document(text, "run").value) for text in (before, dump_run(run)))
     changed = [
         f"{name} was {show_value(was.get(name))}, now {show_value(now.get(name))}"
         for name in {**was, **now}
@@ -211,7 +212,7 @@ def _chooses_samples(name: str) -> bool:
     return name in CHOOSE_SAMPLES or (name.startswith("data.") and name not in CHOOSE_NO_SAMPLES)
 
 
-def _flat(value: Value, name: str = "") -> dict[str, Value]:
+def _flatten_fields(value: Value, name: str = "") -> dict[str, Value]:
     """Return every scalar of a document by its dotted name."""
     if isinstance(value, dict):
         parts = [(f"{name}.{key}" if name else key, item) for key, item in value.items()]
@@ -219,7 +220,7 @@ def _flat(value: Value, name: str = "") -> dict[str, Value]:
         parts = [(f"{name}.{number}", item) for number, item in enumerate(value)]
     else:
         return {name: value}
-    return {path: scalar for part, item in parts for path, scalar in _flat(item, part).items()}
+    return {path: scalar for part, item in parts for path, scalar in _flatten_fields(item, part).items()}
 
 
 def _nothing_to_resume(model: TrainableModel, where: Path) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""What a run reads: the training stream of this rank, the held-out samples, and what of its data a run keeps.
+"""Inputs of a run: the training stream of this rank, the held-out samples, and what of its data a run keeps.
 
 A bound model opens them: training asks `TrainableModel`, below.
 """
@@ -26,22 +26,22 @@ from phalanx.training.metrics import RankTimes
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that an evaluation found."""
+    """One result of an evaluation, for the log and for a person."""
 
     kind: str
-    """Of the event in the run's log: evaluation, sample."""
+    """Kind of the event in the run's log: evaluation, sample."""
     fields: dict[str, Any]
-    """Of the event, ready for JSON."""
+    """Fields of the event, ready for JSON."""
     words: str
-    """The same for a person."""
+    """The result in words."""
 
 
 @dataclass(frozen=True)
 class ExpectedEvaluation:
-    """What the evaluations of a run will give, known before there is one."""
+    """Form of what the evaluations of a run will give, known before there is one."""
 
     fields: dict[str, Any]
-    """Of the event, as the code that evaluates forms them, with a number of no meaning for everything measured."""
+    """Fields of the event, as the code that evaluates forms them, with a meaningless number for everything measured."""
     less_is_better: frozenset[str]
     """Names of the numbers there that are smaller for a better model."""
 
@@ -50,7 +50,7 @@ class Evaluator(Protocol):
     """Evaluates one model again and again, the same way each time."""
 
     def evaluate(self, executor: Executor) -> list[Finding]:
-        """What the model gives now. Every rank calls it."""
+        """Return what the present parameters give. Every rank calls it."""
 
 
 class Verifiable(Protocol):
@@ -69,32 +69,32 @@ class Inputs:
     verification: Verification
     """Checks the training data's checksums while training begins."""
     saved: dict[str, Any] = field(default_factory=dict)
-    """What of the data goes into every checkpoint."""
+    """Facts of the data for every checkpoint, as JSON values."""
     in_words: str = ""
-    """How much there is to train on, for a person."""
+    """Amount of training data, for a person."""
 
     def write(self, run_dir: Path) -> None:
         """Put beside the run what using the model will need of its data; by default nothing."""
 
     def watch(self, applied: ParallelModel) -> None:
-        """Learn from what is about to run how to share out samples; by default nothing."""
+        """Learn from the model that is about to run how to share samples among ranks; by default nothing."""
 
     def after(self, step: int) -> Callable[[], RankTimes] | None:
-        """How evenly ranks computed in `step`, whose results are there; by default nothing is known.
+        """Return what gives the times of the ranks in `step`, which is finished; None by default.
 
-        Every rank calls it. What it gives waits for other ranks, and for steps that were launched by the time of this call.
+        Every rank calls it. Calling the result waits for other ranks, and for steps that were launched by now.
         """
         return None
 
     def state(self) -> dict[str, Any]:
-        """What of the data changes as training goes on, for every checkpoint beside `saved`."""
+        """Return what changes of the data as training goes on, for every checkpoint beside `saved`."""
         return {}
 
     def check(self, state: dict[str, Any], where: str) -> None:
         """Refuse a checkpoint's state that such inputs cannot have saved. where: the file. Raises CheckpointDamaged."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint's state; by default nothing changes."""
+        """Resume from a checkpoint's state; by default nothing changes."""
 
 
 class Verification:
@@ -141,7 +141,8 @@ class TrainableModel(LayoutModel):
     def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
         """Open every source of the run file. first: whether this rank does what is done once.
 
-        Raises DataError for missing, truncated or unsuitable data."""
+        Raises DataError for missing, truncated or unsuitable data.
+        """
 
     @abstractmethod
     def check_inputs(self) -> str:
@@ -151,7 +152,8 @@ class TrainableModel(LayoutModel):
         """
 
     def expected_evaluation(self) -> ExpectedEvaluation | None:
-        """What evaluations in training will give; None where the run holds nothing out to evaluate on.
+        """Return the form of what evaluations will give; None where the run holds nothing out to evaluate on.
 
-        Raises DataError for data that are not there or not prepared."""
+        Raises DataError for data that are not there or not prepared.
+        """
         return None

@@ -43,7 +43,7 @@ class RunLog:
     """Everything that a run says while it trains; only the first rank's says anything."""
 
     def __init__(self, directory: RunDirectory, sinks: Sequence[Sink]) -> None:
-        """sinks: at least the terminal on the first rank, none elsewhere."""
+        """Log to `directory` and to `sinks`: at least the terminal on the first rank, none elsewhere."""
         self._directory = directory
         self._sinks = sinks
 
@@ -80,7 +80,7 @@ class ConsoleSink:
     """A progress bar on a terminal, plain lines elsewhere; everything on stderr."""
 
     def __init__(self, *, total_steps: int, first_step: int, every: int, unit: str = "tok") -> None:
-        """unit: what `StepMetrics.tokens` counts."""
+        """Show a run of `total_steps` that continues after `first_step`. unit: of what `StepMetrics.tokens` counts."""
         self.unit = unit
         self.console = plain_console(stderr=True)
         self.total_steps = total_steps

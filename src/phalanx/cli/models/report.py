@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from phalanx.cli.console import print_json
-from phalanx.printable import printable
+from phalanx.printable import make_printable
 from phalanx.report.run_log import RunLog, summarise_run
 from phalanx.report.run_page import write_page
 
@@ -23,4 +23,4 @@ def run_report(
     if json_output:
         print_json({"report": str(page), **asdict(summarise_run(log)), "notes": log.notes})
     else:
-        print(printable(str(page)))
+        print(make_printable(str(page)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.config.document import dotted
+from phalanx.config.document import dotted_name
 from phalanx.config.load import parse_overrides
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.machine import Machine
@@ -47,7 +47,7 @@ def parse_choice(words: str) -> dict[str, Any]:
     given = [word.strip() for word in words.split(",") if word.strip()]
     chosen: dict[str, Any] = {}
     for override in parse_overrides(given):
-        name, value = dotted(override.path).removeprefix("layout."), override.value
+        name, value = dotted_name(override.path).removeprefix("layout."), override.value
         if name not in CHOSEN:
             raise ConfigError(f"{words}: planning does not choose {name}; it chooses {', '.join(CHOSEN)}")
         if name in NAMED:

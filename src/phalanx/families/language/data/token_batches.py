@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.counter_random import stable_key
 from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
-from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
+from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Mixture
 from phalanx.errors import DataError
 from phalanx.families.language.data.token_source import Int64Array, TokenSource
 from phalanx.nn.cross_entropy import IGNORED

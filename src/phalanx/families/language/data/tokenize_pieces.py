@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from phalanx.errors import DataError
 from phalanx.families.language.data.tokenizer import encode_texts, parse_tokenizer, text_share
-from phalanx.files import replacing
+from phalanx.files import replace_file
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Piece:
 
     def save(self, path: Path) -> None:
         """Write atomically."""
-        with replacing(path) as file:
+        with replace_file(path) as file:
             np.savez(file, tokens=self.tokens, lengths=self.lengths, text_bytes=self.text_bytes, held_out=self.held_out)
 
     @classmethod

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from safetensors.numpy import save
 
 from phalanx.errors import DataError
-from phalanx.files import replacing
+from phalanx.files import replace_file
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -36,7 +36,7 @@ _LARGEST_HEADER = 2**24
 
 def write_arrays(path: Path, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
     """Write the arrays atomically; a crash leaves the old file, the new one or none."""
-    with replacing(path) as file:
+    with replace_file(path) as file:
         file.write(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
 
 

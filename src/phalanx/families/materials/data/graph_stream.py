@@ -18,8 +18,9 @@ from typing import Literal
 
 import numpy as np
 
+from phalanx.counter_random import stable_key
 from phalanx.data.batch_stream import SteppedStream
-from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Mixture, stable_key
+from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Mixture
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.materials.config import GraphData
 from phalanx.families.materials.data.array_files import Int64Array

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.counter_random import stream_key, uniform_values
+from phalanx.counter_random import stable_key, stream_key, uniform_values
 from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
-from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, Mixture, stable_key
+from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, Mixture
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.weather.config import FieldData, Period
 from phalanx.families.weather.data.coordinates import HOUR, Float32Array, Grid, moment_bounds

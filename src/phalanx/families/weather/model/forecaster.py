@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.counter_random import CounterDropout, DropoutContext, mix
+from phalanx.counter_random import CounterDropout, DropoutContext, mix_bits
 from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.field_embedding import FieldEmbedding
 from phalanx.families.weather.model.field_head import FieldHead
@@ -202,6 +202,6 @@ def path_factors(config: WeatherModel, layer: int, dropout: DropoutContext | Non
         return None
     # A function of the sample's number: the same whatever ranks and micro-batches share the batch.
     branches = torch.arange(2, device=dropout.sample_indices_B.device)[:, None]
-    bits_2B = mix(mix(dropout.key + _PATHS) + dropout.sample_indices_B * 2 + branches)
+    bits_2B = mix_bits(mix_bits(dropout.key + _PATHS) + dropout.sample_indices_B * 2 + branches)
     kept_2B = (bits_2B >> 33) & 0x7FFFFFFF >= int(chance * 2**31)
     return kept_2B.to(torch.float64) / (1.0 - chance)
