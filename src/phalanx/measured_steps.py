@@ -1,4 +1,4 @@
-"""How fast a run is on the devices that are here: some steps trained for real, beside what a plan expects of them."""
+"""Some steps of a run, trained for real on the devices that are here, and what the planner expects of them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _summarise_log(log: RunLog, ranks: int, skip: int, peak: float | None) -> Me
 
 @dataclass(frozen=True)
 class Expected:
-    """What the planner expects of one layout on one machine."""
+    """Step time and memory that the planner expects of one layout on one machine."""
 
     cluster: str
     device: str
@@ -124,7 +124,7 @@ class Expected:
     """Interval that holds the step time with a probability of 90%."""
     time_by_cause_s: dict[str, float]
     memory_bytes: float
-    """On the worst rank, as a run logs it."""
+    """Bytes on the worst rank, as a run logs them."""
 
 
 def expect_step(model: TracedModel, layout: ResolvedLayout, machine: Machine, profile: NamedProfile) -> Expected:

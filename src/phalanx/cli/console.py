@@ -1,4 +1,4 @@
-"""What the subcommands print with: results go to stdout, everything else to stderr.
+"""Printing of all subcommands: results go to stdout, everything else to stderr.
 
 With `--json` a subcommand prints exactly one JSON object, through `print_json`, and nothing else on stdout.
 """

@@ -1,1 +1,1 @@
-"""What a run wrote down, read back and shown: the run log, its headline figures and the HTML page."""
+"""Runs, plans, studies and ensembles as HTML pages, and the pieces that pages and terminals share."""

@@ -247,7 +247,7 @@ class Bar:
     name: str
     length: float
     note: str
-    """What is written behind the bar."""
+    """Words behind the bar."""
     style: str
     start: float = 0.0
     marks: tuple[float, ...] = ()

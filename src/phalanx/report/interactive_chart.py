@@ -56,7 +56,7 @@ class Series:
 
     key: str
     label: str
-    """Its name in the legend and the read-out; empty for a curve that only accompanies another."""
+    """Name in the legend and the read-out; empty for a curve that only accompanies another."""
     colour: int
     """Which of the page's curve colours, from 1."""
     positions: Positions

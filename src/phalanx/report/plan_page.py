@@ -114,7 +114,7 @@ PARALLELISM_COLUMNS: tuple[Column[Row], ...] = (
     Column("recompute", lambda row: row["recompute"], gives_way=2),
     Column("GiB", lambda row: format_gibibytes(row["memory_bytes"])),
 )
-"""How a layout splits the work, and the memory that takes: on a terminal and on the page."""
+"""Columns for how a layout splits the work, and the memory that takes: on a terminal and on the page."""
 
 FITS: Column[Row] = Column("P(fits)", lambda row: f"{row['p_fits']:.2f}", gives_way=3)
 STEP: Column[Row] = Column(

@@ -73,7 +73,7 @@ def smooth_values(values: FloatArray, longest_half_life: int) -> FloatArray:
 
 @dataclass(frozen=True)
 class Readout:
-    """What the page's script reads out under the pointer, for each record that any curve draws."""
+    """Figures that the page's script reads out under the pointer, for each record that any curve draws."""
 
     domains: dict[str, tuple[float, float]]
     """Low and high end of each horizontal axis."""

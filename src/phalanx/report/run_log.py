@@ -1,6 +1,6 @@
-"""What a run directory says about its run: metrics, events, the resolved run file and the machine.
+"""The log of a run, read from its directory: metrics, events, the resolved run file, the machine, and headline figures.
 
-Every verb that looks back at a run reads it through `RunLog`. This module must not know how a run is trained or shown;
+Every subcommand that looks back at a run reads it through `RunLog`. This module must not know how a run is trained or shown;
 of Phalanx it imports only what reads files, so any module may use it.
 """
 
@@ -59,12 +59,12 @@ class Event:
     step: int
     """Optimizer steps done when it happened."""
     time: datetime
-    """When it happened, in UTC; a log time without a zone is taken as UTC."""
+    """Time in UTC; a log time without a zone is taken as UTC."""
     fields: Mapping[str, Any]
     """Whatever else the line holds, for example `loss` of an evaluation."""
 
     def number(self, name: str) -> float:
-        """The field `name` as a float; NaN where it is absent or not a number."""
+        """Return the field `name` as a float; NaN where it is absent or not a number."""
         value = self.fields.get(name)
         number = None if isinstance(value, bool) else _number_or_none(value)
         return float("nan") if number is None else float(_measurable(np.array(number)))
@@ -81,15 +81,15 @@ class RunLog:
     """Every column of `metrics.jsonl` by name, each of shape (records,): NaN where a record has no number, 1 and 0 for
     true and false."""
     events: tuple[Event, ...]
-    """In the order they were written."""
+    """Events in the order they were written."""
     config: Mapping[str, Any] | None
     """The resolved run file, parsed; None where `run.yaml` is missing."""
     config_text: str | None
     """The resolved run file as it was written."""
     machine: Mapping[str, Any] | None
-    """What the run ran on; None where `machine.json` is missing."""
+    """Description of the machine; None where `machine.json` is missing."""
     notes: tuple[str, ...]
-    """What is missing, cut off, repeated or left out in this log, one sentence each."""
+    """Sentences about what is missing, cut off, repeated or left out in this log."""
 
     @classmethod
     def read(cls, run_dir: Path) -> RunLog:
@@ -119,15 +119,15 @@ class RunLog:
 
     @property
     def unit(self) -> str:
-        """What `tokens` counts, in the plural."""
+        """Name of what `tokens` counts, in the plural."""
         return "structures" if self.family == "materials" else "tokens"
 
     def column(self, name: str) -> FloatArray:
-        """The column `name` of shape (records,): NaN where a record lacks it, all NaN where no record has it."""
+        """Return the column `name` of shape (records,): NaN where a record lacks it, all NaN where no record has it."""
         return self.columns.get(name, np.full(len(self.steps), np.nan))
 
     def of_kind(self, kind: str) -> list[Event]:
-        """The events of one kind, in the order they were written."""
+        """Return the events of one kind, in the order they were written."""
         return [event for event in self.events if event.kind == kind]
 
     @property
@@ -165,13 +165,13 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[IntArray, dict[str, Flo
 
 
 def _measurable(values: FloatArray) -> FloatArray:
-    """Values with infinities for magnitudes beyond `LARGEST` and 0 for those below its inverse."""
+    """Return the values with infinities for magnitudes beyond `LARGEST` and 0 for those below its inverse."""
     values = np.where(np.abs(values) > LARGEST, np.copysign(np.inf, values), values)
     return np.where(np.abs(values) < 1.0 / LARGEST, 0.0, values)
 
 
 def metrics_problem(record: dict[str, Any]) -> str | None:
-    """What is wrong with a record of metrics.jsonl, or None."""
+    """Return what is wrong with a record of metrics.jsonl; None where nothing is."""
     for name in REQUIRED_COLUMNS:
         if name not in record:
             return f"has no {name!r}"
@@ -213,7 +213,7 @@ def _read_events(path: Path, notes: list[str]) -> tuple[Event, ...]:
 
 
 def event_problem(record: dict[str, Any]) -> str | None:
-    """What is wrong with a record of events.jsonl, or None."""
+    """Return what is wrong with a record of events.jsonl; None where nothing is."""
     kind, time = record.get("kind"), record.get("time")
     if not isinstance(kind, str):
         return f'has kind {kind!r:.80}, not a name such as "evaluation"'
@@ -229,7 +229,7 @@ def event_problem(record: dict[str, Any]) -> str | None:
 def _read_lines(
     path: Path, problem_of: Callable[[dict[str, Any]], str | None], notes: list[str]
 ) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines; notes say what was left out."""
+    """Return the records of a file of JSON lines; add to `notes` what was left out."""
     found = read_json_lines(path, problem_of)
     if found.damaged:
         notes.append(f"{found.describe_damage()}; left out.")
@@ -275,7 +275,7 @@ def _read_small(path: Path) -> bytes:
 
 
 def _number_or_none(value: object) -> float | None:
-    """A JSON value as a float, or None where it is no number: null is NaN, true is 1, and "NaN" and "Infinity" may be
+    """Return a JSON value as a float, None where it is no number: null is NaN, true is 1, and "NaN" and "Infinity" may be
     strings, as strict writers have them."""
     if type(value) is float:
         return value
@@ -305,7 +305,7 @@ class Summary:
     family: str
     """The model's family."""
     unit: str
-    """What `tokens` counts, in the plural."""
+    """Name of what `tokens` counts, in the plural."""
     tokens: int
     """Tokens or structures trained on: the largest count recorded."""
     final_loss: float
@@ -332,9 +332,9 @@ class Summary:
     median_mfu_measured: float
     """The same against the measured matmul peak."""
     flops_convention: str | None
-    """How model FLOPs were counted, as `machine.json` names it."""
+    """Convention by which model FLOPs were counted, as `machine.json` names it."""
     wall_seconds: float
-    """From the first event to the last step or event, pauses between a kill and a resume included; at least
+    """Seconds from the first event to the last step or event, pauses between a kill and a resume included; at least
     `step_seconds`."""
     step_seconds: float
     """Sum of the seconds of all steps."""
@@ -390,6 +390,7 @@ def _measure_wall_time(log: RunLog) -> float:
     in_steps = _sum_finite(seconds)
     if not log.events:
         return in_steps
+    # Events and not file times, which change when a run is copied.
     first: Event = min(log.events, key=lambda event: event.time)
     last: Event = max(log.events, key=lambda event: event.time)
     # a killed run trains on after its last event; those steps are only known by their length
@@ -407,7 +408,7 @@ def _median_of_finite(values: FloatArray) -> float:
 
 
 def _share_of(part: FloatArray, whole: FloatArray) -> float:
-    """Sum of `part` over the sum of `whole`, over the records that have both."""
+    """Return the sum of `part` over the sum of `whole`, over the records that have both."""
     both = np.isfinite(part) & np.isfinite(whole)
     total = float(whole[both].sum())
     return float(part[both].sum()) / total if total > 0 else math.nan

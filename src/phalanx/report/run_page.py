@@ -48,7 +48,7 @@ LONGEST_CONFIG = 100_000
 
 _CONVENTIONS = {"causal": "causal half of attention", "palm": "PaLM, attention not halved"}
 _COUNTED = {"weather": "attention sees all pairs", "materials": "of a structure of mean size"}
-"""Of the families for which `training.flops` makes no difference."""
+"""FLOPs convention of the families for which `training.flops` makes no difference."""
 _ROUTINE = ("checkpoint", "evaluation")
 _MACHINE_LABELS = {
     "device": "Device",

@@ -18,9 +18,9 @@ class Column(Generic[RowT]):
     cell: Callable[[RowT], object]
     align: Literal["left", "right"] = "right"
     gives_way: int = 0
-    """How soon the column is left out on a narrow terminal: those of the highest number first, those of 0 never."""
+    """Rank in which columns are left out on a narrow terminal: the highest first, those of 0 never."""
     narrow: Column[RowT] | None = None
-    """What takes its place once it is left out."""
+    """Column that takes its place once it is left out."""
     style: Callable[[RowT], str] | None = None
     """Class of a cell on a page, by the row."""
 

@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 CAUTION = "ranks 2 to 4 of a study of 25 to 50 trials change with the seed"
-"""What everyone who reads an importance should know."""
+"""Caution beside every importance."""
 _LEAST_TRIALS = 6
 """Measured trials below which nothing is said of what matters."""
 _TREES = 40
@@ -35,7 +35,7 @@ _MOST_EMPTY = 16
 
 @dataclass(frozen=True)
 class MeasuredImportance:
-    """What matters by measured trials, the most important parameter first."""
+    """Importance of parameters by measured trials, the most important one first."""
 
     names: tuple[str, ...]
     importance: Floats
@@ -178,11 +178,11 @@ def explained_variance(codes: Ints, values: Floats) -> float:
 
 @dataclass(frozen=True)
 class Interaction:
-    """How a figure depends on two parameters together."""
+    """Dependence of a figure on two parameters together."""
 
     names: tuple[str, str]
     share: float
-    """Of the variance: what the two explain together beyond what each does alone; negative where they tell the same."""
+    """Share of the variance that the two explain together beyond what each does alone; negative where they tell the same."""
     means: Floats
     """[values of the first, values of the second]: mean of the figure; NaN where there is no point."""
 

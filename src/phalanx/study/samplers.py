@@ -39,7 +39,7 @@ class Observation:
 
     values: Mapping[str, Scalar]
     score: float | None
-    """What is minimised; None for a failure."""
+    """Figure that is minimised; None for a failure."""
     cause: str = "crash"
     """Why the trial failed, where it did."""
     memory_bytes: float | None = None
@@ -61,7 +61,7 @@ class Proposal:
 
     values: Values
     note: Mapping[str, Any] = field(default_factory=dict)
-    """What the sampler expects of the trial, as plain values."""
+    """Expectations of the sampler for the trial, as plain values."""
 
 
 class Sampler(Protocol):

@@ -1,4 +1,4 @@
-"""What may be chosen: ranges of parameters, what samplers ask of a space, and conditions that every choice must meet.
+"""Spaces: ranges of parameters, what samplers ask of a space, and conditions that every choice must meet.
 
 Spaces differ in what a choice means for a run: a layout space enumerates legal layouts, a hyperparameter space combines
 fields of the run file freely. Samplers see neither.
@@ -138,7 +138,7 @@ class Space(Protocol):
 
     @property
     def ranges(self) -> dict[str, Range]:
-        """What general samplers suggest values from, by name: these may be positions rather than the values themselves."""
+        """Ranges that general samplers suggest values from, by name; positions of the values where these have no order."""
 
     def encode(self, values: Mapping[str, Scalar]) -> Values | None:
         """Return a choice in terms of `ranges`; None where the space does not have it."""

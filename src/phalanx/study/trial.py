@@ -34,7 +34,7 @@ class Outcome:
     cause: str
     """OK, one of FAILURES, or INTERRUPTED."""
     value: float | None = None
-    """What is minimised: the median seconds of a step, or a held-out error; None unless the cause is OK."""
+    """Figure that is minimised: the median seconds of a step, or a held-out error; None unless the cause is OK."""
     losses: tuple[float, ...] = ()
     """Loss of each step."""
     memory_bytes: float | None = None
@@ -42,7 +42,7 @@ class Outcome:
     seconds: float = 0.0
     """Seconds of the whole trial, start of its processes included."""
     words: str = ""
-    """What a failed trial wrote last."""
+    """Last words of a failed trial."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Further figures, as plain values."""
 
@@ -80,7 +80,7 @@ class Trial:
     outcome: Outcome | None = None
     """None while it runs."""
     note: Mapping[str, Any] = field(default_factory=dict)
-    """What the sampler expected, as plain values."""
+    """Expectations of the sampler, as plain values."""
 
     @property
     def good(self) -> bool:
@@ -99,7 +99,7 @@ class Trial:
 
     @property
     def value(self) -> float:
-        """What is minimised, of a good trial."""
+        """Figure that is minimised, of a good trial."""
         assert self.outcome is not None and self.outcome.value is not None
         return self.outcome.value
 

@@ -1,1 +1,1 @@
-"""What is done with trained models and their runs."""
+"""Subcommands for trained models: evaluate, generate, forecast, errors, ensemble, report, convert."""

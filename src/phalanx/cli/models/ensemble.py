@@ -33,7 +33,7 @@ REPORT = "report.html"
 MEMBERS = "members"
 """Folder of the runs that were trained for the ensemble."""
 STUDY = "study.log"
-"""What tells the folder of a study; its module is imported where there is one, for it needs an extra."""
+"""File by which the folder of a study is known; its module is imported where there is one, for it needs an extra."""
 TOP = 5
 """Members taken of a study where nobody says how many."""
 _POOL = 4

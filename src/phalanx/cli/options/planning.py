@@ -87,7 +87,7 @@ def declare_plan(
 
 
 SECONDS = 200.0
-"""How long `phalanx calibrate` measures by default."""
+"""Seconds that `phalanx calibrate` measures by default."""
 
 
 def declare_calibrate(

@@ -1,4 +1,4 @@
-"""What tuning may begin next: every part of a configuration that is ready, with the time and memory it probably takes.
+"""Candidates of tuning: every part of a configuration that may begin next, with the time and memory it probably takes.
 
 Both are linear regressions of a logarithm with a prior: before any trial has run they follow the family's own size and
 FLOPs, and each trial that ends corrects them. Beside the size they know what was chosen, so that they learn of a backbone
@@ -216,7 +216,7 @@ class CandidateQueue:
 
 @dataclass(frozen=True)
 class TrialSize:
-    """How large a trial is, by its family's own functions."""
+    """Size of a trial, by its family's own functions."""
 
     flops: float
     """FLOPs of a step, forward and backward."""

@@ -49,7 +49,7 @@ class Configuration:
     """Number of its first part, which names its folder."""
     values: dict[str, Scalar]
     parts: list[Trial] = field(default_factory=list)
-    """In the order in which they began."""
+    """Parts in the order in which they began."""
 
     def standing(self) -> Standing:
         """Return how far the configuration has come, for ASHA."""

@@ -18,7 +18,7 @@ from phalanx.study.hyperparameters.asha import Standing, promotable_trials
 _WORTH_MOVING = 3.0
 """Starting times that a move must save."""
 _SHADES = " .:-=+*#"
-"""How much of its time a device was busy, from never to always."""
+"""Letters for the share of its time that a device was busy, from never to always."""
 
 
 # --- which trial runs where --------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Packing:
-    """How devices are used."""
+    """Rules by which devices are used."""
 
     share: bool = True
     """Whether trials share devices, up to their slots."""
@@ -199,7 +199,7 @@ class Window:
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """What became of a device's time."""
+    """Seconds that a device was held, busy and shared."""
 
     device: str
     held_s: float

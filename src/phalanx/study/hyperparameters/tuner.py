@@ -167,7 +167,7 @@ def _require_same_run(run: Run, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a tuner needs to know beside what it tries."""
+    """Folder, limits and scheduling of a study."""
 
     folder: Path
     metric: str

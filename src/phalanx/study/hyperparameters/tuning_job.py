@@ -63,7 +63,7 @@ class TuningJob:
     process: LimitedProcess | None = None
     """None while the job waits for a device of its own."""
     began: float = 0.0
-    """When its process started, seconds since the epoch."""
+    """Start of its process, in seconds since the epoch."""
     most_sharing: int = 1
     """Trials that its device had at once, at most, while it ran there."""
     spans: list[Span] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a search of layouts may choose: legal layouts, times the tunables that apply to each, less what constraints exclude.
+"""The space of a search of layouts: legal layouts, times the tunables that apply to each, less what constraints exclude.
 
 A finite list of points, each a position in the values of every parameter.
 """

@@ -34,7 +34,7 @@ _REPEAT = 0.005
 
 @dataclass(frozen=True)
 class Errors:
-    """How far the truth is from the model: root mean squares of logarithms over the points of a space."""
+    """Distance of the truth from the model: root mean squares of logarithms over the points of a space."""
 
     time: float = 0.10
     memory: float = 0.05

@@ -78,7 +78,7 @@ class Posterior:
     log_seconds: Floats
     """Mean of the logarithm of a step's seconds."""
     spread: Floats
-    """Its standard deviation."""
+    """Standard deviation of that logarithm."""
     fits: Floats
     """Probability that the point fits into memory."""
 
@@ -186,7 +186,7 @@ class ErrorKernel(Kernel):
 
     @property
     def hyperparameter_variances(self) -> Hyperparameter:
-        """What scikit-learn may vary; it finds hyperparameters by this prefix."""
+        """Hyperparameters that scikit-learn may vary; it finds them by this prefix."""
         return Hyperparameter("variances", "numeric", (1e-8, 1e4), len(self.variances))
 
     def __call__(self, X: Floats, Y: Floats | None = None, eval_gradient: bool = False) -> Floats:

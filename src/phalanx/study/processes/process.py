@@ -61,7 +61,7 @@ def _start_time(pid: int) -> str:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended."""
+    """End of a process."""
 
     code: int
     """Exit code; of a process that a signal ended the signal's negative number."""

@@ -37,7 +37,7 @@ _USABLE_MEMORY = 0.92
 
 
 class Launcher(Protocol):
-    """How the ranks of a trial are started."""
+    """Starts the ranks of a trial."""
 
     def command(self, folder: Path, limit_s: float) -> list[str]:
         """Return the command that starts all ranks of the trial whose files are in `folder`, and ends when they have."""

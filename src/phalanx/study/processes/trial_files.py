@@ -1,4 +1,4 @@
-"""What a trial's processes are given and what they leave behind in the trial's folder, and why they failed.
+"""The folder of a trial: the run file its processes are given, the reports they leave behind, and why they failed.
 
 FOLDER/run.yaml      the run file that the ranks train: without what people read, and cut short where it is only measured
 FOLDER/part.json     the run directory and the last step, where they train a part of a longer run
@@ -33,7 +33,7 @@ _CAUSES = ("refused", "out_of_memory", "non_finite", "crash")
 _SHOWN_LINES = 12
 _KILLED = (-9, 137)
 _KILLED_BY_SLURM = ("oom_kill", "oom-kill", "oom killed")
-"""What Slurm writes into the log of a step whose process the kernel killed because memory ran out."""
+"""Words that Slurm writes into the log of a step whose process the kernel killed because memory ran out."""
 
 _QUIET = (
     *("evaluation.every=null", "evaluation.prompt=null", "training.tensorboard=false", "training.wandb=null"),
