@@ -150,7 +150,7 @@ def render_search(facts: Row) -> str:
         title = "What matters, over all layouts that are likely to fit"
         sections.append(Section("matters", title, figures=(effects, *pairs)))
     if measured is not None:
-        caption = "Permutation importance in a random forest (growth of its mean absolute error), for the logarithm of a step's time."
+        caption = "Permutation importance in a random forest, for the logarithm of a step's time."
         figures = ((draw_importance(measured), caption),)
         sections.append(Section("measured", "What matters, by the trials alone", figures=figures))
     return _render_study(
@@ -315,7 +315,7 @@ def render_tune(facts: Row) -> str:
         ),
     ]
     if importance is not None:
-        caption = f"Permutation importance in a random forest (growth of its mean absolute error), for the {importance['of']}."
+        caption = f"Permutation importance in a random forest, for the {importance['of']}."
         sections.append(Section("matters", "What matters", figures=((draw_importance(importance), caption),)))
     return _render_study(
         "tune",

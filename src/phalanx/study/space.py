@@ -138,7 +138,7 @@ class Space(Protocol):
 
     @property
     def ranges(self) -> dict[str, Range]:
-        """Ranges that general samplers suggest values from, by name; positions of the values where these have no order."""
+        """Ranges that general samplers suggest from, by name; of some spaces these are positions in place of values."""
 
     def encode(self, values: Mapping[str, Scalar]) -> Values | None:
         """Return a choice in terms of `ranges`; None where the space does not have it."""
