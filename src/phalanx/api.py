@@ -12,12 +12,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from phalanx.checkpoint import open_checkpoints, read_state
 from phalanx.config.families import FAMILIES, Family
-from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.data.sources import DATA_SOURCES, DataSource
-from phalanx.errors import CheckpointError, PhalanxError
+from phalanx.errors import PhalanxError
 from phalanx.families.registry import bind
 from phalanx.hardware.device import choose_device
 from phalanx.hardware.machine import load_machine
@@ -35,7 +33,7 @@ from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.traced_model import TracedModel, bind_planned
 from phalanx.training.callbacks import CALLBACKS, Callback
-from phalanx.training.checkpointing import load_weights
+from phalanx.training.checkpointing import find_trained_run, load_weights
 from phalanx.training.inputs import Finding, TrainableModel
 from phalanx.training.start import train as train_run
 from phalanx.training.step import build_full_step
@@ -141,10 +139,7 @@ def _load_on_one_rank(
     path: Path, device: torch.device, overrides: Sequence[str]
 ) -> tuple[TrainableModel, ParallelModel]:
     """Return the bound model of the newest checkpoint at `path`, and that model on one rank with those weights."""
-    newest = open_checkpoints(path).newest()
-    if newest is None:
-        raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
-    written = parse_run(str(read_state(newest.path).get("run")), f"{newest.path}/state.json: run", overrides)
+    _, written = find_trained_run(path, overrides)
     bound = bind(one_rank_run(written), TrainableModel)
     model = apply_layout(bound, resolve_layout(bound, 1), ONE_RANK, device, AttentionChoice("sdpa"), fill=False)
     load_weights(path, model)

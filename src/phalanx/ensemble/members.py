@@ -15,12 +15,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from phalanx.checkpoint import open_checkpoints, read_state
-from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.ensemble.calibrate import Calibration, Conformal
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.files import replace_nonfinite, write_atomically
+from phalanx.training.checkpointing import find_trained_run
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,8 @@ def open_member(path: Path, overrides: Sequence[str] = (), score: float | None =
     overrides: fields of the run file to change, as "section.field=value". score: score in the study. Raises CheckpointError
     where there is no whole checkpoint.
     """
-    newest = open_checkpoints(path).newest()
-    if newest is None:
-        raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
-    text = str(read_state(newest.path).get("run"))
-    return Member(path, newest.path, newest.step, parse_run(text, f"{newest.path}/state.json: run", overrides), score)
+    newest, run = find_trained_run(path, overrides)
+    return Member(path, newest.path, newest.step, run, score)
 
 
 def require_one_family(members: Sequence[Member]) -> None:

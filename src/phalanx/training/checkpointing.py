@@ -6,7 +6,7 @@ written is refused as damage.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,11 +22,12 @@ from phalanx.checkpoint import (
     materialise_optimizer_state,
     open_checkpoints,
     placed_tensors,
+    read_state,
     rng_state,
     set_rng_state,
 )
 from phalanx.config.document import Value, parse_document, show_value
-from phalanx.config.load import dump_run
+from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.layout.apply import ParallelModel
@@ -159,6 +160,18 @@ def load_weights(path: Path, applied: ParallelModel, how_to_import: Callable[[Pa
     if newest is None:
         raise _no_weights(path, how_to_import)
     store.load(newest, placed_tensors(applied.parameters, applied.splits), prefix="model.")
+
+
+def find_trained_run(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, Run]:
+    """Return the newest whole checkpoint of a run directory, or one checkpoint, and the run that wrote it.
+
+    overrides: fields of the run file to change, as "section.field=value". Raises CheckpointError where there is none.
+    """
+    newest = open_checkpoints(path).newest()
+    if newest is None:
+        raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
+    text = str(read_state(newest.path).get("run"))
+    return newest, parse_run(text, f"{newest.path}/state.json: run", overrides)
 
 
 def check_state(checkpoint: Checkpoint, state: dict[str, Any]) -> TrainingState:

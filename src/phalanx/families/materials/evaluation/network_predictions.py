@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint import Checkpoint, open_checkpoints, read_state, read_tensors
-from phalanx.config.load import parse_run
+from phalanx.checkpoint import Checkpoint, read_tensors
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.families.materials.config import MaterialsRun, learned_labels
@@ -28,7 +27,7 @@ from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ONE_RANK_FIELDS
 from phalanx.nn.precision import PRECISIONS
-from phalanx.training.checkpointing import load_weights
+from phalanx.training.checkpointing import find_trained_run, load_weights
 
 _PREFIX = "model."
 
@@ -142,11 +141,7 @@ def _count_untrained(evaluator: GraphEvaluator, checkpoint: Path) -> dict[str, d
 
 
 def _open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:
-    newest = open_checkpoints(path).newest()
-    if newest is None:
-        raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
-    state = read_state(newest.path)
-    run = parse_run(str(state.get("run")), f"{newest.path}/state.json: run", overrides)
+    newest, run = find_trained_run(path, overrides)
     return newest, require_materials(run, newest.path)
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint import open_checkpoints, read_state, read_tensors
-from phalanx.config.load import parse_run
+from phalanx.checkpoint import read_tensors
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.families.weather.config import WeatherRun
@@ -25,6 +24,7 @@ from phalanx.families.weather.inputs import STATISTICS, require_grid
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.hardware.device import require_cpu_format
 from phalanx.nn.precision import PRECISIONS
+from phalanx.training.checkpointing import find_trained_run
 
 _PREFIX = "model."
 _BATCH = 16
@@ -92,11 +92,7 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
     overrides: fields of its run file to change, as `section.field=value`. Fields are normalised as in training unless
     `data.statistics` says otherwise. Raises CheckpointError where there is no sound checkpoint of a weather model.
     """
-    newest = open_checkpoints(path).newest()
-    if newest is None:
-        raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
-    state = read_state(newest.path)
-    run = parse_run(str(state.get("run")), f"{newest.path}/state.json: run", overrides)
+    newest, run = find_trained_run(path, overrides)
     if not isinstance(run, WeatherRun):
         raise CheckpointError(
             f"{newest.path} is of model.family={run.model.family}; phalanx forecast takes weather models"
