@@ -1,12 +1,17 @@
 """What is known of one Hugging Face architecture: the fields of its `config.json`, and where its tensors go.
 
+An architecture is a table in a module of its own (`llama`, `gpt2`, `mpt`): the keys of `config.json` with their defaults,
+which of them hold a field of the decoder as it is (`same`), which values the decoder's fields must have (`needs`), and the
+names of tensors. Only what is written in another way takes code. A field of the decoder that a table does not speak of must
+have its default, so an architecture refuses options that came after it by itself.
+
 Every tensor rule only moves numbers, so both directions are exact and each undoes the other.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -80,14 +85,45 @@ class KnownKeys(BaseModel):
 class ConfigFields(KnownKeys):
     """The fields of `config.json` that say what a model computes, with Hugging Face's defaults."""
 
+    same: ClassVar[Mapping[str, str]]
+    """Fields of the decoder, each with the key that holds the same value."""
+    needs: ClassVar[Mapping[str, object]]
+    """Values that fields of the decoder have in every such model; `to_others` tells the alternatives of a tuple apart."""
+    others: ClassVar[frozenset[str]] = frozenset()
+    """Further fields of the decoder that the architecture can express, by `to_others` and `from_others`."""
+
+    def to_others(self) -> dict[str, object]:
+        """Return the fields of the decoder that are written otherwise than in `same`; by default none."""
+        return {}
+
+    @classmethod
+    def from_others(cls, model: LanguageModel) -> dict[str, object]:
+        """Return the keys that hold these fields of a decoder; by default none."""
+        return {}
+
     def to_model(self) -> LanguageModel:
         """Return the decoder that computes the same."""
-        raise NotImplementedError
+        needed = {field: value for field, value in self.needs.items() if not isinstance(value, tuple)}
+        same = {field: getattr(self, key) for field, key in self.same.items()}
+        return LanguageModel.model_validate({**needed, **same, **self.to_others()})
 
     @classmethod
     def from_model(cls, model: LanguageModel) -> Self:
-        """Return the fields for a decoder that fits the architecture (`Architecture.misfits` is empty)."""
-        raise NotImplementedError
+        """Return the fields for a decoder that fits (`misfits` is empty)."""
+        found = resolved_fields(model)
+        return cls(**{key: found[field] for field, key in cls.same.items()}, **cls.from_others(model))
+
+    @classmethod
+    def misfits(cls, model: LanguageModel) -> list[str]:
+        """Return the fields of `model` without a counterpart, as in "model.norm=rmsnorm (it has layernorm)"."""
+        found = resolved_fields(model)
+        spoken_of = cls.same.keys() | cls.needs.keys() | cls.others | _unused_fields(model)
+        needs = {**cls.needs, **{field: value for field, value in _defaults(model).items() if field not in spoken_of}}
+        return [
+            f"model.{field}={_show_value(found[field])} (it has {_show_value(needed)})"
+            for field, needed in needs.items()
+            if found[field] not in (needed if isinstance(needed, tuple) else (needed,))
+        ]
 
 
 @dataclass(frozen=True)
@@ -106,23 +142,12 @@ class Architecture:
     """The fields of `config.json`."""
     counterparts: Mapping[str, Counterpart]
     """See `tensor_rules`."""
-    ignored: re.Pattern[str]
-    """Names of tensors that hold constants, which some versions wrote out."""
-    needs: Callable[[LanguageModel], Mapping[str, object]]
-    """The values that a decoder's fields must have to fit; a tuple holds alternatives."""
+    ignored: re.Pattern[str] = re.compile(r"(?!)")
+    """Names of tensors that hold constants, which some versions wrote out; by default there are none."""
 
     def rules(self, model: LanguageModel) -> list[TensorRule]:
         """Return one rule for each parameter of the decoder."""
         return tensor_rules(model, self.counterparts)
-
-    def misfits(self, model: LanguageModel) -> list[str]:
-        """Return the fields of `model` without a counterpart, as in "model.norm=rmsnorm (it has layernorm)"."""
-        found = resolved_fields(model)
-        return [
-            f"model.{field}={_show_value(found[field])} (it has {_show_value(needed)})"
-            for field, needed in self.needs(model).items()
-            if found[field] not in (needed if isinstance(needed, tuple) else (needed,))
-        ]
 
     def config_json(self, model: LanguageModel) -> dict[str, Any]:
         """Return the content of `config.json` for a decoder that fits."""
@@ -133,6 +158,23 @@ class Architecture:
 def resolved_fields(model: LanguageModel) -> dict[str, object]:
     """Return every field of `model`, with the sizes that null stands for filled in."""
     return {**model.model_dump(), "n_kv_heads": model.kv_heads, "head_dim": model.head_size, "d_ff": model.ff_size}
+
+
+def _defaults(model: LanguageModel) -> dict[str, object]:
+    """Return the default of every field that has one, with the sizes that null stands for filled in."""
+    defaults = {name: field.default for name, field in LanguageModel.model_fields.items() if not field.is_required()}
+    sizes = {"n_kv_heads": model.n_heads, "head_dim": model.d_model // model.n_heads, "d_ff": 4 * model.d_model}
+    return defaults | sizes
+
+
+def _unused_fields(model: LanguageModel) -> set[str]:
+    """Return the fields that do not change what the trained `model` computes."""
+    unused = {"family", "preset", "dropout", "init_std"}
+    if model.positions != "rope":
+        unused |= {"rope_theta", "rope_scaling"}
+    if model.positions != "alibi":
+        unused.add("alibi_bias_max")
+    return unused
 
 
 def _show_value(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.huggingface.architecture import (
@@ -32,6 +32,22 @@ class GPT2Fields(ConfigFields):
         "summary_proj_to_labels",
         "summary_first_dropout",
     }
+    same: ClassVar[Mapping[str, str]] = {
+        "n_layers": "n_layer",
+        "d_model": "n_embd",
+        "n_heads": "n_head",
+        "d_ff": "n_inner",
+        "vocab_size": "vocab_size",
+        "max_positions": "n_positions",
+        "norm_eps": "layer_norm_epsilon",
+        "tied_head": "tie_word_embeddings",
+    }
+    needs: ClassVar[Mapping[str, object]] = {
+        "positions": "learned",
+        "norm": "layernorm",
+        "mlp": ("gelu", "gelu_tanh"),
+        "bias": True,
+    }
 
     vocab_size: Size = 50257
     n_positions: Size = 1024
@@ -46,50 +62,14 @@ class GPT2Fields(ConfigFields):
     add_cross_attention: Literal[False] = False
     tie_word_embeddings: bool = True
 
-    def to_model(self) -> LanguageModel:
-        """Return the decoder that computes the same."""
-        return LanguageModel(
-            n_layers=self.n_layer,
-            d_model=self.n_embd,
-            n_heads=self.n_head,
-            d_ff=self.n_inner,
-            vocab_size=self.vocab_size,
-            max_positions=self.n_positions,
-            positions="learned",
-            norm="layernorm",
-            norm_eps=self.layer_norm_epsilon,
-            mlp="gelu" if self.activation_function == "gelu" else "gelu_tanh",
-            bias=True,
-            tied_head=self.tie_word_embeddings,
-        )
+    def to_others(self) -> dict[str, object]:
+        """Return which GELU the decoder has."""
+        return {"mlp": "gelu" if self.activation_function == "gelu" else "gelu_tanh"}
 
     @classmethod
-    def from_model(cls, model: LanguageModel) -> Self:
-        """Return the fields for a decoder that fits."""
-        return cls(
-            vocab_size=model.vocab_size,
-            n_positions=model.max_positions,
-            n_embd=model.d_model,
-            n_layer=model.n_layers,
-            n_head=model.n_heads,
-            n_inner=model.ff_size,
-            activation_function="gelu" if model.mlp == "gelu" else "gelu_new",
-            layer_norm_epsilon=model.norm_eps,
-            tie_word_embeddings=model.tied_head,
-        )
-
-
-def _needed_fields(model: LanguageModel) -> Mapping[str, object]:
-    return {
-        "positions": "learned",
-        "norm": "layernorm",
-        "mlp": ("gelu", "gelu_tanh"),
-        "bias": True,
-        "n_kv_heads": model.n_heads,
-        "head_dim": model.d_model // model.n_heads,
-        "qk_norm": False,
-        "clip_qkv": None,
-    }
+    def from_others(cls, model: LanguageModel) -> dict[str, object]:
+        """Return Hugging Face's name of the GELU."""
+        return {"activation_function": "gelu" if model.mlp == "gelu" else "gelu_new"}
 
 
 GPT2 = Architecture(
@@ -110,5 +90,4 @@ GPT2 = Architecture(
         "head": Counterpart(("lm_head",)),
     },
     ignored=re.compile(r".*\.attn\.(bias|masked_bias)"),
-    needs=_needed_fields,
 )

@@ -78,6 +78,20 @@ class LlamaFields(ConfigFields):
     """Fields of a Llama `config.json`."""
 
     irrelevant: ClassVar[frozenset[str]] = GENERAL_KEYS | {"attention_dropout", "is_llama_config"}
+    same: ClassVar[Mapping[str, str]] = {
+        "n_layers": "num_hidden_layers",
+        "d_model": "hidden_size",
+        "n_heads": "num_attention_heads",
+        "n_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "d_ff": "intermediate_size",
+        "vocab_size": "vocab_size",
+        "max_positions": "max_position_embeddings",
+        "norm_eps": "rms_norm_eps",
+        "tied_head": "tie_word_embeddings",
+    }
+    needs: ClassVar[Mapping[str, object]] = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu"}
+    others: ClassVar[frozenset[str]] = frozenset({"rope_theta", "rope_scaling", "bias"})
 
     vocab_size: Size
     hidden_size: Size
@@ -105,53 +119,25 @@ class LlamaFields(ConfigFields):
             )
         return self
 
-    def to_model(self) -> LanguageModel:
-        """Return the decoder that computes the same."""
+    def to_others(self) -> dict[str, object]:
+        """Return rotary positions and biases of the decoder."""
         rope = self.rope_scaling or self.rope_parameters or RopeParameters()
-        return LanguageModel(
-            n_layers=self.num_hidden_layers,
-            d_model=self.hidden_size,
-            n_heads=self.num_attention_heads,
-            n_kv_heads=self.num_key_value_heads,
-            head_dim=self.head_dim,
-            d_ff=self.intermediate_size,
-            vocab_size=self.vocab_size,
-            max_positions=self.max_position_embeddings,
-            positions="rope",
+        return {
             # transformers 5 keeps the base among the rotary settings, version 4 beside them.
-            rope_theta=rope.rope_theta or self.rope_theta or 10000.0,
-            rope_scaling=rope.to_scaling(),
-            norm="rmsnorm",
-            norm_eps=self.rms_norm_eps,
-            mlp="swiglu",
-            bias=self.attention_bias,
-            tied_head=self.tie_word_embeddings,
-        )
+            "rope_theta": rope.rope_theta or self.rope_theta or 10000.0,
+            "rope_scaling": rope.to_scaling(),
+            "bias": self.attention_bias,
+        }
 
     @classmethod
-    def from_model(cls, model: LanguageModel) -> Self:
-        """Return the fields for a decoder that fits. Rotary settings are written as transformers 4 does; version 5
-        reads them."""
-        return cls(
-            vocab_size=model.vocab_size,
-            hidden_size=model.d_model,
-            intermediate_size=model.ff_size,
-            num_hidden_layers=model.n_layers,
-            num_attention_heads=model.n_heads,
-            num_key_value_heads=model.kv_heads,
-            head_dim=model.head_size,
-            max_position_embeddings=model.max_positions,
-            rms_norm_eps=model.norm_eps,
-            attention_bias=model.bias,
-            mlp_bias=model.bias,
-            tie_word_embeddings=model.tied_head,
-            rope_theta=model.rope_theta,
-            rope_scaling=None if model.rope_scaling is None else RopeParameters.from_scaling(model.rope_scaling),
-        )
-
-
-def _needed_fields(_model: LanguageModel) -> Mapping[str, object]:
-    return {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "qk_norm": False, "clip_qkv": None}
+    def from_others(cls, model: LanguageModel) -> dict[str, object]:
+        """Return rotary settings as transformers 4 writes them, which version 5 reads too, and biases."""
+        return {
+            "rope_theta": model.rope_theta,
+            "rope_scaling": None if model.rope_scaling is None else RopeParameters.from_scaling(model.rope_scaling),
+            "attention_bias": model.bias,
+            "mlp_bias": model.bias,
+        }
 
 
 LLAMA = Architecture(
@@ -180,5 +166,4 @@ LLAMA = Architecture(
         "head": Counterpart(("lm_head",)),
     },
     ignored=re.compile(r".*rotary_emb\.inv_freq"),
-    needs=_needed_fields,
 )

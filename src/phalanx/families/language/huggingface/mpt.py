@@ -5,7 +5,6 @@ LLM Foundry, where such models are trained, calls the class MPTForCausalLM.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -81,6 +80,18 @@ class MptFields(ConfigFields):
         "loss_fn",
         "use_pad_tok_in_ffn",
     }
+    same: ClassVar[Mapping[str, str]] = {
+        "n_layers": "n_layers",
+        "d_model": "d_model",
+        "n_heads": "n_heads",
+        "vocab_size": "vocab_size",
+        "max_positions": "max_seq_len",
+        "norm_eps": "layer_norm_epsilon",
+        "tied_head": "tie_word_embeddings",
+    }
+    needs: ClassVar[Mapping[str, object]] = {"positions": "alibi", "norm": "layernorm", "mlp": "gelu", "bias": False}
+    # Slopes can be read, and not be written: transformers computes with a largest bias of 8 whatever attn_config says.
+    others: ClassVar[frozenset[str]] = frozenset({"clip_qkv"})
 
     vocab_size: Size = 50368
     d_model: Size = 2048
@@ -104,52 +115,17 @@ class MptFields(ConfigFields):
             raise ValueError(f"attn_config.softmax_scale={scale} is not the decoder's 1/sqrt(head size) = {usual:.6g}")
         return self
 
-    def to_model(self) -> LanguageModel:
-        """Return the decoder that computes the same."""
-        return LanguageModel(
-            n_layers=self.n_layers,
-            d_model=self.d_model,
-            n_heads=self.n_heads,
-            vocab_size=self.vocab_size,
-            max_positions=self.max_seq_len,
-            positions="alibi",
-            alibi_bias_max=float(self.attn_config.alibi_bias_max),
-            norm="layernorm",
-            norm_eps=self.layer_norm_epsilon,
-            mlp="gelu",
-            bias=False,
-            tied_head=self.tie_word_embeddings,
-            clip_qkv=self.attn_config.clip_qkv,
-        )
+    def to_others(self) -> dict[str, object]:
+        """Return what the decoder takes of `attn_config`."""
+        return {
+            "alibi_bias_max": float(self.attn_config.alibi_bias_max),
+            "clip_qkv": self.attn_config.clip_qkv,
+        }
 
     @classmethod
-    def from_model(cls, model: LanguageModel) -> Self:
-        """Return the fields for a decoder that fits."""
-        return cls(
-            vocab_size=model.vocab_size,
-            d_model=model.d_model,
-            n_heads=model.n_heads,
-            n_layers=model.n_layers,
-            max_seq_len=model.max_positions,
-            layer_norm_epsilon=model.norm_eps,
-            tie_word_embeddings=model.tied_head,
-            attn_config=AttentionFields(clip_qkv=model.clip_qkv),
-        )
-
-
-def _needed_fields(model: LanguageModel) -> Mapping[str, object]:
-    return {
-        "positions": "alibi",
-        "norm": "layernorm",
-        "mlp": "gelu",
-        "bias": False,
-        "n_kv_heads": model.n_heads,
-        "head_dim": model.d_model // model.n_heads,
-        "d_ff": 4 * model.d_model,
-        # transformers computes with 8 whatever attn_config says
-        "alibi_bias_max": 8.0,
-        "qk_norm": False,
-    }
+    def from_others(cls, model: LanguageModel) -> dict[str, object]:
+        """Return `attn_config`."""
+        return {"attn_config": AttentionFields(clip_qkv=model.clip_qkv)}
 
 
 MPT = Architecture(
@@ -169,6 +145,4 @@ MPT = Architecture(
         "head.norm": Counterpart(("transformer.norm_f",)),
         "head": Counterpart(("lm_head",)),
     },
-    ignored=re.compile(r"(?!)"),
-    needs=_needed_fields,
 )

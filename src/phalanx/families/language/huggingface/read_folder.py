@@ -30,7 +30,6 @@ INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 
 ARCHITECTURES = (LLAMA, GPT2, MPT)
-_BY_POSITIONS = {"rope": LLAMA, "learned": GPT2, "alibi": MPT}
 _UNKNOWN_KEY = "what it changes is not known; if it is nothing, take it out of config.json"
 _FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SHOWN = 5
@@ -200,17 +199,18 @@ def weight_files(path: Path) -> list[str]:
 def architecture_for(model: LanguageModel) -> Architecture:
     """Return the architecture that computes what `model` describes.
 
-    Raises ConfigError naming every field without a counterpart. Each architecture has one kind of positions, so these
-    decide which one is meant.
+    Raises ConfigError naming every field without a counterpart in the nearest architecture of the same positions.
     """
-    architecture = _BY_POSITIONS[model.positions]
-    misfits = architecture.misfits(model)
-    if misfits:
+    misfits = {a.name: a.config.misfits(model) for a in ARCHITECTURES}
+    found = next((a for a in ARCHITECTURES if not misfits[a.name]), None)
+    if found is None:
+        alike = (a for a in ARCHITECTURES if a.config.needs["positions"] == model.positions)
+        nearest = min(alike, key=lambda a: len(misfits[a.name]))
         raise ConfigError(
-            f"model.positions={model.positions} makes this a {architecture.name} in Hugging Face's terms, "
-            f"which has no counterpart for {'; '.join(misfits)}; such a model stays in Phalanx's own format"
+            f"model.positions={model.positions} makes this a {nearest.name} in Hugging Face's terms, "
+            f"which has no counterpart for {'; '.join(misfits[nearest.name])}; such a model stays in Phalanx's own format"
         )
-    return architecture
+    return found
 
 
 def read_config(values: Mapping[str, Any], where: str) -> tuple[Architecture, LanguageModel]:
