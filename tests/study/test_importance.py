@@ -1,4 +1,4 @@
-"""What matters most by measured trials: error bars that hold what they say."""
+"""What matters most: error bars of measured trials that hold what they say, effects that can be computed by hand."""
 
 from __future__ import annotations
 
