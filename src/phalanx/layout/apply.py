@@ -35,7 +35,7 @@ from phalanx.layout.prepare_blocks import compile_stage, compiles_blocks, recomp
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import model_chunks
 from phalanx.layout.streamed_weights.streamed_sharding import StreamedSharding
-from phalanx.nn.layers import separate_gradients
+from phalanx.nn.layers import choose_products, separate_gradients
 from phalanx.nn.precision import PRECISIONS
 
 
@@ -101,7 +101,7 @@ def apply_layout(
     fill: whether parameters get their initial values, for which a dry run has no memory. All ranks of `mesh` call it
     together. Raises ConfigError where layout.peer_copies=true and ranks cannot read each other's memory.
     """
-    run, precision = model.run, PRECISIONS[model.run.layout.precision]
+    run, precision = model.run, model.precision
     # Sharded parameters are cast as they are gathered; whole ones have a copy in the format of the arithmetic.
     low_precision = mesh.data is None and precision.copies_parameters
     sharding = choose_sharding(run, layout, mesh, device)
@@ -117,6 +117,7 @@ def apply_layout(
         splits |= {whole_name(name, names): split for name, split in kept.items()}
         module.to(precision.compute_dtype if low_precision else precision.main_dtype)
         recompute_stage(stage, run.layout.recompute)
+        choose_products(module, precision)
         if layout.splits_backward:
             separate_gradients(module)
         if compiled:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.config.model import MLPConfig, NormConfig
 from phalanx.kernels.swiglu import gated_linear, swiglu
+from phalanx.nn.precision import LinearProduct, Precision
 from phalanx.nn.splits import Split, Splits
 
 
@@ -23,6 +24,8 @@ class Linear(nn.Module):
     """y = x W^T + b with the parameters cast to the format of x. weight: [out, in], bias: [out] or None."""
 
     bias: nn.Parameter | None
+    multiply: LinearProduct | None = None
+    """Product of the run's precision in place of the plain one; see `choose_products`."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
@@ -38,7 +41,8 @@ class Linear(nn.Module):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + `bias`, which is None where the bias joins later. x: [..., in] -> [..., out]."""
-        return F.linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        multiply = self.multiply or F.linear
+        return multiply(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 class GatedLinear(Linear):
@@ -53,7 +57,8 @@ class GatedLinear(Linear):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """swiglu(x) W^T + `bias`. x: [..., 2 in] -> [..., out]."""
-        if not self.joint_gradients:
+        # The fused kernel forms its product itself: a precision with another one gets the activation and the product apart.
+        if not self.joint_gradients or self.multiply is not None:
             return super().product(swiglu(x, self.block), bias)
         return gated_linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype), self.block)
 
@@ -63,6 +68,13 @@ def separate_gradients(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, GatedLinear):
             module.joint_gradients = False
+
+
+def choose_products(model: nn.Module, precision: Precision) -> None:
+    """Have all linear layers of `model` multiply as `precision` does, split ones too: each multiplies its own part."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.multiply = precision.linear_product
 
 
 class Norm(nn.Module):

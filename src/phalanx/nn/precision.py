@@ -1,32 +1,40 @@
-"""Number formats of a run, by the names that run files give them (`layout.precision`), and what each of them is for."""
+"""Number formats of a run, by the names that run files give them (`layout.precision`), and what each of them is for.
+
+Layers cast their parameters to the format of the activations where they use them, so that one rank and sharded ranks run the
+same model code; which format that is stands here, and nowhere else. A recipe that multiplies in a narrower format than its
+activations have, as FP8 does, is another `Precision`: it brings a `linear_product`, which the linear layers then call.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from phalanx.errors import ConfigError
+
+LinearProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""x [..., in], weight [out, in], bias [out] or None -> x W^T + bias [..., out], each in the format of the activations."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The formats that a run computes, keeps and reduces numbers in.
-
-    Layers cast their parameters to the format of the activations where they use them, so that one rank and sharded ranks run
-    the same model code; which format that is stands here, and nowhere else.
-    """
+    """The formats that a run computes, keeps and reduces numbers in."""
 
     name: str
-    """As run files have it."""
+    """Name in run files."""
     compute_dtype: torch.dtype
-    """Of activations, of matmuls and of parameters while they are used."""
+    """Format of activations, of their gradients, and of parameters while they are used."""
     main_dtype: torch.dtype
-    """Of main parameters, which the optimizer updates, and of the optimizer's state."""
+    """Format of main parameters, which the optimizer updates, and of the optimizer's state."""
     reduce_dtype: torch.dtype
-    """Of gradients as they are summed over micro-batches and ranks."""
+    """Format of parameters' gradients as they are summed over micro-batches and ranks."""
     scales_loss: bool = False
     """Whether the loss is scaled, because small gradients would be zero in the compute format (Micikevicius et al. 2018)."""
+    linear_product: LinearProduct | None = None
+    """Differentiable product of the linear layers; None for the plain one. The output head stays with the plain one."""
 
     @property
     def copies_parameters(self) -> bool:
