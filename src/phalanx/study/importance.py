@@ -60,6 +60,7 @@ def measured_importance(
     assert len(varying) and len(values) >= 4
     random = np.random.default_rng(seed)
 
+    # Each forest has one process: several would start threads for fractions of a second.
     # On the trials that the forest was fitted to: there are too few to hold any out, and ranks are what is asked for.
     def shuffled_error(chosen: Ints, number: int) -> Floats:
         rows, figures = codes[chosen][:, varying], values[chosen]
@@ -148,6 +149,7 @@ def shapley_effects(names: Sequence[str], codes: Ints, values: Floats) -> Shaple
         for subset in combinations(range(count), size)
     }
     shares = np.zeros(count)
+    # The sum over subsets in place of orders: orders in which the same parameters are known alike add the same.
     for subset, before in explained.items():
         if len(subset) == count:
             continue
@@ -156,6 +158,7 @@ def shapley_effects(names: Sequence[str], codes: Ints, values: Floats) -> Shaple
         for place in set(range(count)) - set(subset):
             shares[place] += weight * (explained[tuple(sorted((*subset, place)))] - before)
     variance = float(values.var())
+    # A figure that is the same everywhere has no effects, rather than undefined ones.
     scale = variance or 1.0
     order = np.argsort(-shares, kind="stable")
     alone = np.array([explained[place,] for place in range(count)])
@@ -172,6 +175,7 @@ def explained_variance(codes: Ints, values: Floats) -> float:
         group, groups = group * size + column, groups * size
     if groups > _MOST_EMPTY * len(values):
         group = np.unique(group, return_inverse=True)[1].reshape(-1)
+    # The mean is taken off first: the difference of two large sums of squares would keep few digits.
     sizes, sums = np.bincount(group), np.bincount(group, values - values.mean())
     return float((sums[sizes > 0] ** 2 / sizes[sizes > 0]).sum() / len(values))
 
@@ -195,6 +199,7 @@ def interactions(names: Sequence[str], codes: Ints, values: Floats, sizes: Seque
     for first, second in combinations(range(len(names)), 2):
         cell = codes[:, first] * sizes[second] + codes[:, second]
         cells = sizes[first] * sizes[second]
+        # 0 / 0 where no point has both values.
         with np.errstate(invalid="ignore"):
             means = np.bincount(cell, values, cells) / np.bincount(cell, minlength=cells)
         together = explained_variance(codes[:, [first, second]], values)

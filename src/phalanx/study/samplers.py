@@ -30,6 +30,7 @@ _ASKED = 5
 _FIRST_TRIALS = 10
 """Trials at random before DeepHyper's surrogate is used. It counts only those that do not fail, and by default would take
 twice the number of parameters and one."""
+# A sampler's study lives in memory for one suggestion: what Optuna logs of it is noise.
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
@@ -176,6 +177,7 @@ def suggest_deephyper(ranges: Mapping[str, Range], history: Sequence[Observation
     names = {name: f"p{number}" for number, name in enumerate(ranges)}
     for name, given in ranges.items():
         problem.add_hyperparameter(_deephyper_range(given), names[name])
+    # DeepHyper always writes a log folder, by default into the working directory.
     with tempfile.TemporaryDirectory(prefix="phalanx-deephyper-") as folder:
         search = hpo.CBO(problem, random_state=seed, log_dir=folder, n_initial_points=_FIRST_TRIALS)
         if history:

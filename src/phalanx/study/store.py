@@ -57,6 +57,7 @@ class StudyStore:
     ) -> None:
         self.path = path
         self.folder = folder or path.with_name(f"{path.name}.trials")
+        # Optuna writes a line for each trial to stderr, where those of the study are.
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,6 +73,7 @@ class StudyStore:
         except (OSError, ValueError, KeyError) as error:
             raise StudyError(f"{path} cannot be used as a study: {error}; give another {option}") from error
         found = self._storage.get_study_user_attrs(self._id).get("about")
+        # As JSON gives it back: tuples are lists there.
         wanted = found if about is None else json.loads(json.dumps(dict(about)))
         if found is None and wanted is not None:
             self._storage.set_study_user_attr(self._id, "about", wanted)
@@ -137,6 +139,7 @@ class StudyStore:
             },
         )
         number = self._storage.get_trial(self._storage.create_new_trial(self._id, frozen)).number
+        # Optuna's numbers follow the journal's order: of two that claimed the same choice, the lower one has it.
         mine = next((trial for trial in self.trials() if trial.number == number), None)
         if mine is None:
             self._end(self._trial_id(number), Outcome(_DUPLICATE))
@@ -208,6 +211,7 @@ def mend_torn_line(path: Path) -> None:
     """Drop the last line of a journal where it is torn: its writer's machine stopped in the middle of it."""
     if not path.exists():
         return
+    # Under the lock of the writers: a line that is just being written is torn as well.
     lock = JournalFileSymlinkLock(str(path))
     lock.acquire()
     try:

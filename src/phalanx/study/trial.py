@@ -112,6 +112,7 @@ def count_failures(trials: Iterable[Trial]) -> dict[str, int]:
 
 def key_of(values: Mapping[str, Any]) -> str:
     """Return the name of a choice: its values in the order of their names."""
+    # Stands in journals: another order or other blanks would make known choices unknown.
     return json.dumps({name: values[name] for name in sorted(values)}, separators=(",", ":"))
 
 

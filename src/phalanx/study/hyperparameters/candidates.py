@@ -123,6 +123,7 @@ class CandidateQueue:
         known = group_configurations(store.trials())
         taken = store.taken()
         by_number = {one.number: one for one in known}
+        # All from the store: what other processes finished meanwhile counts as well.
         standings = [one.standing() for one in known]
         promoted = [one.number for one in promotable_trials(standings, self.eta, len(self.rungs))]
         waiting = [one.number for one in backfill_order(standings, len(self.rungs))] if backfill else []
@@ -247,6 +248,7 @@ class CostModel:
         choices = np.full(len(self._choice_columns({})), 0.5)
         self._seconds = BayesianRegression(
             np.concatenate([[0.0, 0.0, _SHARING_EXPONENT[accelerator]], 0.0 * choices]),
+            # The device's rate may be off by a factor of 20, the exponents of size and sharing by a third.
             np.concatenate([[3.0, 0.3, 0.3], choices]),
         )
         self._memory = BayesianRegression(
@@ -302,6 +304,7 @@ class BayesianRegression:
     def __init__(self, mean: Floats, spread: Floats) -> None:
         """mean, spread: prior mean and standard deviation of each coefficient."""
         self.observations = 0
+        # Precisions add up, so an observation is two additions, and nothing of it need be kept.
         self._precision = np.diag(1.0 / spread**2)
         self._target = mean / spread**2
 

@@ -100,6 +100,7 @@ class HyperparameterSpace:
         return _flatten_fields(self.run.model_dump(mode="json"))
 
     def _holds(self, condition: str, values: Mapping[str, Scalar]) -> bool:
+        # Conditions take columns of many choices; here there is one. A None needs the type object.
         columns = {
             name: np.asarray([value], object if value is None else None)
             for name, value in {**self._own, **values}.items()

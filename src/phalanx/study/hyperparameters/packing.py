@@ -115,6 +115,7 @@ class _Load:
 
     def has_room(self, job: Ready, share: bool) -> bool:
         """Return whether a trial may begin here; an empty device takes any, since no other would have more memory."""
+        # A trial that fits nowhere must begin somewhere: its failure says so, waiting would say nothing.
         if not self.running:
             return True
         if not share or job.alone or any(one.alone for one in self.running):
@@ -130,6 +131,7 @@ def decide_actions(
 
     It is a pure function: the same state gives the same actions.
     """
+    # Decisions are made on a copy of the state, in which those before them are done.
     loads = {device.name: _Load(device) for device in devices}
     for one in running:
         loads[one.device].running.append(one)
@@ -291,6 +293,7 @@ def simulate_unpacked(
 
     trials: (seconds of a step, score at every rung) of each. start_s: seconds from starting a process to its first step.
     """
+    # Events in the order of time; the heap holds when each running trial ends.
     begun: list[Standing] = []
     running: list[tuple[float, int]] = []
     now = busy = 0.0

@@ -148,6 +148,7 @@ def _summarize_devices(folder: Path, known: list[Configuration]) -> Row:
     spans = [span for one in known for part in one.parts for span in _read_spans(folder, one.number, part)]
     uses = device_use(windows, spans)
     lines = write_busy_bars(windows, spans)
+    # Seconds from the study's beginning: a page has no use for the epoch.
     begin = min((window.begin for window in windows), default=0.0)
     return {
         "idle": idle_share(uses),

@@ -91,6 +91,7 @@ def run_tuning(
     check_metric(section.metric, model.expected_evaluation())
     _require_same_run(run, folder)
     store = open_store(folder, describe_study(run, space, rungs))
+    # The first process of the study writes it; later ones were compared with it above.
     if not (folder / RUN).exists():
         write_atomically(folder / RUN, dump_run(run))
     queue = CandidateQueue(
@@ -290,8 +291,10 @@ class Tuner(StudyLoop[TuningJob]):
         return median_high(self.starts) if self.starts else _FIRST_START_S
 
     def _lookahead(self) -> int:
+        # Without an order to choose, one at hand is enough.
         if not self.settings.packing.long_first:
             return 1
+        # Random draws learn nothing: all of them may be known at once, the longest first.
         if self.settings.sampler == "random":
             return self.queue.trials
         return _DRAWN_PER_SLOT * sum(device.slots for device in self.devices)

@@ -106,6 +106,7 @@ class TuningJob:
         self.process = None
         self._note_span()
         outcome = self._read_outcome(ended)
+        # It has written a checkpoint and goes on elsewhere, with the same claim in the store.
         if outcome.cause == INTERRUPTED and self.moving_to is not None:
             self.start(self.moving_to)
             return None
@@ -189,6 +190,7 @@ class TuningJob:
                 # Before it trains a process knows of no good order: the signal just ends it.
                 return Outcome(INTERRUPTED, seconds=ended.seconds, words="asked to stop", more=more)
             return replace(found, more=more)
+        # On a CPU the resident memory stands in for that of tensors.
         memory = report["memory_bytes"] if report["memory_bytes"] is not None else report["host_bytes"]
         outcome = Outcome(OK, memory_bytes=memory, seconds=ended.seconds, more=more)
         evaluation = evaluation_at(self.run_dir, self.until)

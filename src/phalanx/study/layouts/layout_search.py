@@ -124,6 +124,7 @@ class LayoutSearch(StudyLoop[Job]):
     def begin_trials(self) -> str:
         """Begin what the sampler proposes, unless a trial runs. Returns why nothing is left to begin."""
         ranges = {one.name: Choices(one.values) for one in self.space.parameters}
+        # A proposal that another search claimed first costs a look at the journal; the next one knows of it.
         for _ in range(0 if self.jobs else _LOST_RACES):
             if len(self._counted()) >= self.most:
                 return f"{self.most} trials are done"
@@ -198,6 +199,7 @@ class SearchResult:
         point = None if best is None else self.space.find(best.values)
         if best is None or point is None:
             raise ConfigError("--write: no trial of this space was good, so there is no best layout to write")
+        # A run file has no place for variables of the environment: they go into a comment.
         env = "".join(f"#   export {name}={value}\n" for name, value in self.space.env(point).items())
         on = self._measured_on()
         measured = f"Measured best of {len(self.trials)} trials" + (f" on {' and '.join(on)}" if on else "")

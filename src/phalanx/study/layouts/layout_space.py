@@ -80,6 +80,7 @@ class LayoutSpace:
     def free_points(self, taken: set[str]) -> Mask:
         """Return which points have a key that is not taken, [points]."""
         free = np.ones(len(self), bool)
+        # Other searches of the study may have tried what this space does not have.
         free[[self._point_of_key[key] for key in taken if key in self._point_of_key]] = False
         return free
 
@@ -97,6 +98,7 @@ class LayoutSpace:
         """Positions in the values of each parameter that varies: legal layouts are no product of ranges of values."""
         found: dict[str, Range] = {}
         for one in (self.parameters[number] for number in self._varying):
+            # Values may lie far apart, as degrees do: their positions are evenly spread.
             count = len(one.values)
             found[one.name] = Integers(0, count - 1) if one.ordered else Choices(tuple(range(count)))
         return found
@@ -173,6 +175,7 @@ def build_layout_space(layouts: LayoutTable, search: Search) -> LayoutSpace:
 
     Raises ConfigError for tunables and conditions that cannot be, and where constraints leave nothing.
     """
+    # Layouts first, then a tunable at a time: each multiplies the points, and constraints come when all names are known.
     layouts = layouts.take(matching_layouts(layouts, search))
     columns = {name: layout_column(layouts, name) for name in CHOSEN}
     parameters = [Parameter(name, _distinct_values(columns[name], name)) for name in LAYOUT]

@@ -107,6 +107,7 @@ class LayoutJob:
             return Outcome(INTERRUPTED, seconds=ended.seconds, words="asked to stop", more={ASKED: True})
         outcome = self._read_outcome(ended)
         save_outcome(self.folder, outcome)
+        # The checkpoints of a large model, one for each trial, would fill a disk.
         if not self.runner.keep:
             shutil.rmtree(self.folder / TRAINED, ignore_errors=True)
         return outcome
@@ -164,6 +165,7 @@ def judge_losses(outcome: Outcome, before: Sequence[Trial], bound: float) -> Out
     if not all(math.isfinite(loss) for loss in outcome.losses):
         said = f"losses: {', '.join(f'{loss:.6g}' for loss in outcome.losses)}"
         return outcome.as_failure("non_finite", said)
+    # Which of two is right no search can tell: the first good one is taken for it, and the planner's best comes first.
     first = next((trial for trial in before if trial.good and trial.outcome and trial.outcome.losses), None)
     if first is None or first.outcome is None:
         return outcome

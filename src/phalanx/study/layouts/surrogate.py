@@ -249,6 +249,7 @@ class ErrorProcess:
         blocks = [slice(first, last) for first, last in itertools.pairwise(ends)]
         kernel = ErrorKernel(self._variances(_OFFSETS[0], *self.few), blocks)
         process = GaussianProcessRegressor(kernel, alpha=alpha, optimizer=choose)
+        # One matrix for scikit-learn; the kernel finds the parts again by their columns.
         features = np.concatenate(self._parts, axis=1)
         if len(points):
             process.fit(features[list(points)], np.asarray(values))

@@ -82,7 +82,9 @@ class LimitedProcess:
         self._start = time.monotonic()
         self._limit_s = limit_s
         self._quit_at: float | None = None
+        # The count before the start: later growth is due to this trial or its neighbours.
         self._kills = KillCount()
+        # Appended: a trial that moves or is retried keeps what its former processes wrote.
         with log.open("ab") as file:
             self._process = subprocess.Popen(
                 list(command),
@@ -119,6 +121,7 @@ class LimitedProcess:
     def kill(self) -> None:
         """End the command and all that it started now; do nothing where it has ended."""
         if self._process.poll() is None:
+            # SIGQUIT first: under srun the ranks on other nodes hear of the end through it alone.
             self._process.send_signal(signal.SIGQUIT)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_DYING_S)

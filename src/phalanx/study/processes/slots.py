@@ -70,6 +70,7 @@ class LocalRanks:
 
     def command(self, folder: Path, limit_s: float) -> list[str]:
         """Return the local launcher's command; a single rank needs no launcher."""
+        # A launcher would be one more process to start and to watch.
         if self.ranks == 1:
             return [*MODULE, "rank", str(folder)]
         return [*MODULE, "launch", str(folder), str(self.ranks)]
@@ -217,6 +218,7 @@ def automatic_sharing(devices: list[DeviceSlot]) -> int:
 
 def _split_cpu(devices: int | None) -> list[DeviceSlot]:
     """Split the cores that this process may use among so many devices, two cores each by default."""
+    # macOS has no affinity to ask for.
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(available_cores()))
     count = devices or max(1, len(cores) // 2)
     if count > len(cores):
@@ -240,6 +242,7 @@ def _find_slurm_devices(devices: int | None, machine: Machine | None) -> list[De
             f"--devices {count}: the allocation has {len(hosts)} nodes with {each} devices each; ask for fewer"
         )
     facts = device_facts(machine.node.device).memory_bytes
+    # A device whose memory is not known is shared by slots alone.
     memory = float("inf") if facts is None else _USABLE_MEMORY * facts
     # The first device of every node before the second of any: few trials on many nodes then share less of a node.
     found = [SlurmDevice(machine, host, index, memory) for index in range(each) for host in hosts]
@@ -248,6 +251,7 @@ def _find_slurm_devices(devices: int | None, machine: Machine | None) -> list[De
 
 def allocated_hosts() -> list[str]:
     """Return the hosts of the Slurm allocation that this process runs in. Raises ConfigError where there is none."""
+    # Inside an allocation alone: a login node may have Slurm's commands, too.
     node_list = os.environ.get("SLURM_JOB_NODELIST")
     if node_list is None or "SLURM_JOB_ID" not in os.environ:
         raise ConfigError(
@@ -263,6 +267,7 @@ def allocated_hosts() -> list[str]:
 def _machine_env(machine: Machine, nodes: int) -> dict[str, str]:
     """Return what the machine's description sets for jobs on this number of nodes."""
     count = "one" if nodes == 1 else "several"
+    # Descriptions name paths such as /tmp/$SLURM_JOB_ID, which a job script's shell would expand.
     return {one.name: os.path.expandvars(one.value) for one in machine.environment if one.nodes in ("any", count)}
 
 

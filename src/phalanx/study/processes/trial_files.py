@@ -113,6 +113,7 @@ def explain_failure(reports: Sequence[dict[str, Any]], ended: Ended, log: str) -
     """
     if ended.timed_out:
         return Outcome("hang", seconds=ended.seconds, words=f"after {ended.seconds:.0f} s: {log}")
+    # A rank that ran out of memory makes the others crash in the next collective: causes are sorted by what explains what.
     failed = sorted((one for one in reports if one["cause"] in _CAUSES), key=lambda one: _CAUSES.index(one["cause"]))
     if ended.code in _KILLED and not (failed and failed[0]["cause"] == "out_of_memory"):
         # A killed rank leaves no report, and what the other ranks report, such as a closed connection, follows from it.
