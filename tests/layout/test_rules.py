@@ -13,7 +13,8 @@ from layout_runs import refusal, run_with
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
 from phalanx.layout import legality
-from phalanx.layout.legality import RULES, Requirements, Rule, is_legal, reasons_against
+from phalanx.layout.legality import RULES, is_legal, reasons_against
+from phalanx.layout.legality.rule import Requirements, Rule
 from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 

@@ -13,15 +13,9 @@ from phalanx.config.schema import Layout, Run
 from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.layout.data_parallel.task_heads import branch_sizes
-from phalanx.layout.legality import (
-    Fix,
-    Reason,
-    Requirements,
-    divides_batch,
-    is_legal,
-    reasons_against,
-    suits_schedule,
-)
+from phalanx.layout.legality import is_legal, reasons_against
+from phalanx.layout.legality.pipeline_rules import divides_batch, suits_schedule
+from phalanx.layout.legality.rule import Fix, Reason, Requirements
 from phalanx.layout.spec import (
     CONTEXTS,
     DATA_AXES,

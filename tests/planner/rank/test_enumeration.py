@@ -17,7 +17,8 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.load import load_run
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
-from phalanx.layout.legality import Requirements, is_legal
+from phalanx.layout.legality import is_legal
+from phalanx.layout.legality.rule import Requirements
 from phalanx.layout.resolve import divisors, factorisations, resolve_layout
 from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
 from phalanx.planner.memory.model import Kernels, memory

@@ -105,7 +105,7 @@ def branch_groups(layout: ResolvedLayout) -> BranchGroups | None:
     return BranchGroups(layout.branch_groups) if layout.branch_groups else None
 
 
-def refusals(model: BoundModel, layout: ResolvedLayout) -> Iterator[str]:
+def find_group_problems(model: BoundModel, layout: ResolvedLayout) -> Iterator[str]:
     """Yield why the sub-groups that the run file asks for cannot be."""
     run = model.run
     if run.layout.branch_groups == "off" and not layout.branch_groups:

@@ -18,7 +18,8 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.families.family import BoundModel
-from phalanx.layout.legality import Requirements, is_legal
+from phalanx.layout.legality import is_legal
+from phalanx.layout.legality.rule import Requirements
 from phalanx.layout.resolve import MOST_SAMPLES, divisors, factorisations
 from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, Bools, LayoutTable, ResolvedLayout
 

@@ -1,0 +1,164 @@
+"""Which degrees are legal: their product, what `tp` and `cp` split, the ranks of task heads, and what fits into a node."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from phalanx.layout.data_parallel import task_heads
+from phalanx.layout.legality.rule import Requirements, Rule
+from phalanx.layout.spec import DEGREES, Bools, LayoutTable, ResolvedLayout
+
+
+def _explain_product(needs: Requirements, layout: ResolvedLayout) -> str:
+    stated = [name for name in DEGREES if getattr(layout, name) != 1] or ["dp_shard"]
+    product = " x ".join(f"layout.{name}={getattr(layout, name)}" for name in stated)
+    return f"{product} = {layout.world_size} ranks, but {needs.world_size} were started"
+
+
+def _explain_axes(needs: Requirements, layout: ResolvedLayout) -> str:
+    family, known = needs.run.model.family, ", ".join(name for name in DEGREES if name in needs.axes)
+    wrong = [name for name in DEGREES if name not in needs.axes and getattr(layout, name) > 1]
+    return "\n".join(
+        f"layout.{name}={getattr(layout, name)}: models of family {family} are spread over {known} alone"
+        for name in wrong
+    )
+
+
+DEGREE_RULES = (
+    Rule(
+        reads=DEGREES,
+        broken=lambda needs, t: t.world_size != needs.world_size,
+        message=_explain_product,
+    ),
+    Rule(
+        reads=DEGREES,
+        broken=lambda needs, t: np.logical_or.reduce(
+            [getattr(t, x) > 1 for x in DEGREES if x not in needs.axes], axis=0
+        ),
+        message=_explain_axes,
+    ),
+)
+
+
+def _explain_splits(needs: Requirements, layout: ResolvedLayout) -> str:
+    lines = []
+    for split in needs.split_counts:
+        if split.count % layout.tp:
+            parts = f"{split.count} parts"
+            if split.together > 1:
+                parts = f"{split.count * split.together}, in {parts} of {split.together} that stay together"
+            lines.append(f"layout.tp={layout.tp} does not divide {split.field} ({parts})")
+    return "\n".join(lines)
+
+
+def _leaves_ranks_without_rows(needs: Requirements, layouts: LayoutTable) -> Bools | bool:
+    if needs.split_rows is None:
+        return False
+    # The first ranks take equally many rows, and the last ones what is left.
+    rows_per_rank = -(-needs.split_rows.count // layouts.tp)
+    return np.asarray(rows_per_rank * (layouts.tp - 1) >= needs.split_rows.count)
+
+
+def _is_ring(layouts: LayoutTable) -> Bools:
+    return np.asarray((layouts.cp > 1) & layouts.has("context", "ring"))
+
+
+def _leaves_positions(needs: Requirements, layouts: LayoutTable) -> Bools:
+    # Under a causal mask late positions attend to more keys: a rank of a ring takes an early and a late part of each sample.
+    unit = np.where(_is_ring(layouts), 2 * layouts.cp, layouts.cp)
+    return np.asarray(~layouts.cuts_structures & (needs.positions.count % unit != 0))
+
+
+def _explain_positions(needs: Requirements, layout: ResolvedLayout) -> str:
+    parts, unit = "layout.cp", layout.cp
+    if _is_ring(layout.table)[0]:
+        parts, unit = "2 x layout.cp (an early and a late part for each rank)", 2 * layout.cp
+    return f"{needs.positions.field}={needs.positions.count} is not a multiple of {parts} = {unit}"
+
+
+SPLIT_RULES = (
+    Rule(
+        reads=("tp",),
+        broken=lambda needs, t: np.logical_or.reduce([x.count % t.tp != 0 for x in needs.split_counts], axis=0),
+        message=_explain_splits,
+    ),
+    Rule(
+        reads=("tp",),
+        broken=_leaves_ranks_without_rows,
+        message="layout.tp={x.tp} leaves some ranks without a row of {needs.split_rows.field}={needs.split_rows.count}",
+    ),
+    Rule(
+        reads=("cp", "context", "cuts_structures"),
+        broken=_leaves_positions,
+        message=_explain_positions,
+    ),
+    # Between blocks each tensor-parallel rank has a part of the positions (sequence parallelism).
+    Rule(
+        reads=("tp", "cp", "context", "cuts_structures"),
+        broken=lambda needs, t: (
+            ~t.cuts_structures & ~_leaves_positions(needs, t) & (needs.positions.count // t.cp % t.tp != 0)
+        ),
+        message=lambda needs, x: (
+            f"{needs.positions.field}={needs.positions.count} over layout.cp={x.cp} ranks leaves "
+            f"{needs.positions.count // x.cp} positions, which layout.tp={x.tp} does not divide"
+        ),
+    ),
+    # Graph parallelism exchanges atoms on its own: there is no kind to choose.
+    Rule(
+        reads=("cp", "cuts_structures"),
+        broken=lambda needs, t: (t.cp > 1) & t.cuts_structures & (needs.run.layout.context != "auto"),
+        message="layout.context={needs.run.layout.context} joins positions of samples, but over layout.cp={x.cp} ranks "
+        "models of family {needs.run.model.family} share out the atoms of structures",
+        fixes=({"layout.context": "auto"},),
+    ),
+    # A rank of Ulysses attends over all positions with its part of the heads. Whether tp divides them is another rule.
+    Rule(
+        reads=("tp", "cp", "context"),
+        broken=lambda needs, t: (
+            (t.cp > 1)
+            & t.has("context", "all_to_all")
+            & (needs.context_heads.count % t.tp == 0)
+            & (needs.context_heads.count // t.tp % t.cp != 0)
+        ),
+        message="layout.context=all_to_all gives each rank whole heads, but layout.cp={x.cp} does not divide "
+        "{needs.context_heads.field}={needs.context_heads.count} over layout.tp={x.tp}",
+        fixes=({"layout.context": "ring"},),
+    ),
+)
+
+
+def _refuses_branch_groups(needs: Requirements, layouts: LayoutTable) -> Bools | bool:
+    # Few runs have groups of ranks for their heads, and those have few layouts: asking one by one is quick enough.
+    if needs.run.layout.branch_groups == "off" and not any(layouts.branch_groups):
+        return False
+    rows = [layouts.row(index) for index in range(len(layouts))]
+    return np.asarray([any(task_heads.find_group_problems(needs.model, row)) for row in rows], np.bool_)
+
+
+BRANCH_RULES = (
+    # Which groups are possible depends on costs of data and on numbers of ranks: see `task_heads`.
+    Rule(
+        reads=(*DEGREES, "branch_groups"),
+        broken=_refuses_branch_groups,
+        message=lambda needs, x: "\n".join(task_heads.find_group_problems(needs.model, x)),
+        fixes=({"layout.branch_groups": "off"},),
+    ),
+)
+
+
+def _spans_nodes(needs: Requirements, layouts: LayoutTable) -> Bools | bool:
+    devices = needs.devices_per_node
+    # Tensor parallelism exchanges activations in every layer: most networks between nodes are too slow for it.
+    if devices is None or needs.run.layout.tp_across_nodes:
+        return False
+    return np.asarray((layouts.tp > devices) | (devices % layouts.tp != 0))
+
+
+NODE_RULES = (
+    Rule(
+        reads=("tp",),
+        broken=_spans_nodes,
+        message="layout.tp={x.tp} groups do not fit into nodes of {needs.devices_per_node} devices",
+        fixes=({"layout.tp_across_nodes": True},),
+    ),
+)

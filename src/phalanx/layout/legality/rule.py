@@ -1,0 +1,91 @@
+"""What a rule of legality is: a predicate over a table of layouts, with its message and its fixes; and what it may ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from phalanx.config.schema import Run
+from phalanx.families.family import BoundModel
+from phalanx.layout.spec import Bools, LayoutTable, ResolvedLayout
+from phalanx.nn.splits import SplitCount
+
+Fix = dict[str, int | str | bool]
+"""Fields of the run file, as `section.field`, with other values."""
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a run on a number of ranks asks of its layout; its model is asked once for all layouts."""
+
+    model: BoundModel
+    world_size: int
+    devices_per_node: int | None
+    """None where nobody says it."""
+    axes: frozenset[str]
+    """Degrees that may be more than 1."""
+    streams_weights: bool
+    """Whether the model has projection pairs to stream."""
+    split_counts: list[SplitCount]
+    """What a tensor-parallel degree must divide."""
+    split_rows: SplitCount | None
+    """Rows of a table that tensor-parallel ranks may share unevenly."""
+    positions: SplitCount
+    """Positions of a sample."""
+    context_heads: SplitCount
+    """Heads that Ulysses (`context: all_to_all`) spreads over `tp` and `cp`."""
+    tied: bool
+    """Whether embedding and head share parameters."""
+
+    @property
+    def run(self) -> Run:
+        """The run file."""
+        return self.model.run
+
+    @classmethod
+    def of_model(cls, model: BoundModel, world_size: int, devices_per_node: int | None = None) -> Requirements:
+        """Ask the model. devices_per_node: what the launcher says; the run file's own word comes first."""
+        return cls(
+            model=model,
+            world_size=world_size,
+            devices_per_node=model.run.cluster.devices_per_node or devices_per_node,
+            axes=model.axes,
+            streams_weights=model.streams_weights,
+            split_counts=model.split_counts(),
+            split_rows=model.split_rows(),
+            positions=model.positions(),
+            context_heads=model.context_heads(),
+            tied=bool(model.tied()),
+        )
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why one layout is not legal."""
+
+    text: str
+    """A sentence, or one on each line, that names the fields and their numbers."""
+    fixes: tuple[Fix, ...] = ()
+    """Changes of which each may mend the layout without other degrees."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One thing that makes layouts illegal."""
+
+    reads: tuple[str, ...]
+    """Fields of a layout that decide whether it breaks the rule."""
+    broken: Callable[[Requirements, LayoutTable], Bools | bool]
+    """Where layouts break the rule, [layouts]; or one answer for all of them."""
+    message: str | Callable[[Requirements, ResolvedLayout], str]
+    """A text in which `{x.FIELD}` is a field of the layout, `{needs.FIELD}` one of the requirements; or what writes it."""
+    fixes: tuple[Fix, ...] | Callable[[ResolvedLayout], Iterable[Fix]] = ()
+    """As for `Reason`, or what finds them."""
+
+    def explain(self, needs: Requirements, layout: ResolvedLayout) -> Reason:
+        """Return why `layout` breaks this rule."""
+        if isinstance(self.message, str):
+            text = self.message.format(x=layout, needs=needs)
+        else:
+            text = self.message(needs, layout)
+        return Reason(text, tuple(self.fixes(layout)) if callable(self.fixes) else self.fixes)

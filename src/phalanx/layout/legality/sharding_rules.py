@@ -1,0 +1,71 @@
+"""What ZeRO levels and ways of gathering go with: freed parameters, streamed weights."""
+
+from __future__ import annotations
+
+from phalanx.layout.legality.rule import Fix, Rule
+from phalanx.nn.precision import PRECISIONS
+
+_GATHER_WHOLE: Fix = {"layout.gather": "layer"}
+
+SHARDING_RULES = (
+    Rule(
+        reads=("zero", "dp_shard"),
+        broken=lambda _, t: (t.zero == 0) & (t.dp_shard > 1),
+        message="layout.zero=0 keeps everything on every rank, so layout.dp_shard={x.dp_shard} has nothing to share out",
+        fixes=lambda x: ({"layout.dp_replicate": x.dp_replicate * x.dp_shard, "layout.dp_shard": 1},),
+    ),
+    # ZeRO 1 and 2 keep all parameters on every rank.
+    Rule(
+        reads=("zero", "reshard_after_forward"),
+        broken=lambda _, t: t.reshard_after_forward & (t.zero < 3),
+        message="layout.reshard_after_forward=true frees gathered parameters, which layout.zero={x.zero} never shares out",
+        fixes=({"layout.reshard_after_forward": "auto"}, {"layout.zero": 3}),
+    ),
+    Rule(
+        reads=("gather",),
+        broken=lambda needs, t: t.has("gather", "stream") & (not needs.streams_weights),
+        message="layout.gather=stream: models of family {needs.run.model.family} have no matrix chains to stream",
+        fixes=(_GATHER_WHOLE,),
+    ),
+    Rule(
+        reads=("gather", "zero"),
+        broken=lambda _, t: t.has("gather", "stream") & (t.zero != 3),
+        message="layout.gather=stream keeps no gathered parameters between passes, which layout.zero={x.zero} does",
+        fixes=({"layout.zero": 3}, _GATHER_WHOLE),
+    ),
+    Rule(
+        reads=("gather", "recompute"),
+        broken=lambda _, t: t.has("gather", "stream") & t.has("recompute", "selective"),
+        message="layout.gather=stream computes hidden features again anyway, "
+        "and layout.recompute=selective would keep them",
+        fixes=({"layout.recompute": "none"}, {"layout.recompute": "full"}, _GATHER_WHOLE),
+    ),
+    # Ulysses exchanges all heads at once, of which a streamed projection has computed some alone.
+    Rule(
+        reads=("gather", "cp", "context"),
+        broken=lambda _, t: t.has("gather", "stream") & (t.cp > 1) & t.has("context", "all_to_all"),
+        message="layout.gather=stream has some heads at a time, and layout.context=all_to_all shares all out over "
+        "layout.cp={x.cp}",
+        fixes=({"layout.context": "ring"}, _GATHER_WHOLE),
+    ),
+    Rule(
+        reads=("gather", "pp", "schedule"),
+        broken=lambda _, t: t.has("gather", "stream") & t.splits_backward,
+        message="layout.gather=stream gives gradients of inputs and of weights together, layout.schedule={x.schedule} "
+        "asks for them apart",
+        fixes=({"layout.schedule": "interleaved_1f1b"}, _GATHER_WHOLE),
+    ),
+    Rule(
+        reads=("gather",),
+        broken=lambda needs, t: t.has("gather", "stream") & PRECISIONS[needs.run.layout.precision].scales_loss,
+        message="layout.gather=stream leaves some gradients plain and some sharded, which the loss scaling of "
+        "layout.precision={needs.run.layout.precision} cannot undo together",
+        fixes=({"layout.precision": "bf16"}, _GATHER_WHOLE),
+    ),
+    Rule(
+        reads=("gather",),
+        broken=lambda needs, t: t.has("gather", "stream") & (needs.run.training.compile is True),
+        message="layout.gather=stream sends messages inside blocks, which training.compile=true cannot compile",
+        fixes=({"training.compile": "auto"}, _GATHER_WHOLE),
+    ),
+)
