@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 from phalanx.counter_random import normal_values, stream_key  # noqa: E402
-from phalanx.layout.initial_values import fill  # noqa: E402
+from phalanx.layout.initial_values import fill_initial  # noqa: E402
 from phalanx.nn.parameters import InitRule  # noqa: E402
 
 NAME, SEED, STD = "blocks.0.mlp.up.weight", 0, 0.02
@@ -39,7 +39,7 @@ def fill_seconds(tensor: Tensor, repeats: int) -> list[float]:
     for _ in range(repeats):
         synchronise(tensor.device)
         start = time.perf_counter()
-        fill(tensor, NAME, InitRule.normal(STD), SEED)
+        fill_initial(tensor, NAME, InitRule.normal(STD), SEED)
         synchronise(tensor.device)
         seconds.append(time.perf_counter() - start)
     return seconds

@@ -23,7 +23,7 @@ from torch import Tensor
 from phalanx.files import write_atomically
 from phalanx.hardware.device import device_name, synchronize
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.context_parallel.ring_attention import Part, attend_part, join, part_gradients
+from phalanx.layout.context_parallel.ring_attention import Part, attend_part, join_parts, part_gradients
 
 DTYPE = torch.bfloat16
 
@@ -46,7 +46,7 @@ def parity(device: torch.device, heads: int, kv_heads: int, width: int, length: 
     out, log_z = expected.detach().to(DTYPE), scores.detach().logsumexp(-1).float()
     own = attend_part(query[:, :, late], key[:, :, late], value[:, :, late], causal=True, bias=None)
     other = attend_part(query[:, :, late], key[:, :, early], value[:, :, early], causal=False, bias=None)
-    joined = join(join(None, own), other)
+    joined = join_parts(join_parts(None, own), other)
     found = [torch.zeros_like(x) for x in exact]
     for q, k, causal in ((early, early, True), (late, late, True), (late, early, False)):
         parts = (query[:, :, q], key[:, :, k], value[:, :, k])

@@ -20,7 +20,7 @@ from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
 from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOptions
 from phalanx.layout.data_parallel.gradients import sum_gradients
-from phalanx.layout.initial_values import fill, initialise_parameters
+from phalanx.layout.initial_values import fill_initial, initialise_parameters
 from phalanx.layout.layout_model import Stage, WholeParameters
 from phalanx.layout.mesh import ONE_RANK, Axis, Groups, Mesh, build_mesh
 from phalanx.layout.place import TensorSplits
@@ -146,7 +146,7 @@ def lay_out(
     initialise_parameters(laid.parameters, DeclaredLanguage(model, 1).initial_rules(), SEED, splits)
     for name, parameter in laid.parameters.items():
         noise = torch.empty_like(parameter)
-        fill(noise, f"{name} shaken", InitRule.normal(0.1), SEED, splits.get(name))
+        fill_initial(noise, f"{name} shaken", InitRule.normal(0.1), SEED, splits.get(name))
         with torch.no_grad():
             parameter.add_(noise)
     return laid

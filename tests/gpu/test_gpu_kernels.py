@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from device_runs import accelerator, relative_error
 from phalanx.kernels import LARGE
-from phalanx.kernels.flash4 import flash4, flash4_attention
+from phalanx.kernels.flash4 import flash4_attention, import_flash4
 from phalanx.kernels.parts_sum import sum_parts
 from phalanx.kernels.swiglu import swiglu_backward, swiglu_backward_reference
 from phalanx.optimizers.adamw import AdamW
@@ -78,8 +78,8 @@ def test_adamw_of_large_parameters(elements: int) -> None:
 
 def test_flash4_or_why_not() -> None:
     """FlashAttention-4 beside float64; where its package is not installed, the reason names it."""
-    if flash4().forward is None:
-        assert "flash_attn" in flash4().reason
+    if import_flash4().forward is None:
+        assert "flash_attn" in import_flash4().reason
         return
     query, key, value = (random(2, heads, 512, 128, dtype=torch.bfloat16, seed=7 + heads) for heads in (8, 2, 2))
     inputs = [x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (query, key, value)]

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.errors import ConfigError
-from phalanx.kernels.flash4 import FLASH4_FORWARD, flash4, flash4_attention
+from phalanx.kernels.flash4 import FLASH4_FORWARD, flash4_attention, import_flash4
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, check_attention
 from phalanx.nn.attention import attend, attention_context
 from small_models import FAMILIES
@@ -90,6 +90,6 @@ def test_a_device_it_cannot_run_on_is_refused() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn-4 is installed")
 def test_an_absent_package_is_noticed_and_named() -> None:
-    found = flash4()
+    found = import_flash4()
     assert found.forward is None and found.backward is None
     assert found.reason == "ModuleNotFoundError: No module named 'flash_attn'"

@@ -20,7 +20,7 @@ from phalanx.errors import PhalanxError
 from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout import initial_values
-from phalanx.layout.initial_values import fill, initialise_parameters
+from phalanx.layout.initial_values import fill_initial, initialise_parameters
 from phalanx.nn.parameters import InitRule, InitRules
 from phalanx.torch_compat.common import full_name
 from small_models import GPT, LLAMA
@@ -31,7 +31,7 @@ RULES: InitRules = [("*bias", InitRule.constant(0.5)), ("*", NORMAL)]
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, seed: int = 3) -> Tensor:
     tensor = torch.full(shape, math.nan, dtype=dtype)
-    fill(tensor, "weight", NORMAL, seed)
+    fill_initial(tensor, "weight", NORMAL, seed)
     return tensor
 
 
@@ -68,7 +68,7 @@ def test_any_number_of_dims(shape: tuple[int, ...]) -> None:
 
 def test_seed_and_name_each_change_the_values() -> None:
     other_name = torch.empty(9, 13)
-    fill(other_name, "other", NORMAL, 3)
+    fill_initial(other_name, "other", NORMAL, 3)
     assert not torch.equal(filled((9, 13)), filled((9, 13), seed=4))
     assert not torch.equal(filled((9, 13)), other_name)
 
@@ -103,7 +103,7 @@ def test_a_shared_parameter_is_filled_once_under_its_first_name() -> None:
     tied = Tied()
     initialise_parameters(dict(tied.named_parameters()), RULES, 3)
     expected = torch.empty(6, 6)
-    fill(expected, "first.weight", NORMAL, 3)
+    fill_initial(expected, "first.weight", NORMAL, 3)
     assert tied.second.weight is tied.first.weight
     assert torch.equal(tied.first.weight, expected)
 
@@ -161,7 +161,7 @@ def placed_shards_differ() -> list[str]:
         ]:
             for dtype in DTYPES:
                 tensor = empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
-                fill(tensor, "weight", NORMAL, 3)
+                fill_initial(tensor, "weight", NORMAL, 3)
                 expected = distribute_tensor(filled(shape, dtype), mesh, placements, src_data_rank=None)
                 same = torch.equal(tensor.to_local(), expected.to_local())
                 if not same or not torch.equal(tensor.full_tensor(), filled(shape, dtype)):

@@ -14,7 +14,7 @@ from phalanx.config.load import parse_run
 from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.layout.legality import reasons_against
-from phalanx.layout.resolve import every_layout, factorisations, legal_layouts, resolve_layout
+from phalanx.layout.resolve import all_factorisations, every_layout, legal_layouts, resolve_layout
 from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
 
 GPT_175B = """
@@ -171,7 +171,7 @@ def test_every_layout_of_1_to_64_ranks_fits_the_world_and_has_no_reason_against_
         assert all(layout.world_size == world and not reasons_against(bind(run), layout, world) for layout in layouts)
         legal = {tuple(getattr(layout, name) for name in DEGREES) for layout in layouts}
         assert len(legal) == len(layouts)
-        assert legal <= set(factorisations(world, len(DEGREES)))
+        assert legal <= set(all_factorisations(world, len(DEGREES)))
         found += len(layouts)
     assert found > 400
 
@@ -228,7 +228,7 @@ ELSEWHERE = st.fixed_dictionaries(
     }
 )
 DEGREES_OF_WORLD = st.sampled_from([2, 6, 7, 13, 16, 31, 32]).flatmap(
-    lambda world: st.sampled_from(list(factorisations(world, len(DEGREES))))
+    lambda world: st.sampled_from(list(all_factorisations(world, len(DEGREES))))
 )
 
 

@@ -8,7 +8,7 @@ from distributed_ranks import run_ranks
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout
-from phalanx.torch_compat.pipeline import LeanStage, Received
+from phalanx.torch_compat.pipeline_stage import LeanStage, Received
 from whole_model import backward, laid_out, whole_run
 
 

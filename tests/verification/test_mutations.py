@@ -24,7 +24,7 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Groups
 from phalanx.layout.place import TensorSplit
 from phalanx.layout.resolve import resolve_layout
-from phalanx.layout.tensor_parallel import collectives, split_layers
+from phalanx.layout.tensor_parallel import autograd_collectives, split_layers
 from phalanx.layout.tensor_parallel.split_layers import RowLinear
 from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier
@@ -97,7 +97,7 @@ def give_every_rank_the_first_heads_slopes() -> Any:
 
 
 def forget_to_rescale_attention() -> Any:
-    right = ring_attention.join
+    right = ring_attention.join_parts
 
     def wrong(total: Part | None, part: Part, queries: slice) -> Part:
         if total is None:
@@ -107,7 +107,7 @@ def forget_to_rescale_attention() -> Any:
         log_z.copy_(torch.logaddexp(log_z, part.log_z))
         return total
 
-    return patch.object(ring_attention, "join", wrong)
+    return patch.object(ring_attention, "join_parts", wrong)
 
 
 def shift_the_vocabulary_part() -> Any:
@@ -121,7 +121,7 @@ def shift_the_vocabulary_part() -> Any:
 
 def gather_in_the_wrong_order() -> Any:
     return patch.object(
-        collectives, "_join_parts", lambda parts, dim: parts.flip(0).movedim(0, dim).flatten(dim, dim + 1)
+        autograd_collectives, "_join_parts", lambda parts, dim: parts.flip(0).movedim(0, dim).flatten(dim, dim + 1)
     )
 
 

@@ -26,7 +26,7 @@ class Flash4(NamedTuple):
 
 
 @cache
-def flash4() -> Flash4:
+def import_flash4() -> Flash4:
     """Import the package's kernels."""
     try:
         from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd  # noqa: PLC0415
@@ -43,7 +43,7 @@ def why_not_flash4(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < (9, 0):
         return f"it needs compute capability 9.0 or above, and this device has {capability[0]}.{capability[1]}"
-    reason = flash4().reason
+    reason = import_flash4().reason
     return f"flash-attn-4 cannot be imported ({reason}); {INSTALL}" if reason else None
 
 
@@ -59,8 +59,8 @@ def flash4_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> t
 
     query: [B, H, S, E]; key, value: [B, K, S, E] with K dividing H; bfloat16 or float16. causal: no key behind its query.
     """
-    forward = flash4().forward
-    assert forward is not None, flash4().reason
+    forward = import_flash4().forward
+    assert forward is not None, import_flash4().reason
     query, key, value = (x.detach().transpose(1, 2) for x in (query, key, value))
     out, log_z = forward(query, key, value, causal=causal, return_lse=True)[:2]
     return out.transpose(1, 2), log_z
@@ -83,8 +83,8 @@ def flash4_backward(
 
     grad: of `out`, the result of `flash4_forward` whose inputs and log-partitions are given with it.
     """
-    backward = flash4().backward
-    assert backward is not None, flash4().reason
+    backward = import_flash4().backward
+    assert backward is not None, import_flash4().reason
     grads = _rows_first(query), _rows_first(key), _rows_first(value)
     inputs = (x.detach().transpose(1, 2) for x in (query, key, value, out))
     grad_query, grad_key, grad_value = (x.transpose(1, 2) for x in grads)
@@ -113,15 +113,15 @@ def _rows_first(x: Tensor) -> Tensor:
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, ctx.causal = inputs
     ctx.save_for_backward(query, key, value, *output)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor, _grad_log_z: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
+def _run_backward(ctx: Any, grad: Tensor, _grad_log_z: Tensor | None) -> tuple[Tensor, Tensor, Tensor, None]:
     return (*flash4_backward(grad, *ctx.saved_tensors, ctx.causal), None)
 
 
-flash4_forward.register_autograd(_backward, setup_context=_save)
+flash4_forward.register_autograd(_run_backward, setup_context=_save_tensors)

@@ -94,13 +94,13 @@ def _(grad_hidden: Tensor, gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]
 @swiglu_backward.register_kernel("cuda")
 def _(grad_hidden: Tensor, gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]:
     kernel = triton_module("swiglu_triton")
-    if kernel is None or not _fits(gate_up, block):
+    if kernel is None or not _covers_tensor(gate_up, block):
         return swiglu_backward_reference(grad_hidden, gate_up, block)
     result: tuple[Tensor, Tensor] = kernel.run_swiglu_backward(grad_hidden.contiguous(), gate_up.contiguous(), block)
     return result
 
 
-def _fits(gate_up: Tensor, block: int) -> bool:
+def _covers_tensor(gate_up: Tensor, block: int) -> bool:
     power_of_two = block & (block - 1) == 0
     known = gate_up.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return known and power_of_two and block >= SMALLEST_BLOCK and gate_up.numel() > 0

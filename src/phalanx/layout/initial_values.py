@@ -38,11 +38,11 @@ def initialise_parameters(
         rule = next((rule for pattern, rule in rules if fnmatchcase(name, pattern)), None)
         if rule is None:
             raise PhalanxError(f"no initial value is declared for parameter {name}; add a rule to its model family")
-        fill(parameter, name, rule, seed, (splits or {}).get(name))
+        fill_initial(parameter, name, rule, seed, (splits or {}).get(name))
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, name: str, rule: InitRule, seed: int, split: TensorSplit | None = None) -> None:
+def fill_initial(tensor: Tensor, name: str, rule: InitRule, seed: int, split: TensorSplit | None = None) -> None:
     """Fill a tensor, or this rank's part of one (see `layout.place`), with the initial values of parameter `name`.
 
     Values are rounded to float32 first, whatever the format of `tensor`: all precisions start from the same weights.

@@ -88,7 +88,7 @@ def join_process_group(
 ) -> None:
     """Join the default process group (gloo on the CPU, the device's own backend beside gloo elsewhere).
 
-    store: through which the ranks have met already; else they meet now. Raises as `meet` does.
+    store: through which the ranks have met already; else they meet now. Raises as `open_rendezvous` does.
     """
     if device.type != "cpu":
         # Groups without a bound device take the current one.
@@ -99,7 +99,7 @@ def join_process_group(
         # All ranks are here: gloo need not listen where others can reach it.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if store is None:
-        store = meet(ranks, timeout_s=timeout_s)
+        store = open_rendezvous(ranks, timeout_s=timeout_s)
     backend = "gloo"
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
@@ -114,7 +114,7 @@ def join_process_group(
         )
 
 
-def meet(ranks: Ranks, *, timeout_s: float) -> dist.Store:
+def open_rendezvous(ranks: Ranks, *, timeout_s: float) -> dist.Store:
     """The store through which several ranks find each other, at MASTER_ADDR and MASTER_PORT.
 
     Its keys carry torchrun's restart count: torchrun keeps one store for all attempts, and a restarted gloo rank would

@@ -13,7 +13,7 @@ from phalanx.layout.layout_model import Stage, TrainingPass
 from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import TORCH_SCHEDULES, rank_of_stage
-from phalanx.torch_compat.pipeline import LeanStage, gather_stages_once
+from phalanx.torch_compat.pipeline_stage import LeanStage, gather_stages_once
 
 
 class Pipeline:

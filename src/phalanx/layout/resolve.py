@@ -147,7 +147,7 @@ def every_layout(model: BoundModel, world_size: int) -> list[ResolvedLayout]:
 
 
 def _every_split(model: BoundModel, world_size: int) -> list[ResolvedLayout]:
-    splits = factorisations(world_size, len(DEGREES))
+    splits = all_factorisations(world_size, len(DEGREES))
     return [with_degrees(model, dict(zip(DEGREES, degrees, strict=True))) for degrees in splits]
 
 
@@ -173,17 +173,17 @@ def _vary_choices(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
         )
 
 
-def factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+def all_factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     """Yield every way to write `number` as an ordered product of `parts` whole numbers."""
     if parts == 1:
         yield (number,)
         return
-    for divisor in divisors(number):
-        for rest in factorisations(number // divisor, parts - 1):
+    for divisor in list_divisors(number):
+        for rest in all_factorisations(number // divisor, parts - 1):
             yield (divisor, *rest)
 
 
-def divisors(number: int) -> list[int]:
+def list_divisors(number: int) -> list[int]:
     """Return all divisors, ascending."""
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
@@ -219,7 +219,7 @@ def _suggest_instead(model: BoundModel, world_size: int, devices_per_node: int |
     """What would be legal where the stated degrees do not divide the world size: another value of one, else others."""
     stated = {name: getattr(model.run.layout, name) for name in DEGREES}
     given = {name: value for name, value in stated.items() if value not in ("auto", 1)}
-    changes = sorted((abs(d - value), d, name) for name, value in given.items() for d in divisors(world_size))
+    changes = sorted((abs(d - value), d, name) for name, value in given.items() for d in list_divisors(world_size))
     more = _more_ranks(model, world_size, devices_per_node)
     for _, degree, name in changes:
         if can_run(_change_fields(model, {f"layout.{name}": degree}), world_size, devices_per_node):

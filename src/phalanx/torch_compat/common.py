@@ -340,13 +340,13 @@ def schedule_actions(
     ]
 
 
-def transformed() -> bool:
+def inside_transform() -> bool:
     """Whether this code runs inside vmap or another transform of torch.func, which takes no plain autograd.Function."""
     return bool(_probe())
 
 
-def _never() -> bool:
+def _no_transform() -> bool:
     return False
 
 
-_probe = getattr(torch._C, "_are_functorch_transforms_active", _never)
+_probe = getattr(torch._C, "_are_functorch_transforms_active", _no_transform)

@@ -45,8 +45,10 @@ def joint_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Join
         with _TensorScalars():
             return function(*arguments)
 
-    with contextlib.suppress(_Traced), _unwritten():
-        aot_function(run, fw_compiler=_refuse, partition_fn=keep, decompositions=_inductor_decompositions())(*tensors)
+    with contextlib.suppress(_Traced), _write_no_code():
+        aot_function(
+            run, fw_compiler=_refuse_compilation, partition_fn=keep, decompositions=_inductor_decompositions()
+        )(*tensors)
     (joint,) = found
     return joint
 
@@ -64,8 +66,8 @@ class JointGraph:
 
         policy: what a recompute region says of an operation and its arguments; None outside of any region.
         """
-        partitioners = _partitioners()
-        with _unwritten():
+        partitioners = _import_partitioners()
+        with _write_no_code():
             module = copy.deepcopy(self.module)
         if policy is not None:
             for node in forward_nodes(module.graph):
@@ -76,7 +78,7 @@ class JointGraph:
                     arguments = fx.node.map_arg(node.args, lambda argument: argument.meta.get("val"))
                     node.meta["recompute"] = policy(node.target, arguments)
                 node.meta["ac_graph_id"] = 0
-        with _no_random_state(), _light_deduplication(), _unwritten():
+        with _no_random_state(), _light_deduplication(), _write_no_code():
             forward, backward = partitioners.min_cut_rematerialization_partition(
                 module, self.inputs, compiler="inductor", **self.options
             )
@@ -101,7 +103,7 @@ def _no_random_state() -> Iterator[None]:
 
     Attention kernels count as random for their dropout, which is off here, and meta tensors have no generator to save.
     """
-    partitioners = _partitioners()
+    partitioners = _import_partitioners()
     original = partitioners.functionalize_rng_ops
     partitioners.functionalize_rng_ops = lambda _joint, forward, backward, *_: (forward, backward)
     try:
@@ -114,7 +116,7 @@ def _no_random_state() -> Iterator[None]:
 def _light_deduplication() -> Iterator[None]:
     """Divide graphs with the pass for equal operations that does not load all of the compiler for a question about writes
     in place, which joint graphs do not have."""
-    partitioners = _partitioners()
+    partitioners = _import_partitioners()
     original = partitioners.fx_graph_cse
     partitioners.fx_graph_cse = _without_repeats
     try:
@@ -123,7 +125,7 @@ def _light_deduplication() -> Iterator[None]:
         partitioners.fx_graph_cse = original
 
 
-def _partitioners() -> Any:
+def _import_partitioners() -> Any:
     from torch._functorch import partitioners  # noqa: PLC0415
 
     return partitioners
@@ -139,7 +141,7 @@ _NEVER_EQUAL = get_CSE_banned_ops() | {torch.ops.aten.empty}
 
 
 @contextlib.contextmanager
-def _unwritten() -> Iterator[None]:
+def _write_no_code() -> Iterator[None]:
     """Write no graph that is made in here out as Python code, a third of the time that dividing one takes: none is run."""
     kind: Any = fx.GraphModule
     original = kind.recompile
@@ -154,7 +156,7 @@ def _unwritten() -> Iterator[None]:
 
 def plain_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Graph:
     """Return the graph of a function without a backward pass, in the operations the compiler works with."""
-    with _unwritten():
+    with _write_no_code():
         return make_fx(function, decomposition_table=_inductor_decompositions(), tracing_mode="fake")(*tensors).graph
 
 
@@ -168,7 +170,7 @@ def load_compiler() -> None:
     collects = gc.isenabled()
     # It stays for good: the collector would look through it again and again.
     gc.disable()
-    _partitioners()
+    _import_partitioners()
     _inductor_decompositions()
     if gc.get_freeze_count():
         gc.freeze()
@@ -199,7 +201,7 @@ class _Traced(Exception):
     """Ends tracing once there is a joint graph."""
 
 
-def _refuse(gm: Any, example_inputs: Any) -> Any:
+def _refuse_compilation(gm: Any, example_inputs: Any) -> Any:
     raise AssertionError("nothing is compiled")
 
 

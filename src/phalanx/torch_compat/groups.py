@@ -44,13 +44,13 @@ def new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
     """
     number = _made.number(name, tuple(ranks))
     text = "_".join([name, *map(str, ranks), f"number {number}"])
-    with _named(hashlib.sha256(text.encode()).hexdigest()):
-        group = dist.new_group(ranks, _timeout(), use_local_synchronization=True, group_desc=name)
+    with _use_group_name(hashlib.sha256(text.encode()).hexdigest()):
+        group = dist.new_group(ranks, _default_timeout(), use_local_synchronization=True, group_desc=name)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
-def _timeout() -> timedelta | None:
+def _default_timeout() -> timedelta | None:
     """Return the default group's time-out; None for groups of fake ranks, which wait for nobody."""
     assert dist.group.WORLD is not None
     options = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options", None)
@@ -58,7 +58,7 @@ def _timeout() -> timedelta | None:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def _use_group_name(name: str) -> Iterator[None]:
     usual = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.gradients import local_gradient
-from phalanx.layout.initial_values import fill
+from phalanx.layout.initial_values import fill_initial
 from phalanx.layout.layout_model import Stage
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.place import Place, place_of
@@ -111,7 +111,7 @@ def _perturb_constants(applied: ParallelModel, model: VerifiableModel) -> None:
         rule = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
         if rule.kind == "constant":
             noise = torch.empty_like(parameter)
-            fill(
+            fill_initial(
                 noise,
                 f"{name} shaken",
                 InitRule.normal(PERTURBATION),

@@ -14,7 +14,7 @@ from phalanx.families.registry import bind
 from phalanx.families.weather.config import WeatherRun
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel import kernel_choice
-from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, fastest
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, choose_fastest
 from phalanx.layout.context_parallel.split_context import SequenceShare
 from phalanx.layout.layout_model import BuildContext, LayoutModel
 from phalanx.layout.legality import reasons_against
@@ -113,9 +113,12 @@ def test_the_fastest_attention_is_measured_once(tmp_path: Path, monkeypatch: pyt
     # Of the kernels an accelerator has, the CPU has this one.
     found = kernel_choice._measure_whole((2, 16, 4, 8), torch.float32, cpu)
     assert found.keys() == {"flash"} and found["flash"] > 0
-    choice = fastest("a device", lambda: {"flash": 2.0, "cudnn": 1.0})
+    choice = choose_fastest("a device", lambda: {"flash": 2.0, "cudnn": 1.0})
     assert (choice.name, choice.kernel) == ("cudnn", "sdpa")
-    assert fastest("a device", lambda: pytest.fail("measured again")).milliseconds == {"flash": 2.0, "cudnn": 1.0}
+    assert choose_fastest("a device", lambda: pytest.fail("measured again")).milliseconds == {
+        "flash": 2.0,
+        "cudnn": 1.0,
+    }
     run = run_of("climax-small", "training.attention=math")
     assert bind(run, LayoutModel).choose_attention(resolve_layout(bind(run), 1), cpu).name == "math"
     run = run_of("climax-small")

@@ -57,7 +57,7 @@ def test_the_efficient_kernel_is_tried_with_keys_for_every_head(monkeypatch: pyt
 
 
 def test_64_bit_numbers_are_for_the_math_kernel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_choice, "fastest", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(kernel_choice, "choose_fastest", lambda *_: pytest.fail("measured"))
     shape = AttentionShape(2, 16, torch.float64, documents=True)
     assert choose_attention("auto", MPT, shape, CUDA).name == "math"
     assert choose_whole_attention((2, 16, 4, 8), torch.float64, CUDA).name == "math"

@@ -16,7 +16,7 @@ from distributed_ranks import run_ranks
 from phalanx.layout.context_parallel.ring_attention import (
     Part,
     attend_part,
-    join,
+    join_parts,
     part_gradients,
     ring_attention,
     ring_positions,
@@ -112,7 +112,7 @@ def in_parts(case: Case, cuts: list[int]) -> Tensors:
     total: Part | None = None
     for start, stop in bounds:
         keys = slice(start, stop)
-        total = join(total, attend_part(query, key[:, :, keys], value[:, :, keys], **mask(keys)))
+        total = join_parts(total, attend_part(query, key[:, :, keys], value[:, :, keys], **mask(keys)))
     assert total is not None
     grad_query, grad_key, grad_value = (torch.zeros_like(x) for x in (query, key, value))
     for start, stop in bounds:
@@ -158,9 +158,9 @@ def test_queries_without_a_key_in_a_part_take_nothing_from_it() -> None:
         return attend_part(query, key, value, causal=False, bias=nobody)
 
     assert torch.equal(nothing().out, torch.zeros_like(query)) and bool((nothing().log_z == -torch.inf).all())
-    for joined in (join(whole(), nothing()), join(join(None, nothing()), whole())):
+    for joined in (join_parts(whole(), nothing()), join_parts(join_parts(None, nothing()), whole())):
         torch.testing.assert_close(tuple(joined), tuple(whole()), **BOUND)
-    twice = join(join(None, nothing()), nothing())
+    twice = join_parts(join_parts(None, nothing()), nothing())
     assert torch.equal(twice.out, torch.zeros_like(query)) and not bool(twice.log_z.isnan().any())
 
 
@@ -169,8 +169,8 @@ def test_a_part_of_some_queries_joins_those_alone() -> None:
     late = slice(LENGTH // 2, LENGTH)
     before = attend_part(query, key, value, causal=True, bias=None)
     other = attend_part(query[:, :, late], value, key, causal=False, bias=None)
-    expected = join(Part(before.out[:, :, late].clone(), before.log_z[:, :, late].clone()), other)
-    joined = join(attend_part(query, key, value, causal=True, bias=None), other, late)
+    expected = join_parts(Part(before.out[:, :, late].clone(), before.log_z[:, :, late].clone()), other)
+    joined = join_parts(attend_part(query, key, value, causal=True, bias=None), other, late)
     torch.testing.assert_close((joined.out[:, :, late], joined.log_z[:, :, late]), tuple(expected), **BOUND)
     rest = slice(0, LENGTH // 2)
     assert torch.equal(joined.out[:, :, rest], before.out[:, :, rest])
@@ -179,7 +179,7 @@ def test_a_part_of_some_queries_joins_those_alone() -> None:
 
 def test_joining_is_wide_whatever_the_format() -> None:
     query, key, value, _ = Case().inputs(dtype=torch.bfloat16)
-    total = join(None, attend_part(query, key, value, causal=True, bias=None))
+    total = join_parts(None, attend_part(query, key, value, causal=True, bias=None))
     assert (total.out.dtype, total.log_z.dtype) == (torch.float32, torch.float32)
 
 

@@ -17,7 +17,7 @@ from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.mesh import Axis, build_mesh
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.tensor_parallel.collectives import exchange, gather, gather_values, scatter_sum
+from phalanx.layout.tensor_parallel.autograd_collectives import exchange_parts, gather_parts, gather_values, scatter_sum
 from phalanx.layout.tensor_parallel.split_layers import ColumnLinear, RowLinear, split_tensors, vocabulary_chunk_loss
 from phalanx.nn.cross_entropy import IGNORED, chunk_loss
 from small_models import FAMILIES
@@ -40,8 +40,8 @@ Collective = Callable[[Tensor, Axis], Tensor]
 
 COLLECTIVES: dict[str, tuple[Collective, Callable[[list[Tensor], int], Tensor]]] = {
     # What a rank gets of all ranks' x, by plain arithmetic.
-    "gather 0": (lambda x, axis: gather(x, axis, 0), lambda parts, _: torch.cat(parts, 0)),
-    "gather 1": (lambda x, axis: gather(x, axis, 1), lambda parts, _: torch.cat(parts, 1)),
+    "gather 0": (lambda x, axis: gather_parts(x, axis, 0), lambda parts, _: torch.cat(parts, 0)),
+    "gather 1": (lambda x, axis: gather_parts(x, axis, 1), lambda parts, _: torch.cat(parts, 1)),
     "scatter_sum 1": (
         lambda x, axis: scatter_sum(x, axis, 1),
         lambda parts, rank: sum(parts, torch.zeros(())).chunk(len(parts), 1)[rank],
@@ -51,11 +51,11 @@ COLLECTIVES: dict[str, tuple[Collective, Callable[[list[Tensor], int], Tensor]]]
         lambda parts, rank: sum(parts, torch.zeros(())).chunk(len(parts), 2)[rank],
     ),
     "exchange 1 for 2": (
-        lambda x, axis: exchange(x, axis, split=1, join=2),
+        lambda x, axis: exchange_parts(x, axis, split=1, join=2),
         lambda parts, rank: torch.cat([part.chunk(len(parts), 1)[rank] for part in parts], 2),
     ),
     "exchange 2 for 1": (
-        lambda x, axis: exchange(x, axis, split=2, join=1),
+        lambda x, axis: exchange_parts(x, axis, split=2, join=1),
         lambda parts, rank: torch.cat([part.chunk(len(parts), 2)[rank] for part in parts], 1),
     ),
 }
@@ -78,7 +78,7 @@ def collectives_on_ranks() -> dict[str, Any]:
             assert x.grad is not None
             found[name + how] = (result.detach(), float((result * y).sum()), float((x * x.grad).sum()))
     found["values"] = gather_values(parts[axis.rank][0, 0], axis)
-    found["strided"] = gather(parts[axis.rank].transpose(0, 2), axis, 1)
+    found["strided"] = gather_parts(parts[axis.rank].transpose(0, 2), axis, 1)
     return found
 
 
@@ -113,7 +113,11 @@ def test_values_of_all_ranks(collectives: list[dict[str, Any]]) -> None:
 
 def test_one_rank_exchanges_nothing() -> None:
     alone, x = Axis("tp"), random(2, 6, 4, seed=0)
-    assert gather(x, alone, 1) is x and scatter_sum(x, alone, 1) is x and exchange(x, alone, split=1, join=2) is x
+    assert (
+        gather_parts(x, alone, 1) is x
+        and scatter_sum(x, alone, 1) is x
+        and exchange_parts(x, alone, split=1, join=2) is x
+    )
     assert gather_values(x, alone).shape == (1, 2, 6, 4)
 
 

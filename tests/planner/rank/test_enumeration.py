@@ -19,7 +19,7 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
 from phalanx.layout.legality import is_legal
 from phalanx.layout.legality.rule import Requirements
-from phalanx.layout.resolve import divisors, factorisations, resolve_layout
+from phalanx.layout.resolve import all_factorisations, list_divisors, resolve_layout
 from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts
@@ -78,14 +78,14 @@ def test_same_as_legality(run: LanguageRun, world: int, devices_per_node: int | 
     assert is_legal(needs, found).all()
 
     known, batch = set(rows_of(found)), global_batch_samples(run)
-    splits = list(factorisations(world, len(DEGREES)))
+    splits = list(all_factorisations(world, len(DEGREES)))
     drawn = []
     for _ in range(200):
         degrees = dict(zip(DEGREES, random.choice(splits), strict=True))
         schedule, per_rank, zero, reshard, context, gather = random.choice(choices_for(degrees, run))
         layout = ResolvedLayout(
             global_batch=batch,
-            microbatch=random.choice(divisors(batch)),
+            microbatch=random.choice(list_divisors(batch)),
             **degrees,
             zero=zero,
             schedule=schedule,
@@ -102,10 +102,10 @@ def test_same_as_legality(run: LanguageRun, world: int, devices_per_node: int | 
 def test_every_legal_layout_of_a_small_run() -> None:
     run = run_with(global_batch=4)
     possible = []
-    for split in factorisations(8, len(DEGREES)):
+    for split in all_factorisations(8, len(DEGREES)):
         degrees = dict(zip(DEGREES, split, strict=True))
         for schedule, per_rank, zero, reshard, context, gather in choices_for(degrees, run):
-            for microbatch, recompute in product(divisors(4), RECOMPUTES):
+            for microbatch, recompute in product(list_divisors(4), RECOMPUTES):
                 layout = ResolvedLayout(
                     4, microbatch, **degrees, zero=zero, schedule=schedule, stages_per_rank=per_rank,
                     context=context, reshard_after_forward=reshard, gather=gather, recompute=recompute,

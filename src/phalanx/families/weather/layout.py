@@ -19,7 +19,7 @@ from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, Traini
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.tensor_parallel.collectives import gather
+from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts
 from phalanx.nn.positions import Positions
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
@@ -91,7 +91,7 @@ class WeatherStage(Stage):
         """Return whole predicted fields [B, V, H, W], on every rank of `tp`."""
         patches = self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields_BVHW)
         config = self.part.config
-        return fields_of(gather(patches, self.share.tp, _LOCATIONS), config.n_lat, config.patch_size)
+        return fields_of(gather_parts(patches, self.share.tp, _LOCATIONS), config.n_lat, config.patch_size)
 
     def example_input(self, samples: int) -> Tensor:
         """Return input fields without content."""

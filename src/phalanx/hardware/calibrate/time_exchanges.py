@@ -22,7 +22,7 @@ from phalanx.layout.data_parallel.copy_engine import CopyEngine, PublishedShards
 from phalanx.layout.data_parallel.fully_sharded import choose_exchanges
 from phalanx.layout.data_parallel.peer_memory import reaches_peers
 from phalanx.layout.mesh import Axis
-from phalanx.layout.tensor_parallel.collectives import gather
+from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts
 from phalanx.torch_compat import common as compat
 from phalanx.torch_compat.groups import new_group
 
@@ -230,7 +230,7 @@ def _exchange_seconds(clock: Clock) -> float:
         return call
 
     # What it takes beside the exchange is what a view of the same takes.
-    with_exchange = clock.host_seconds(passes(lambda y: gather(y, axis, 0)[:_SIDE]), calls=_CALLS)
+    with_exchange = clock.host_seconds(passes(lambda y: gather_parts(y, axis, 0)[:_SIDE]), calls=_CALLS)
     without = clock.host_seconds(passes(lambda y: y.repeat(axis.size)[:_SIDE]), calls=_CALLS)
     return max(0.0, with_exchange - without) / (2 * _EXCHANGES)
 

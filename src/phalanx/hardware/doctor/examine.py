@@ -32,7 +32,7 @@ from phalanx.hardware.doctor.rank_facts import (
     time_lookup,
 )
 from phalanx.hardware.machine import Machine
-from phalanx.layout.mesh import Ranks, join_process_group, meet
+from phalanx.layout.mesh import Ranks, join_process_group, open_rendezvous
 from phalanx.torch_compat.groups import new_group
 
 
@@ -71,7 +71,7 @@ def examine_ranks(
         found = [*findings, *compare_binding([mine], machine), *(compare_rates([mine], rates) if measured else [])]
         return Examination([mine], rates, merge_findings(found))
     with _keep_own_findings(mine, findings):
-        store = meet(ranks, timeout_s=patience_s)
+        store = open_rendezvous(ranks, timeout_s=patience_s)
         reports = RankReports(store, ranks, patience_s)
         report = {"facts": asdict(mine), "findings": [asdict(finding) for finding in findings]}
         gathered = reports.gather("state", report)

@@ -102,7 +102,7 @@ def choose_attention(
         return AttentionChoice("sdpa")
     if shape.dtype == torch.float64:
         return _OF_64_BITS
-    return fastest(_cache_key(model, shape, device), lambda: _measure_all(model, shape, device))
+    return choose_fastest(_cache_key(model, shape, device), lambda: _measure_all(model, shape, device))
 
 
 def choose_whole_attention(
@@ -115,7 +115,7 @@ def choose_whole_attention(
         return _OF_64_BITS
     words = "B{} S{} H{} E{}".format(*shape)
     key = f"{device_name(device)} | {torch.__version__} | {words} | {dtype} not causal"
-    return fastest(key, lambda: _measure_whole(shape, dtype, device))
+    return choose_fastest(key, lambda: _measure_whole(shape, dtype, device))
 
 
 def _measure_whole(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> dict[str, float]:
@@ -130,7 +130,7 @@ def _measure_whole(shape: tuple[int, int, int, int], dtype: torch.dtype, device:
     return found or {"math": 0.0}
 
 
-def fastest(key: str, measure: Callable[[], dict[str, float]]) -> AttentionChoice:
+def choose_fastest(key: str, measure: Callable[[], dict[str, float]]) -> AttentionChoice:
     """Return the kernel that `measure` finds fastest, by milliseconds; its times are kept under `key` for the next start."""
     cached = _read_cache().get(key)
     if cached is None:

@@ -57,7 +57,7 @@ def attend_along(
                 causal=task.causal,
                 bias=task.bias,
             )
-            total = join(total, part, task.queries)
+            total = join_parts(total, part, task.queries)
     assert total is not None
     # Contiguous, as the compiler was told: kernels leave their results in the order of their inputs' dims.
     return total.out.to(query.dtype).contiguous(), total.log_z.contiguous()
@@ -267,7 +267,7 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias
     return Part((probability @ value.to(scores.dtype)), log_z)
 
 
-def join(total: Part | None, part: Part, queries: slice = slice(None)) -> Part:
+def join_parts(total: Part | None, part: Part, queries: slice = slice(None)) -> Part:
     """Join attention to a part of the keys to `total`, attention to others.
 
     part: of these queries; of all of them where there is no `total` yet. Both may be changed in place.

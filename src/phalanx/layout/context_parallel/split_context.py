@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from phalanx.config.model import AttentionConfig, LanguageModel
 from phalanx.layout.context_parallel.ring_attention import ring_attention, ring_positions
 from phalanx.layout.mesh import Axis
-from phalanx.layout.tensor_parallel.collectives import exchange
+from phalanx.layout.tensor_parallel.autograd_collectives import exchange_parts
 from phalanx.nn.attention import (
     Attention,
     AttentionContext,
@@ -143,5 +143,5 @@ def _exchanged_context(
 def _attend_by_exchange(
     cp: Axis, attend: AttentionCore, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
 ) -> Tensor:
-    query, key, value = (exchange(x, cp, split=1, join=2) for x in (query, key, value))
-    return exchange(attend(query, key, value, context), cp, split=2, join=1)
+    query, key, value = (exchange_parts(x, cp, split=1, join=2) for x in (query, key, value))
+    return exchange_parts(attend(query, key, value, context), cp, split=2, join=1)

@@ -29,7 +29,7 @@ from phalanx.layout.place import TensorSplit, TensorSplits
 from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Matrix, chunk_count
 from phalanx.layout.streamed_weights.projection_pair import ProjectionPair
 from phalanx.layout.streamed_weights.ring_transport import WeightRing
-from phalanx.layout.tensor_parallel.collectives import gather, scatter_sum
+from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts, scatter_sum
 from phalanx.layout.tensor_parallel.split_layers import SEQUENCE, split_tensors
 from phalanx.nn.layers import Linear
 from phalanx.nn.splits import Split, Splits
@@ -75,7 +75,7 @@ class Streamed(nn.Module):
 
     def forward(self, x_BsD: Tensor, *arguments: Any) -> Tensor:
         """[B, S/tp, D] -> [B, S/tp, D]: positions are gathered and scattered once, however many chunks there are."""
-        y_BSD = self.pair(self, gather(x_BsD, self.tp, SEQUENCE), arguments)
+        y_BSD = self.pair(self, gather_parts(x_BsD, self.tp, SEQUENCE), arguments)
         y_BsD = scatter_sum(y_BSD, self.tp, SEQUENCE)
         bias = cast(Linear, self.get_submodule(self.row)).bias
         # Once, behind all sums: not in every chunk, and not on every rank.

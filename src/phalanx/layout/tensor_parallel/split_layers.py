@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
-from phalanx.layout.tensor_parallel.collectives import gather, gather_values, scatter_sum
+from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts, gather_values, scatter_sum
 from phalanx.nn.cross_entropy import IGNORED
 from phalanx.nn.layers import GatedLinear, Linear, Norm
 from phalanx.nn.splits import Split, Splits
@@ -99,7 +99,7 @@ class ColumnLinear(Linear):
 
     def forward(self, x_BsD: Tensor) -> Tensor:
         """[B, S/tp, in] -> [B, S, out/tp]."""
-        return super().forward(gather(x_BsD, self.tp, SEQUENCE))
+        return super().forward(gather_parts(x_BsD, self.tp, SEQUENCE))
 
 
 class RowLinear(Linear):
@@ -124,7 +124,7 @@ class GatheredNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S/tp, D] -> [B, S, D]."""
-        return gather(super().forward(x), self.tp, SEQUENCE)
+        return gather_parts(super().forward(x), self.tp, SEQUENCE)
 
 
 class SplitEmbedding(TokenEmbedding):

@@ -20,7 +20,7 @@ from phalanx.config.schema import Run
 from phalanx.families.family import BoundModel
 from phalanx.layout.legality import is_legal
 from phalanx.layout.legality.rule import Requirements
-from phalanx.layout.resolve import MOST_SAMPLES, divisors, factorisations
+from phalanx.layout.resolve import MOST_SAMPLES, all_factorisations, list_divisors
 from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, Bools, LayoutTable, ResolvedLayout
 
 Fixed = Mapping[str, Any]
@@ -73,7 +73,7 @@ def enumerate_layouts(
     first = ResolvedLayout(batch, **kept)
     order = ("tp", "pp", "cp", "dp_replicate", "dp_shard")
     splits: Iterator[dict[str, Any]] = (
-        dict(zip(order, degrees, strict=True)) for degrees in factorisations(world_size, len(order))
+        dict(zip(order, degrees, strict=True)) for degrees in all_factorisations(world_size, len(order))
     )
     table = LayoutTable.from_rows(
         [
@@ -97,7 +97,7 @@ def enumerate_layouts(
     table = choose("schedule", SCHEDULES, table.pp > 1)
     most_stages = int(min(limits.stages_per_rank, model.run.model.n_layers))
     table = choose("stages_per_rank", range(1, most_stages + 1), table.pp > 1)
-    table = choose("microbatch", [size for size in divisors(batch) if size <= limits.microbatch])
+    table = choose("microbatch", [size for size in list_divisors(batch) if size <= limits.microbatch])
     # ZeRO 0 differs from 3 for replicas as well: their gradients are reduced by DDP.
     table = choose("zero", (0, 3), (table.sharding_ranks == 1) & (table.dp_replicate > 1))
     table = choose("zero", (0, 1, 2, 3), table.sharding_ranks > 1)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from phalanx.families.materials.model.geometry import Geometry
 from phalanx.families.materials.model_config import GlobalAttention, MaterialsModel
 from phalanx.nn.layers import Linear, Norm
-from phalanx.torch_compat.common import transformed
+from phalanx.torch_compat.common import inside_transform
 
 Block = TypeVar("Block", bound=nn.Module)
 
@@ -85,7 +85,7 @@ def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def silu(x: Tensor) -> Tensor:
     """Return x sigmoid(x), with a second derivative that keeps no more than x."""
     # A compiler fuses the chain of operations itself; networks that run side by side are not trained.
-    if torch.compiler.is_compiling() or not x.requires_grad or transformed():
+    if torch.compiler.is_compiling() or not x.requires_grad or inside_transform():
         return F.silu(x)
     result: Tensor = _Silu.apply(x)
     return result

@@ -14,7 +14,7 @@ from phalanx.layout.mesh import Axis
 from phalanx.torch_compat import common as compat
 
 
-def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def gather_parts(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return all ranks' parts joined along `dim`; backward sums the ranks' gradients and keeps this rank's part."""
     if axis.size == 1:
         return x
@@ -32,7 +32,7 @@ def scatter_sum(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return result
 
 
-def exchange(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
+def exchange_parts(x: Tensor, axis: Axis, *, split: int, join: int) -> Tensor:
     """Split along dim `split`, send part i to rank i, join what comes along dim `join`; backward sends it all back."""
     if axis.size == 1:
         return x
