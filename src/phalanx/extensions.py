@@ -50,6 +50,7 @@ class Registry(Generic[T]):
 
     def register(self, name: str, item: T) -> None:
         """Add `item` under `name`. Raises PhalanxError for a name that is taken, and for an object of another kind."""
+        # Twice is harmless: programs may call what registers an item more than once.
         if name in self._items and self._items[name] is item:
             return
         if name in self.names():

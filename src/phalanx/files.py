@@ -28,10 +28,12 @@ TEMPORARY = ".writing-"
 @contextmanager
 def replace_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file that takes the place of `path` when the block ends; a crash leaves the old one."""
+    # In the same folder: a rename is atomic within one file system only.
     temporary = path.with_name(f"{TEMPORARY}{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             yield file
+            # Before the rename: after a loss of power the name would otherwise stand for an empty file.
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -189,6 +191,7 @@ def read_json_lines(path: Path, problem_of: Callable[[dict[str, Any]], str | Non
             number += 1
             whole = text.endswith(b"\n")
             if not whole and len(text) > MAX_LINE_BYTES:
+                # Skipped piece by piece: a file without line ends may be larger than memory.
                 while part := file.readline(MAX_LINE_BYTES):
                     if part.endswith(b"\n"):
                         break

@@ -93,6 +93,7 @@ class FolderLock:
             raise self._error(
                 f"{self.path} cannot be written: {error.strerror}; choose another {self._option}"
             ) from error
+        # The descriptor stays open: the system's lock ends with it.
         _held[self.path.resolve()] = descriptor
         self._stopped.clear()
         self._heart = threading.Thread(target=self._beat, args=(descriptor,), name="lock-heartbeat", daemon=True)
@@ -107,6 +108,7 @@ class FolderLock:
         self._heart.join()
         self._heart = None
         del _held[self.path.resolve()]
+        # Removed before it is unlocked: a newcomer that locks the old file finds the name gone, and looks again.
         self.path.unlink(missing_ok=True)
         os.close(descriptor)
 

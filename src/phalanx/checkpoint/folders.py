@@ -70,6 +70,7 @@ def list_published(root: Path) -> list[Checkpoint]:
         # A link is never followed: what it points to may change behind the manifest's back.
         names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     found = [Checkpoint(step, root / name) for name in names if (step := parse_step(name)) is not None]
+    # By step, not by time: copying a run directory changes time stamps.
     return sorted(found, reverse=True)
 
 
@@ -83,6 +84,7 @@ def begin_folder(root: Path, step: int) -> None:
     # Without `parents`: a run directory that was removed or unmounted must not be made anew here.
     root.mkdir(exist_ok=True)
     folder = writing_folder(root, step)
+    # Of an attempt at the same step that failed: half of it could pass for part of the new one.
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir()
@@ -120,6 +122,7 @@ def supersede_later(root: Path, step: int, warn: Callable[[str], None]) -> None:
     """Take checkpoints later than `step` out of the listing: the run resumed from before them."""
     for checkpoint in list_published(root):
         if checkpoint.step > step:
+            # Kept, not deleted: whoever resumed from an earlier step may have done so by mistake.
             aside = rename_aside(checkpoint, SUPERSEDED)
             warn(f"{checkpoint.path} is of a later step than the one just saved, {step}; kept as {aside.name}")
 
@@ -127,6 +130,7 @@ def supersede_later(root: Path, step: int, warn: Callable[[str], None]) -> None:
 def rename_aside(checkpoint: Checkpoint, suffix: str) -> Path:
     """Take a checkpoint out of the listing without deleting it; return its new path."""
     wanted = checkpoint.path.with_name(checkpoint.path.name + suffix)
+    # A step may be set aside more than once.
     aside, count = wanted, 1
     while aside.exists():
         count += 1
@@ -294,6 +298,7 @@ class DataFile:
         self.path = path
         self._fd = descriptor
         self._start = record.header_bytes
+        # Checked once: every chunk's place is then known to lie in the file.
         self._entries = _read_header(path, descriptor, record)
 
     def close(self) -> None:
@@ -308,6 +313,7 @@ class DataFile:
         begin, end = entry if entry is not None else (0, 0)
         if entry is None or end - begin != size:
             raise CheckpointDamaged(f"{where}: {size} bytes under key {chunk.key!r} expected, found {end - begin}")
+        # Read straight into the caller's memory, and verified there: what was checked is what is used.
         buffer = byte_view(into)
         read_exactly(self._fd, buffer, self._start + begin, self.path)
         found = compute_checksum(buffer)

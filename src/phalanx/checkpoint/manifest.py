@@ -201,6 +201,7 @@ def render_manifest(
     for report in reports:
         for name, entries in report.chunks.items():
             chunks[name] += entries
+    # Chunks come as text that each rank rendered: nothing is parsed and rendered again on rank 0.
     lines = [
         json.dumps(asdict(tensor))[:-1] + f', "chunks": [{", ".join(chunks[tensor.name])}]}}' for tensor in tensors
     ]
@@ -223,6 +224,7 @@ def parse_manifest(text: bytes) -> Manifest:
     # Before the fields are checked one by one: of another version they would all look wrong.
     if isinstance(fields, dict) and fields.get("format") == FORMAT and fields.get("version") != VERSION:
         raise ValueError(f"format version {fields.get('version')!r} is unknown; this program reads version {VERSION}")
+    # Checked above, over the text itself; the schema knows nothing of it.
     if isinstance(fields, dict):
         fields.pop("crc32", None)
     try:
@@ -243,6 +245,7 @@ def _first_problem(error: ValidationError) -> str:
 
 def _check_files(manifest: Manifest) -> None:
     """Refuse names given twice, and files whose length is not that of their header and chunks together."""
+    # A name given twice would let two entries claim the same bytes, or the second hide the first.
     _refuse_repeats("file", (file.name for file in manifest.files))
     _refuse_repeats("tensor", (tensor.name for tensor in manifest.tensors))
     chunk_bytes: dict[str, int] = defaultdict(int)
@@ -303,6 +306,7 @@ def _refuse_overlap(tensor: TensorRecord) -> None:
     if len(tensor.chunks) < 2 or _holds_each_element_once(tensor):
         return
     dims = range(len(tensor.shape))
+    # There the fewest chunks are open at once, and the fewest pairs are compared.
     sweep = max(dims, key=lambda dim: len({chunk.offsets[dim] for chunk in tensor.chunks}))
     open_chunks: list[tuple[int, int]] = []
     ordered = sorted(tensor.chunks, key=lambda chunk: chunk.offsets[sweep])
@@ -332,6 +336,7 @@ def _holds_each_element_once(tensor: TensorRecord) -> bool:
     once. Both are evaluated at a random point of a prime field, where different polynomials agree with a probability under
     1e-18 (Schwartz and Zippel). The time grows with the number of chunks, not with its square.
     """
+    # From the system's generator: a manifest made to pass at known points must not pass.
     points = [secrets.randbelow(PRIME - 2) + 2 for _ in tensor.shape]
     powers: dict[tuple[int, int], int] = {}
 
@@ -374,6 +379,7 @@ def render_state(state: dict[str, Any]) -> bytes:
         raise CheckpointError(
             f"state is {len(text)} bytes of JSON, more than {MAX_STATE_BYTES}; save large data as tensors"
         )
+    # A reader counts before it parses, so that a small text cannot build millions of objects.
     if (nested := count_nested(text)) > MAX_NESTED:
         raise CheckpointError(f"state has {nested:,} objects and lists, more than {MAX_NESTED:,}; save tensors")
     return text

@@ -50,6 +50,7 @@ class RankGroup:
         """Return every rank's `value`, in rank order, on rank 0; an empty list elsewhere."""
         if self._group is None:
             return [value]
+        # Gloo fills a list that is as long as there are ranks, and takes none from the others.
         values: list[T] | None = [value] * self.size if self.first else None
         with _explain_lost_rank():
             dist.gather_object(value, values, group=self._group, group_dst=0)
@@ -86,6 +87,7 @@ class RankGroup:
             try:
                 outcome = (work(), None)
             except Exception as error:
+                # Any error: a rank that ended here with another one would leave the others waiting for the broadcast.
                 failure = as_checkpoint_error(error)
                 # The others wait for an answer: they hear of the failure before this rank raises it.
                 self._broadcast((None, failure))
@@ -100,6 +102,7 @@ class RankGroup:
     def agree(self, error: Exception | None) -> None:
         """Raise one error on every rank if any rank has one: the lowest rank's, and damage only if there is no other."""
         # Damage makes the ranks resume from an older checkpoint, which is right only if nothing else is wrong.
+        # A byte a rank first: errors are rare, and gathering objects is many times slower.
         failed = self.any(torch.tensor([error is not None], dtype=torch.uint8))
         if not failed.item():
             return
@@ -140,6 +143,7 @@ def _explain_lost_rank() -> Iterator[None]:
 
 def _raise_worst(found: list[CheckpointError | None]) -> None:
     errors = [(rank, error) for rank, error in enumerate(found) if error is not None]
+    # See `agree`: an older checkpoint helps against damage alone.
     not_damage = [entry for entry in errors if not isinstance(entry[1], CheckpointDamaged)]
     rank, worst = (not_damage or errors)[0]
     if len(found) == 1:

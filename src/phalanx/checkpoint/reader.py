@@ -45,7 +45,9 @@ def open_checkpoints(
     warn: called on rank 0 with one line of text. timeout_s: seconds that one rank waits for another. one_rank: whether this
     process reads by itself, whatever other ranks there are; otherwise every rank calls this.
     """
+    # A link to a run directory is the user's to set; inside of it none is followed.
     path = path.resolve()
+    # A group of their own has a time limit of its own: reading may take longer than ranks may wait in a step.
     ranks = RankGroup(None) if one_rank else RankGroup.own(timeout_s)
     if parse_step(path.name) is not None:
         return CheckpointReader(path.parent, ranks, warn, only=path.name)
@@ -88,6 +90,7 @@ class CheckpointReader:
         text = self._ranks.from_first(lambda: _read_text(path))
         manifest = text.parse_manifest()
         state = text.parse_state(manifest)
+        # Before anything is read: a model that does not fit is then left as it was.
         records = [record for record in manifest.tensors if record.name.startswith(prefix)]
         self._check_same_tensors(path, records, tensors, prefix)
         error: Exception | None = None
@@ -219,6 +222,7 @@ def _is_whole(checkpoint: Checkpoint) -> bool:
 
 def _read_chunks(folder: CheckpointFolder, manifest: Manifest, reads: Sequence[ChunkRead]) -> None:
     """Carry out `reads` on a few threads; reading, checksums and copies all release the interpreter's lock."""
+    # Whoever reads that a file is missing wants to know what it held.
     names_of_file: dict[str, list[str]] = defaultdict(list)
     for read in reads:
         names_of_file[read.chunk.file].append(read.tensor.name)
@@ -233,12 +237,14 @@ def _read_chunks(folder: CheckpointFolder, manifest: Manifest, reads: Sequence[C
                     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
                     raise CheckpointDamaged(f"{damage}; it holds tensor {names[0]!r}{more}") from damage
                 opened.callback(files[record.name].close)
+        # Each rank has its own; more would only wait for the same disk.
         threads = min(MAX_READ_THREADS, os.cpu_count() or 1)
         pool = opened.enter_context(ThreadPoolExecutor(threads, "checkpoint-read"))
         try:
             for _ in pool.map(lambda read: _copy_chunk(files[read.chunk.file], read, scratch), reads):
                 pass
         except BaseException:
+            # Chunks that wait would be read for nothing, perhaps for minutes.
             pool.shutdown(cancel_futures=True)
             raise
     # The threads copied to accelerators on streams of their own choosing; what the caller starts next must see it all.

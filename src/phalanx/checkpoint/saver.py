@@ -129,6 +129,7 @@ class Saver:
             raise CheckpointError(f"step={step} cannot be saved; steps count from 0")
         text = self._ranks.on_first(lambda: render_state(state)) or b""
         save = Save(SaveHandle(step, self._root / step_name(step)), text, self.plan_files(tensors))
+        # Decided here, before tensors may change: a background save plans nothing any more.
         save.handle.bytes_written = sum(piece.bytes for pieces in save.files for piece in pieces)
         try:
             self._ranks.on_first(lambda: folders.begin_folder(self._root, step))
@@ -168,12 +169,14 @@ class Saver:
             if save.error is None:
                 for number, pieces in enumerate(save.files):
                     staged = save.staged[number] if save.staged is not None else self._staging.copy(0, pieces)
+                    # A rank's number and a count: no two ranks ever write the same file, so none waits for another.
                     name = f"rank-{self._ranks.rank:05d}-{number:03d}.safetensors"
                     write_file(folder, name, pieces, staged, report)
         except Exception as failure:
             save.error = failure
         try:
             self._ranks.agree(save.error)
+            # Sizes and checksums alone travel, never tensors: rank 0 writes one manifest for all.
             reports = self._ranks.gather(report)
             self._ranks.on_first(lambda: self._publish(save, reports))
         # Also when somebody interrupts the process: nothing half-written is to stay.
@@ -270,6 +273,7 @@ class Staging:
 
     def _block(self, block: int, pieces: Sequence[Piece]) -> Tensor:
         size = _piece_starts(pieces)[-1]
+        # Copies from an accelerator are asynchronous only into page-locked memory.
         pinned = any(piece.source.device.type != "cpu" for piece in pieces)
         memory = self._blocks.get(block)
         if memory is None or memory.numel() < size or memory.is_pinned() != pinned:

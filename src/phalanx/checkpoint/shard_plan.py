@@ -78,6 +78,7 @@ class SavePlanner:
         refusal = next((f"tensor {name!r} cannot be saved: {why}" for name, why in refusals if why), None)
         self._ranks.agree(CheckpointError(refusal) if refusal else None)
         places = {name: as_place(tensor) for name, tensor in tensors.items()}
+        # Names, formats, shapes and places: all that a plan depends on. Values change every step.
         layout = [(name, p.local.dtype, p.shape, p.offsets, p.local.shape) for name, p in places.items()]
         changed = torch.tensor([layout != self._planned_for], dtype=torch.uint8)
         if self._ranks.any(changed).item():
@@ -90,6 +91,7 @@ class SavePlanner:
     def _agree_on_plan(self, items: list[WriteItem]) -> None:
         # Names here are flat already, and tensors are plain: none of DCP's flattening is wanted.
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        # Rank 0 alone sees every rank's shards: it decides who writes what several ranks hold alike.
         local_plans = self._ranks.gather(SavePlan(items))
         decided = self._ranks.on_first(lambda: planner.create_global_plan(local_plans))
         plans, metadata = decided if decided is not None else ([], Metadata({}))
@@ -154,6 +156,7 @@ def _cut_pieces(item: WriteItem, places: dict[str, Place]) -> Iterator[Piece]:
         # A tensor in one piece keeps its plain name, so that any safetensors reader finds it.
         yield Piece(name, name if whole else _piece_key(name, offsets), offsets, sizes, source)
         return
+    # Rows of the first long dim lie together in the file: each piece is one contiguous chunk.
     rows = max(1, MAX_CHUNK_BYTES // (total // sizes[dim]))
     for first in range(0, sizes[dim], rows):
         count = min(rows, sizes[dim] - first)
@@ -197,6 +200,7 @@ def plan_load(records: Sequence[TensorRecord], tensors: SavedTensors) -> list[Ch
         if name not in filled:
             continue
         place, record = as_place(tensor), filled[name]
+        # DCP names a stored chunk by where it begins, which is unique: chunks do not overlap.
         chunks = {tuple(chunk.offsets): chunk for chunk in record.chunks}
         stored = TensorStorageMetadata(
             TensorProperties(dtype=record.torch_dtype),

@@ -113,6 +113,7 @@ class CheckpointStore(CheckpointReader):
         save = self._saver.prepare(step, tensors, state)
         # Memory being reserved is about to be used: both at once would allocate it twice.
         self._reserved.result()
+        # Once staged, the tensors belong to training again: the rest reads host memory alone.
         if asynchronous:
             self._saver.stage(save)
             self._running = save.handle
@@ -149,6 +150,7 @@ class CheckpointStore(CheckpointReader):
         try:
             self.wait()
         finally:
+            # Whatever the wait raised: a store that keeps its lock would keep the next run out.
             self._closed = True
             self._thread.shutdown()
             if self._lock is not None:
@@ -164,6 +166,7 @@ class CheckpointStore(CheckpointReader):
         if not RunLock.held(self.root.parent):
             self._lock = RunLock(self.root.parent)
             self._lock.acquire()
+        # Only with the lock: what looks half done may otherwise be a living process at work.
         folders.clear_up(self.root)
 
     def _reserve(self, files: Sequence[Sequence[Piece]]) -> None:
@@ -197,6 +200,7 @@ class CheckpointStore(CheckpointReader):
     def _keep_wanted(self, step: int) -> None:
         """Leave only the checkpoints to keep. A failure here is no failure of the save, which is on disk."""
         try:
+            # First: a later step that stays listed would be what the next start resumes from.
             folders.supersede_later(self.root, step, self._warn)
             folders.delete_old(self.root, keep_last=self._keep_last, keep_every=self._keep_every)
         except OSError as error:

@@ -47,6 +47,7 @@ def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = 
         return tensors
     for group_index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
+            # Its state would be saved under no name, and be lost without a word.
             if id(parameter) not in names:
                 raise CheckpointError(
                     f"a parameter of shape {list(parameter.shape)} in optimizer group {group_index} is not one of the "
@@ -72,6 +73,7 @@ def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     if not fresh:
         return
     # One step with zero gradients and a learning rate of zero, so that any optimizer builds its own state in its own way.
+    # Put back below: a caller may be between two backward passes.
     gradients = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in parameters:
@@ -105,6 +107,7 @@ def placed_tensors(
             key = f"optimizer.{name}.{what}"
             if not isinstance(value, Tensor):
                 raise CheckpointError(f"{key} is a {type(value).__name__}, not a tensor; it would not be restored")
+            # A step counter, or a factored moment, is no part of the parameter and has no place in it.
             like_parameter = value.shape == parameter.shape and value.dim() > 0
             placed[key] = place_of(value, splits.get(name) if like_parameter else None)
     return placed

@@ -116,6 +116,7 @@ def nearest_field(name: str, kind: type[Run] = Run) -> str | None:
     parent, _, leaf = name.rpartition(".")
     if not parent and (matches := nearest_names(leaf, [section.name for section in run_sections(kind)])):
         return matches[0]
+    # The first section that has such a field: names are nearly unique over sections.
     by_leaf: dict[str, str] = {}
     for field in all_fields(kind).values():
         # What stands under a name of the user's own is not meant by one that stands elsewhere.

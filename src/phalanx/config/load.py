@@ -58,6 +58,7 @@ def parse_run(text: str, name: str, overrides: Sequence[str] = ()) -> Run:
     values = _top_level(document, name)
     changes = parse_overrides(overrides)
     _switch_preset(values, changes)
+    # To plain values, before the schema reads them: a mistake in either is explained in the same words.
     apply_overrides(values, changes)
     locate = _make_locator(document, name, changes)
     problems = _fill_from_preset(values)
@@ -92,6 +93,7 @@ def _read_text(file: Path) -> str:
         mode = file.stat().st_mode
         if not stat.S_ISREG(mode):
             raise ConfigError(f"{show_value(str(file))} is {kind_in_words(mode)}; give a run file or a run folder")
+        # One byte more than is allowed: a larger file is refused by its length, not read.
         with file.open("rb") as stream:
             raw = stream.read(MAX_BYTES + 1)
         return raw.decode("utf-8-sig")
@@ -156,6 +158,7 @@ def _fill_from_preset(values: dict[str, Value]) -> list[Problem]:
     preset = find_preset(name)
     if preset is None:
         return [unknown_choice(("model", "preset"), name, "a preset (phalanx config list shows them)", preset_names())]
+    # Presets lie below the file: single fields of a named shape may be changed.
     values["model"] = _merge_fields({"family": preset.family, **preset.fields}, model)
     return []
 
@@ -270,6 +273,7 @@ def _parse_override(argument: str) -> Override | Problem:
         return Problem((), f"{argument.strip()} has no value; write {argument.strip()}null to unset a field")
     name = full_name(name)
     path = tuple(int(part) if part.isdecimal() and len(part) < 6 else part for part in name.split("."))
+    # A name such as 007 stays text without quotes: the field says that it is text.
     if _is_text(path) and text.strip()[0] not in "'\"":
         return Override(path, None if plain_scalar(text) is None else text)
     try:

@@ -170,6 +170,7 @@ class ReadAheadStream(SteppedStream[BatchT]):
         # A function of the step alone, so a run may resume on any number of ranks and read the same samples.
         first = (step - 1) * self.global_batch + self.offset
         batch = self._reader.read(np.arange(first, first + self.share, dtype=np.int64))
+        # Here, where a thread reads ahead: pinning is a copy, which training need not wait for.
         return batch.pinned() if self.pin_memory else batch
 
 
@@ -179,6 +180,7 @@ class ReadAhead(Generic[BatchT]):
     def __init__(self, read: Callable[[int], BatchT], first_step: int, depth: int) -> None:
         """Read `first_step` and what follows it, at most `depth` batches ahead of `next`."""
         self._read = read
+        # Bounded: reading ahead without end would fill the host's memory.
         self._ready: queue.Queue[BatchT | Exception] = queue.Queue(depth)
         self._stopped = threading.Event()
         self._failure: Exception | None = None  # the thread ended with it, so every later batch fails alike

@@ -101,6 +101,7 @@ def prepare_once(
             return manifest
         if out.exists() and not out.is_dir():
             raise DataError(f"{out} is a file; choose another {option}")
+        # Two preparations of one folder would write the same work files.
         with FolderLock(out / _LOCK, DataError, option):
             # Another process may have done it all before this one got the lock.
             manifest = read_finished()
@@ -172,6 +173,7 @@ def read_checked(path: Path, model: type[ModelT], *, missing: str, malformed: st
 def file_record(path: Path) -> FileRecord:
     """Return name, size and checksum of a file that was just written."""
     with path.open("rb") as file:
+        # SHA-256, not a CRC: files may be altered on purpose as well as by a faulty disk.
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileRecord(name=path.name, bytes=path.stat().st_size, sha256=digest)
 

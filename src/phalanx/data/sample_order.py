@@ -48,6 +48,7 @@ class EpochShuffle:
         self.items = items
         self.key = key
         rows = math.isqrt(items - 1) + 1
+        # Near-square: each half of the network then mixes about half of the bits.
         self._rows = np.uint64(rows)
         self._columns = np.uint64(-(-items // rows))
 
@@ -71,6 +72,7 @@ class EpochShuffle:
 
     def _network(self, x: UInt64Array, keys: UInt64Array) -> UInt64Array:
         """Permute values below rows * columns."""
+        # Each round adds to one coordinate a function of the other alone, so it can be undone: a permutation.
         column, row = np.divmod(x, self._rows)
         for even, odd in zip(keys[::2], keys[1::2], strict=True):
             row = (row + _scramble_bits(column + even) % self._rows) % self._rows
@@ -95,6 +97,7 @@ def whole_weights(weights: Sequence[float]) -> list[int]:
     whole = [int(weight * scale) for weight in exact]
     divisor = math.gcd(*whole)
     whole = [weight // divisor for weight in whole]
+    # Shares are computed as products of two such numbers, which must fit 64 bits.
     if sum(whole) > _LARGEST_PERIOD:
         total = sum(exact)
         whole = [max(1, round(weight / total * 2**30)) for weight in exact]

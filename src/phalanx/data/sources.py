@@ -46,9 +46,11 @@ class TensorSpec:
         """Return samples that are a function of their numbers alone, [samples, positions, *shape]."""
         shape = (len(numbers), positions, *self.shape)
         count = int(np.prod(shape[1:], dtype=np.int64))
+        # Each sample has counters of its own, 2**32 of them, whichever others are asked for beside it.
         counters = numbers[:, None] * (1 << 32) + torch.arange(count)
         if self.dtype.is_floating_point:
             return normal_values(stream_key("verify", what), counters).to(self.dtype).view(shape)
+        # Without the sign: the remainder of a negative number is negative.
         bits = random_bits(stream_key("verify", what), counters).bitwise_and((1 << 62) - 1)
         return (bits % self.values).to(self.dtype).view(shape)
 
@@ -155,6 +157,7 @@ class SourceReader:
 
     def read_items(self, split: Split, items: Int64Array, numbers: Int64Array) -> SampleBatch:
         """Return items of a split under these sample numbers. Raises DataError for tensors that the model does not take."""
+        # Foreign code: what it gives is checked here, once, and not where a kernel would fail on it.
         samples, targets = self.source.read_items(split, self.seed, items)
         given: Mapping[str, tuple[Tensor, TensorSpec]] = {
             "inputs": (samples, self.specs[0]),

@@ -41,6 +41,7 @@ class RanksFailed(Exception):
 
 def fork_server(preload: Sequence[str] = PRELOADED) -> ForkServerContext:
     """Return a context whose processes start with the modules `preload` loaded."""
+    # Fork of this process would copy its threads' locks; spawn would import torch, for seconds, in every rank.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     return context
@@ -75,6 +76,7 @@ def run_ranks(
             return _collect_results(ranks, None if timeout_s is None else time.monotonic() + timeout_s)
         finally:
             for process, connection in ranks:
+                # Whatever happened: a rank that waits for one that failed never ends by itself.
                 process.kill()
                 process.join()
                 connection.close()

@@ -121,6 +121,7 @@ class RankProcesses:
         """Start one rank; rank 0 shares this process's streams, and of the others only errors are kept."""
         settings: dict[str, Any] = {"env": _rank_environment(rank, world_size, port, self._run_id), "process_group": 0}
         command = [sys.executable, "-m", self._module, *arguments]
+        # One rank on the terminal: the words of all would be as many copies of the same.
         if rank == 0:
             process = subprocess.Popen(command, **settings)
         else:
@@ -141,6 +142,7 @@ class RankProcesses:
             if all(process.returncode == 0 for process in self._processes):
                 return None
             self._out_of_patience = bool(self._asked) and time.monotonic() - self._asked_at > self._grace_s
+            # Ranks may hang in a collective whose other end is gone: no signal that Python handles reaches them there.
             if self._insisted or self._out_of_patience:
                 self._wait_for_all(_LAST_WORDS_S)
                 self._signal(signal.SIGKILL)
@@ -155,6 +157,7 @@ class RankProcesses:
         self._say_who_was_killed(failed)
         # Another rank may know the reason: it gets time to print it.
         self._wait_for_all(_LAST_WORDS_S)
+        # They may be writing a checkpoint: killed at once they could not clean up.
         self._signal(signal.SIGTERM)
         self._wait_for_all(_DYING_S)
         return failed

@@ -49,6 +49,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     if named and not (named.isascii() and named.isdecimal()):
         raise ConfigError(f"environment variable {PARENT} is {named!r}, no number of a process; unset it")
     parent = int(named) if named else os.getppid()
+    # The kernel signals at once, however the parent ends; elsewhere a thread has to look.
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     else:

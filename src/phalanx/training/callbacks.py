@@ -202,6 +202,7 @@ class ProfilerTrace(WindowRecorder):
         if self.device.type != "cpu":
             # ROCm's activity goes by the name of CUDA too.
             activities.append(ProfilerActivity.XPU if self.device.type == "xpu" else ProfilerActivity.CUDA)
+        # Shapes tell apart matmuls of the same kernel; stacks would slow the steps that are measured.
         self._profiler = profile(activities=activities, record_shapes=True)
         self._profiler.start()
 

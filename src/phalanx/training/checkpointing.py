@@ -92,6 +92,7 @@ def require_checkpoint(model: TrainableModel, run_dir: Path) -> None:
     training = model.run.training
     if training.resume in ("auto", "never") and training.init_from is None:
         return
+    # A run that has a checkpoint of its own needs no other, whatever it once began from.
     if open_checkpoints(run_dir).newest() is not None:
         return
     if training.resume not in ("auto", "must", "never"):
@@ -123,6 +124,7 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
     materialise_optimizer_state(step.optimizer)
     tensors = placed_tensors(applied.parameters, applied.splits, step.optimizer)
     if run.checkpoint.asynchronous and run.checkpoint.every is not None:
+        # Pages of fresh memory cost several times the copy: they are touched while the model loads and compiles.
         store.reserve(tensors)
 
     # Called for each checkpoint in turn, newest first, until one is sound: a damaged one is passed over with a warning.
@@ -146,6 +148,7 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
     inputs.restore(fields)
     if step.scaler is not None and state.scaler is not None:
         step.scaler.load_state_dict(state.scaler.model_dump(by_alias=True))
+    # Last: building the model and loading may have drawn from the global generators.
     set_rng_state(fields["rng"])
     return state.step
 
@@ -203,6 +206,7 @@ def _check_same_run(run: Run, state: TrainingState, data_fingerprint: str, where
             f"{where} was trained on other samples: {changed}; put that back, or start a new run with "
             f"training.init_from={where}"
         )
+    # Such a run would end at once, and its learning rates would have been those of a longer one.
     if state.step > run.training.steps:
         raise ConfigError(
             f"{where} is at step {state.step}, past training.steps={run.training.steps}; raise training.steps"

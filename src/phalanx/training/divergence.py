@@ -53,6 +53,7 @@ class GradientSpikes:
 
     def median_exceeded(self, norm: float) -> float | None:
         """Add a step's gradient norm; return the median of those before if `norm` is the first of a spike, else None."""
+        # A NaN among the norms would make every later median NaN.
         if not math.isfinite(norm):
             return None
         median = statistics.median(self._norms) if len(self._norms) >= FEWEST_NORMS else math.inf
@@ -108,6 +109,7 @@ class DivergenceGuard:
 
     def warn_of_spike(self, metrics: StepMetrics) -> None:
         """Say that the gradient norm of a step stands out from those before, where it is the first that does."""
+        # Told, not acted upon: most spikes pass, and which batch to leave out is for a person to decide.
         median = self._spikes.median_exceeded(metrics.grad_norm)
         if median is None:
             return

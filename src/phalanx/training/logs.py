@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -26,17 +26,17 @@ TRACKERS = "trackers.json"
 """File of a run directory: the run's identity in each tracker it was logged to."""
 
 
-class Sink(Protocol):
-    """Something that takes each step's metrics."""
+class Sink:
+    """Something that takes the metrics of each step; by default nothing else."""
 
     def step(self, metrics: StepMetrics) -> None:
         """Take one step's metrics."""
 
     def note(self, text: str) -> None:
-        """Take one line about something that is no step."""
+        """Take one line about something that is no step; by default not, since notes are for people at a terminal."""
 
     def close(self) -> None:
-        """Finish."""
+        """Finish, as the run ends."""
 
 
 class RunLog:
@@ -52,6 +52,7 @@ class RunLog:
         if not self._sinks:
             return
         log = self._directory.metrics
+        # Said once, when lines begin to wait: a full disk would otherwise print a line a step.
         before = log.failure
         log.append(metrics.as_dict())
         if log.failure is not None and before is None:
@@ -76,7 +77,7 @@ class RunLog:
             sink.close()
 
 
-class ConsoleSink:
+class ConsoleSink(Sink):
     """A progress bar on a terminal, plain lines elsewhere; everything on stderr."""
 
     def __init__(self, *, total_steps: int, first_step: int, every: int, unit: str = "tok") -> None:
@@ -113,6 +114,7 @@ class ConsoleSink:
         # The first step's line says within a moment that the run goes well, however rare the others are.
         if metrics.step % self.every == 0 or metrics.step in (self.first_step + 1, self.total_steps):
             line = f"step {metrics.step}/{self.total_steps}  {_describe_step(metrics, self.unit)}  ETA {eta}"
+            # On a terminal the bar shows each step already: lines are for those who asked for rarer ones.
             if self._progress is None or self.every > 1:
                 self.note(line)
 
@@ -153,7 +155,7 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """TensorBoard event files in the run directory."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -175,9 +177,6 @@ class TensorBoardSink:
             self._failed = True
             write_stderr(f"warning: TensorBoard files end at step {metrics.step}: {error.strerror}")
 
-    def note(self, text: str) -> None:
-        """Notes are for people at a terminal."""
-
     def close(self) -> None:
         """Flush to disk."""
         if not self._failed:
@@ -185,7 +184,7 @@ class TensorBoardSink:
                 self._writer.close()
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Weights & Biases; WANDB_MODE=offline works without a network."""
 
     def __init__(self, run: Run, folder: Path) -> None:
@@ -203,15 +202,12 @@ class WandbSink:
         """Log the step."""
         self._run.log(metrics.as_dict(), step=metrics.step)
 
-    def note(self, text: str) -> None:
-        """Notes are for people at a terminal."""
-
     def close(self) -> None:
         """Finish the W&B run."""
         self._run.finish()
 
 
-class MlflowSink:
+class MlflowSink(Sink):
     """MLflow; the tracking place is MLflow's own setting."""
 
     def __init__(self, run: Run, folder: Path) -> None:
@@ -228,9 +224,6 @@ class MlflowSink:
         values = {k: float(v) for k, v in metrics.as_dict().items() if isinstance(v, int | float)}
         self._mlflow.log_metrics(values, step=metrics.step)
 
-    def note(self, text: str) -> None:
-        """Notes are for people at a terminal."""
-
     def close(self) -> None:
         """Finish the MLflow run."""
         self._mlflow.end_run()
@@ -238,6 +231,7 @@ class MlflowSink:
 
 def _tracker_identity(folder: Path, tracker: str, make: Callable[[], str]) -> str:
     """Return what a tracker knows this run directory by; made once, so that a resumed run continues the same record."""
+    # In the run directory, not in the tracker's own cache: the run may go on from another host.
     path = folder / TRACKERS
     known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if tracker not in known:

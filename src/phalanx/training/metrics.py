@@ -123,6 +123,7 @@ class StepMeter:
         checkpoint_stall: float,
     ) -> StepMetrics:
         """Return the metrics of one step that took `seconds`, those spent waiting for data and checkpoint included."""
+        # Waiting counts: a rate without it would hide slow data and slow checkpoints.
         rate = self.tokens_per_step / seconds
         tflops = rate * self.flops_per_token / self.world_size / 1e12
         if self.peaks.measured is not None and tflops > self.peaks.measured:
@@ -134,6 +135,7 @@ class StepMeter:
                     f"machine busy?): a step reached {tflops:.3g}; MFU of measured now counts from the fastest step"
                 )
             self.peaks = replace(self.peaks, measured=tflops)
+        # This rank's own; the first rank logs its own, since asking the others each step would cost an exchange.
         memory = compat.memory_statistics(self.device)
         return StepMetrics(
             step=step,

@@ -80,6 +80,7 @@ class RunDirectory:
             ) from error
         if not os.access(self.path, os.W_OK):
             raise PhalanxError(f"run directory {self.path} is not writable; choose another --run-dir")
+        # Before anything is written: a link in there could lead a run to overwrite files of others.
         for name in OWN_FILES:
             require_own(self.path / name, folder=False)
         for name in OWN_FOLDERS:
@@ -92,6 +93,7 @@ class RunDirectory:
     def is_gone(self) -> bool:
         """Return whether the folder was removed, renamed or unmounted since `create`."""
         try:
+            # By device and inode: a folder of the same name that somebody made since is another one.
             return self._identity is not None and _identify_folder(self.path) != self._identity
         except OSError as error:
             # What else may fail, such as a server that does not answer, may pass.
@@ -164,6 +166,7 @@ def _identify_folder(folder: Path) -> tuple[int, int]:
 
 def describe_machine(device: torch.device, world_size: int, peaks: Peaks, flops_convention: str) -> dict[str, Any]:
     """Return what machine.json holds: device, host and versions, and the peaks that MFU figures refer to."""
+    # The host's memory, not what is free now: two runs on one machine say the same.
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "device": _cpu_name() if device.type == "cpu" else device_name(device),

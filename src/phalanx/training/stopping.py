@@ -54,6 +54,7 @@ class StopRequest:
         if not self.signal_number:
             self.signal_number, self._asked_at = number, now
         elif now - self._asked_at >= ONE_WISH_S:
+            # The handler from before ends the process at once, which is what a repeated signal asks for.
             signal.signal(number, self._previous[number])
             signal.raise_signal(number)
 
@@ -61,6 +62,7 @@ class StopRequest:
         """Return the signal that any rank was sent, or 0; the same answer on every rank."""
         if not dist.is_initialized():
             return self.signal_number
+        # The largest number wins, so that all ranks name the same signal; DIRECTORY_GONE is above all of them.
         flag = torch.tensor(self.signal_number, device=device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return int(flag)
@@ -98,6 +100,7 @@ def explain_failures(ranks: Ranks, stage: str, run_dir: Path, moment: Callable[[
     """
     try:
         yield
+    # A message that is meant for the user already needs no explanation.
     except PhalanxError:
         raise
     except (RuntimeError, MemoryError) as error:
@@ -108,6 +111,7 @@ def explain_failures(ranks: Ranks, stage: str, run_dir: Path, moment: Callable[[
         log = write_traceback(run_dir, ranks.rank)
         # PyTorch's messages begin with the place in its own sources, and go on with a C++ stack.
         said = re.sub(r"^\[[^\]]*\] *", "", (str(error) or type(error).__name__).strip().partition("\n")[0])
+        # Both messages name the traceback's file: the terminal shows the reason alone.
         if no_memory:
             raise PhalanxError(
                 f"{where} is out of memory in {moment()}: {said}\n{LESS_MEMORY}\ntraceback: {log}"

@@ -107,9 +107,11 @@ class Trainer:
             log.note(f"already trained to step {self.step}; raise training.steps to go on")
             return
         start = time.perf_counter()
+        # In this order: a signal that comes while callbacks end is still a request, not the end of the process.
         with self.stop, self.parts.attention.active(), self._called_back():
             for step in range(self.step + 1, self.until + 1):
                 self.launched.append(self._launch(step))
+                # A step that is launched already computes while the host reads the one before it.
                 while len(self.launched) > self._steps_ahead(step):
                     self._finish(self.launched.popleft())
                 self._stop_if_asked()
@@ -152,6 +154,7 @@ class Trainer:
 
     def _launch(self, step: int) -> LaunchedStep:
         """Start a step; on an accelerator this does not wait for it."""
+        # A function of the step alone: nothing of the schedule is saved, and a changed run file is obeyed.
         rate = self.schedule.rate(step)
         set_learning_rate(self.parts.step.optimizer, rate)
         self.parts.callbacks.call_each(f"on_step_begin of step {step}", lambda callback: callback.on_step_begin(step))
@@ -189,6 +192,7 @@ class Trainer:
             data_wait=launched.data_wait,
             checkpoint_stall=launched.stall,
         )
+        # Data are verified in the background: an altered file ends the run at the first step read after it was found.
         self.parts.inputs.verification.raise_if_failed()
         self._log_unlogged()
         divergence = self.guard.judge_step(metrics)
@@ -277,6 +281,7 @@ class Trainer:
         directory, log = self.parts.directory, self.parts.log
         if self.stop.signal_number != DIRECTORY_GONE and directory.is_gone():
             log.note(f"warning: run directory {directory.path} is gone: removed, renamed or unmounted; training stops")
+            # As a signal would, so that all ranks stop behind the same step.
             self.stop.signal_number = DIRECTORY_GONE
             return
         for file in (directory.metrics, directory.events):
@@ -386,6 +391,7 @@ class AsynchronousSteps:
         """
         if not self.allowed:
             return HostCopy(observations)
+        # The largest counts: a signal to any rank stops all, and the slowest rank's time says whether a step is short.
         agreed = torch.tensor([signal_number, seconds], dtype=torch.float64).to(self.device, non_blocking=True)
         if dist.is_initialized():
             dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
