@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from phalanx.families.materials.evaluation.prediction_errors import error_sums
 from phalanx.families.materials.graph_parallel.cut_batches import Cutting, cut_batch, cutting_of
 from phalanx.families.materials.graph_parallel.halo_exchange import HaloExchange
 from phalanx.families.materials.model.geometry import NO_EXCHANGE
-from phalanx.families.materials.model.losses import Labels, summed_losses
+from phalanx.families.materials.model.losses import split_labels, summed_losses
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.step_capture import StepCapture
 from phalanx.layout.context_parallel.split_context import SequenceShare
@@ -79,9 +78,8 @@ class MaterialsStage(Stage):
         return [getattr(module, name) for module, name in self._places]
 
     def _measure_errors(self, x: Tensor, source_G: Tensor, sources: int, inputs: dict[str, Any]) -> Tensor:
-        config, names = self.part.config, {field.name for field in fields(Labels)}
-        labels = Labels(**{name: value for name, value in inputs.items() if name in names})
-        seen = {name: value for name, value in inputs.items() if name not in names}
+        config = self.part.config
+        labels, seen = split_labels(inputs)
         forces, stress = labels.forces_N3 is not None, labels.stress_G33 is not None
         predicted = self.part.predict(x, **seen, forces=forces, stress=stress)
         graph_N = inputs["graph_N"]

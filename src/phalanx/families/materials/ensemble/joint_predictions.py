@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError
 from phalanx.families.materials.evaluation.network_predictions import LoadedNetwork, load_network
 from phalanx.families.materials.model.geometry import edge_vectors
 from phalanx.families.materials.model.losses import Predictions
-from phalanx.families.materials.model.network import MaterialsNetwork, cell_volumes
+from phalanx.families.materials.model.network import AtomGraphs, MaterialsNetwork, cell_volumes
 
 _LABELS = {
     "energy": "energy_G",
@@ -142,7 +142,8 @@ class NetworkStack:
                 groups.append([number])
             else:
                 group.append(number)
-        self._parts = [_part([networks[number] for number in group]) for group in groups]
+        together = ([networks[number] for number in group] for group in groups)
+        self._parts = [_InTurn(some) if len(some) == 1 else _Stacked(some) for some in together]
         order = [number for group in groups for number in group]
         self._places = [order.index(number) for number in range(len(networks))]
 
@@ -151,7 +152,12 @@ class NetworkStack:
         """Predict as `MaterialsNetwork.predict` does, each tensor with a first dimension of K members, in the order they
         were given."""
         found = [part(species_N, **inputs) for part in self._parts]
-        return _merged(found, self._places)
+        if len(found) == 1:
+            return found[0]
+        names = [name for name, value in vars(found[0]).items() if value is not None]
+        joined = {name: torch.cat([getattr(one, name) for one in found]) for name in names}
+        index = torch.tensor(self._places)
+        return Predictions(**{name: value.index_select(0, index.to(value.device)) for name, value in joined.items()})
 
 
 class _InTurn:
@@ -177,45 +183,28 @@ class _Stacked:
         self._module = modules[0]
 
     def __call__(
-        self,
-        species_N: Tensor,
-        *,
-        positions_N3: Tensor,
-        graph_N: Tensor,
-        edges_2E: Tensor,
-        shifts_E3: Tensor,
-        cells_G33: Tensor,
-        source_G: Tensor,
-        total_charge_G: Tensor | None = None,
-        max_atoms: int | None = None,
-        forces: bool = True,
-        stress: bool = False,
+        self, species_N: Tensor, *, forces: bool = True, stress: bool = False, **graphs: Unpack[AtomGraphs]
     ) -> Predictions:
         derived = self._module.network.config.energy is not None and (forces or stress)
-        vectors_KE3 = edge_vectors(positions_N3, edges_2E, shifts_E3).expand(self._size, -1, -1).contiguous()
-        inputs = {
-            "positions_N3": positions_N3,
-            "graph_N": graph_N,
-            "edges_2E": edges_2E,
-            "cells_G33": cells_G33,
-            "source_G": source_G,
-            "total_charge_G": total_charge_G,
-            "max_atoms": max_atoms,
-        }
+        edges_2E, cells_G33 = graphs["edges_2E"], graphs["cells_G33"]
+        vectors_E3 = edge_vectors(graphs["positions_N3"], edges_2E, graphs["shifts_E3"])
+        # A copy for each member: the derivative by one member's vectors is then of that member's energy alone.
+        vectors_KE3 = vectors_E3.expand(self._size, -1, -1).contiguous()
 
-        def one(state: Any, vector_E3: Tensor) -> dict[str, Tensor]:
-            found: dict[str, Tensor] = functional_call(self._module, state, (vector_E3, species_N), inputs)
+        def predict_one(state: Any, vector_E3: Tensor) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = functional_call(self._module, state, (vector_E3, species_N), dict(graphs))
             return found
 
         with torch.set_grad_enabled(derived):
             vectors_KE3.requires_grad_(derived)
-            found = torch.vmap(one)(self._state, vectors_KE3)
+            found = torch.vmap(predict_one)(self._state, vectors_KE3)
         if derived:
+            # By plain autograd on the stacked energies: one derivative for all members.
             gradient_KE3 = _energy_gradient(found["energy_G"], vectors_KE3)
             if forces:
                 found["forces_N3"] = _stacked_forces(gradient_KE3, edges_2E, len(species_N))
             if stress:
-                graph_E = graph_N.index_select(0, edges_2E[1])
+                graph_E = graphs["graph_N"].index_select(0, edges_2E[1])
                 found["stress_G33"] = _stacked_stress(gradient_KE3, vectors_KE3.detach(), graph_E, cells_G33)
         return Predictions(**{name: value.detach() for name, value in found.items()})
 
@@ -232,20 +221,6 @@ class _FromVectors(nn.Module):
             vector_E3, species_N, **inputs, forces=False, stress=False, differentiable=False
         )
         return {name: value for name, value in vars(found).items() if value is not None}
-
-
-def _part(networks: Sequence[MaterialsNetwork]) -> _InTurn | _Stacked:
-    return _InTurn(networks) if len(networks) == 1 else _Stacked(networks)
-
-
-def _merged(found: Sequence[Predictions], places: Sequence[int]) -> Predictions:
-    """Predictions of several parts as one, members in the order of `places`."""
-    if len(found) == 1:
-        return found[0]
-    names = [name for name, value in vars(found[0]).items() if value is not None]
-    index = torch.tensor(places)
-    joined = {name: torch.cat([getattr(one, name) for one in found]) for name in names}
-    return Predictions(**{name: value.index_select(0, index.to(value.device)) for name, value in joined.items()})
 
 
 def _energy_gradient(energy_KG: Tensor, vectors_KE3: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from phalanx.families.materials.ensemble.joint_predictions import NetworkStack
 from phalanx.families.materials.evaluation.network_predictions import load_network, require_materials
 from phalanx.families.materials.evaluation.prediction_errors import Quantity, predicted_quantities
 from phalanx.families.materials.inputs import columns_of
-from phalanx.families.materials.model.losses import Predictions, learned_tasks
+from phalanx.families.materials.model.losses import Predictions, learned_tasks, split_labels
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import one_rank_microbatch
 
@@ -152,8 +152,8 @@ def _predict_batch(stack: NetworkStack, batch: GraphBatch, *, one_branch: bool) 
     if one_branch:
         # A single branch takes all data sets, whatever their numbers.
         inputs["source_G"] = torch.zeros_like(batch.source_G)
-    seen = {name: value for name, value in inputs.items() if name not in vars(Predictions())}
-    return stack.predict(x, **seen, forces=batch.forces_N3 is not None, stress=batch.stress_G33 is not None)
+    labels, seen = split_labels(inputs)
+    return stack.predict(x, **seen, forces=labels.forces_N3 is not None, stress=labels.stress_G33 is not None)
 
 
 class _Collected:

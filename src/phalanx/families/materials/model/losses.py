@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,13 @@ class Labels:
     """In the data set's own units."""
     atom_properties_NP: Tensor | None = None
     """In the data set's own units."""
+
+
+def split_labels(inputs: Mapping[str, Any]) -> tuple[Labels, dict[str, Any]]:
+    """Return the labels among a batch's inputs by name, and all others."""
+    names = {field.name for field in fields(Labels)}
+    labels = {name: value for name, value in inputs.items() if name in names}
+    return Labels(**labels), {name: value for name, value in inputs.items() if name not in names}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Forces and stress are derivatives of the energy, taken inside the forward pass; 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, NotRequired, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +15,34 @@ from phalanx.families.materials.model.backbones import backbone_of
 from phalanx.families.materials.model.geometry import NO_EXCHANGE, Exchange, Geometry, edge_geometry, edge_vectors
 from phalanx.families.materials.model.heads import Heads, sum_by_graph
 from phalanx.families.materials.model.layers import Atoms, InvariantAttention
-from phalanx.families.materials.model.losses import DatasetUnits, Labels, Predictions, summed_losses
+from phalanx.families.materials.model.losses import DatasetUnits, Predictions, split_labels, summed_losses
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import NumberedBlocks
 from phalanx.nn.splits import ModelChunk
 
 
+class AtomGraphs(TypedDict):
+    """A batch of structures as the network takes it, by name; lengths in angstrom."""
+
+    positions_N3: Tensor
+    graph_N: Tensor
+    """int64: the graph of each atom, ascending."""
+    edges_2E: Tensor
+    """int64: source and target of every directed edge."""
+    shifts_E3: Tensor
+    """What is added to the target's position for its periodic image."""
+    cells_G33: Tensor
+    """Lattice vectors as rows, zeros where not periodic."""
+    source_G: Tensor
+    """int64: the branch of each graph."""
+    total_charge_G: NotRequired[Tensor | None]
+    """Elementary charges; None is 0."""
+    max_atoms: NotRequired[int | None]
+    """Atoms of the largest graph, where known; spares global attention a wait for the device."""
+
+
 class MaterialsBlock(nn.Module):
-    """One block of a body and, where the model has it, attention among all atoms beside it."""
+    """One block of a backbone and, where the model has it, attention among all atoms beside it."""
 
     attention: InvariantAttention | None
 
@@ -66,112 +87,71 @@ class MaterialsNetwork(nn.Module):
         if part.last:
             self.head = Heads(config, self.units)
 
-    def forward(
-        self,
-        species_N: Tensor,
-        *,
-        positions_N3: Tensor,
-        graph_N: Tensor,
-        edges_2E: Tensor,
-        shifts_E3: Tensor,
-        cells_G33: Tensor,
-        source_G: Tensor,
-        total_charge_G: Tensor | None = None,
-        max_atoms: int | None = None,
-        exchange: Exchange = NO_EXCHANGE,
-        energy_G: Tensor | None = None,
-        forces_N3: Tensor | None = None,
-        stress_G33: Tensor | None = None,
-        charges_N: Tensor | None = None,
-        dipole_G3: Tensor | None = None,
-        properties_GP: Tensor | None = None,
-        atom_properties_NP: Tensor | None = None,
-    ) -> Tensor:
-        """Return weighted losses summed over labels, float64 [T] in the order of `learned_tasks`. See `predict`."""
-        labels = Labels(energy_G, forces_N3, stress_G33, charges_N, dipole_G3, properties_GP, atom_properties_NP)
+    def forward(self, species_N: Tensor, *, exchange: Exchange = NO_EXCHANGE, **inputs: Any) -> Tensor:
+        """Return weighted losses summed over labels, float64 [T], in the order of `learned_tasks`.
+
+        inputs: the fields of `AtomGraphs` and of `Labels`, by name. See `predict`.
+        """
+        labels, graphs = split_labels(inputs)
+        energy = self.config.energy
         predicted = self.predict(
             species_N,
-            positions_N3=positions_N3,
-            graph_N=graph_N,
-            edges_2E=edges_2E,
-            shifts_E3=shifts_E3,
-            cells_G33=cells_G33,
-            source_G=source_G,
-            total_charge_G=total_charge_G,
-            max_atoms=max_atoms,
             exchange=exchange,
-            forces=self._learns("force_weight") and forces_N3 is not None,
-            stress=self._learns("stress_weight") and stress_G33 is not None,
+            forces=energy is not None and energy.force_weight is not None and labels.forces_N3 is not None,
+            stress=energy is not None and energy.stress_weight is not None and labels.stress_G33 is not None,
+            **graphs,
         )
-        atoms_G = exchange.atoms_by_graph(graph_N, cells_G33.shape[0])
+        branch_G, graph_N = graphs["source_G"], graphs["graph_N"]
+        # Not len(): it would fix a size that programs for batches of all sizes keep open.
+        atoms_G = exchange.atoms_by_graph(graph_N, branch_G.shape[0])
         return summed_losses(
-            self.config, self.units, predicted, labels, branch_G=source_G, graph_N=graph_N, atoms_G=atoms_G
+            self.config, self.units, predicted, labels, branch_G=branch_G, graph_N=graph_N, atoms_G=atoms_G
         )
 
     def predict(
         self,
         species_N: Tensor,
         *,
-        positions_N3: Tensor,
-        graph_N: Tensor,
-        edges_2E: Tensor,
-        shifts_E3: Tensor,
-        cells_G33: Tensor,
-        source_G: Tensor,
-        total_charge_G: Tensor | None = None,
-        max_atoms: int | None = None,
         exchange: Exchange = NO_EXCHANGE,
         forces: bool = True,
         stress: bool = False,
+        **graphs: Unpack[AtomGraphs],
     ) -> Predictions:
         """Predict a batch, in the units of `Labels`.
 
-        species_N: int64 atomic numbers. positions_N3: angstrom. graph_N: int64, the graph of each atom, ascending.
-        edges_2E: int64, source and target of every directed edge. shifts_E3: what is added to the target's position for its
-        periodic image (angstrom). cells_G33: rows are lattice vectors (angstrom), zeros where not periodic. source_G: int64,
-        the branch of each graph. total_charge_G: elementary charges; None is 0. max_atoms: atoms of the largest graph, where
-        known; spares global attention a wait for the device. exchange: where atoms are that are not at hand; positions of
-        those that edges come from then follow those of the atoms at hand. forces, stress: whether they are formed.
+        species_N: int64 atomic numbers. exchange: where atoms are that are not at hand; positions of those that edges come
+        from then follow those of the atoms at hand. forces, stress: whether they are formed.
         """
         derived = self.config.energy is not None and (forces or stress)
         training = torch.is_grad_enabled()
-        vector_E3 = edge_vectors(positions_N3, edges_2E, shifts_E3)
+        vector_E3 = edge_vectors(graphs["positions_N3"], graphs["edges_2E"], graphs["shifts_E3"])
         if derived and not vector_E3.requires_grad:
+            # A leaf of its own: the derivative ends at edge vectors, of which forces are sums.
             vector_E3 = vector_E3.detach().requires_grad_()
         with torch.set_grad_enabled(training or derived):
             predicted = self.predict_from_vectors(
                 vector_E3,
                 species_N,
-                positions_N3=positions_N3,
-                graph_N=graph_N,
-                edges_2E=edges_2E,
-                cells_G33=cells_G33,
-                source_G=source_G,
-                total_charge_G=total_charge_G,
-                max_atoms=max_atoms,
                 exchange=exchange,
                 forces=forces and derived,
                 stress=stress and derived,
                 differentiable=training,
+                **graphs,
             )
-        return predicted if training else _detach_predictions(predicted)
+        if training:
+            return predicted
+        return Predictions(**{name: value.detach() for name, value in vars(predicted).items() if value is not None})
 
     def predict_from_vectors(
         self,
         vector_E3: Tensor,
         species_N: Tensor,
         *,
-        positions_N3: Tensor,
-        graph_N: Tensor,
-        edges_2E: Tensor,
-        cells_G33: Tensor,
-        source_G: Tensor,
-        total_charge_G: Tensor | None,
-        max_atoms: int | None,
+        exchange: Exchange = NO_EXCHANGE,
         forces: bool,
         stress: bool,
         differentiable: bool,
-        exchange: Exchange = NO_EXCHANGE,
+        **graphs: Unpack[AtomGraphs],
     ) -> Predictions:
         """Predict from edge vectors, which require a gradient where forces or stress are formed.
 
@@ -179,20 +159,22 @@ class MaterialsNetwork(nn.Module):
         operation, so that a compiled training step has no second derivative to find.
         """
         assert self.part.first and self.part.last and len(self.blocks) == self.config.n_layers
+        cells_G33, source_G = graphs["cells_G33"], graphs["source_G"]
         geometry = edge_geometry(
             self.config,
             vector_E3,
-            edges_2E,
+            graphs["edges_2E"],
             species_N,
-            graph_N,
+            graphs["graph_N"],
             dtype=self.dtype,
             graphs=cells_G33.shape[0],
-            max_atoms=max_atoms,
+            max_atoms=graphs.get("max_atoms"),
             chunk=self.edge_chunk,
             exchange=exchange,
         )
-        atoms, positions_N3 = self.features(geometry), positions_N3[: geometry.atoms]
-        predicted: Predictions = self.head(atoms, geometry, positions_N3, source_G, total_charge_G)
+        # Positions beyond those of the atoms at hand were needed for edge vectors alone.
+        atoms, positions_N3 = self.features(geometry), graphs["positions_N3"][: geometry.atoms]
+        predicted: Predictions = self.head(atoms, geometry, positions_N3, source_G, graphs.get("total_charge_G"))
         if not (forces or stress):
             return predicted
         return with_derivatives(
@@ -206,9 +188,6 @@ class MaterialsNetwork(nn.Module):
         for block in self.blocks:
             atoms = block(atoms, geometry)
         return atoms
-
-    def _learns(self, weight: str) -> bool:
-        return self.config.energy is not None and getattr(self.config.energy, weight) is not None
 
 
 def with_derivatives(
@@ -262,8 +241,3 @@ def _energy_gradient(energy_N: Tensor, vector_E3: Tensor, *, differentiable: boo
         energy_N, vector_E3, torch.ones_like(energy_N), create_graph=differentiable, allow_unused=True
     )
     return torch.zeros_like(vector_E3) if gradient_E3 is None else gradient_E3
-
-
-def _detach_predictions(predicted: Predictions) -> Predictions:
-    found = {name: value.detach() for name, value in vars(predicted).items() if value is not None}
-    return Predictions(**found)
