@@ -27,7 +27,7 @@ from phalanx.config.model import LanguageModel
 from phalanx.layout.layout_model import TrainingPass
 from phalanx.layout.prepare_blocks import recompute_block
 from phalanx.nn.attention import Attention, attend
-from phalanx.planner.trace import parts
+from phalanx.planner.trace import part_costs as parts
 from phalanx.planner.trace.part_costs import part_costs
 from phalanx.planner.trace.traced_model import PartName, Setting, build_stage, example_batch
 
@@ -137,7 +137,7 @@ def prepare(part: PartName, setting: Setting, samples: int) -> tuple[Callable[[]
             stage.part.head.loss_kernel = torch.compile(stage.part.head.loss_kernel)
         fill(stage)
         return lambda: stage(**batch, training=TrainingPass(step=1)), batch["x"], [stage]
-    arguments = tree_map(real, parts._block_arguments(stage, setting, samples))
+    arguments = tree_map(real, parts.block_arguments(stage, example_batch("block", stage, setting, samples)))
     (block,) = stage.part.blocks
     for module in block.modules():
         if isinstance(module, Attention):

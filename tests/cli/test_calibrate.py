@@ -17,11 +17,11 @@ import pytest
 
 from command_line import Call
 from phalanx.cli.planning import calibrate as subcommand
-from phalanx.hardware.calibrate import effort
+from phalanx.hardware.calibrate.measured_sizes import PROCESSOR
 from phalanx.planner.time.profile import CONSTANTS, load_profile
 
 SHORT = replace(
-    effort.PROCESSOR, span_s=0.001, models=((64, 64, 1), (64, 64, 4)), matmuls=6, singles=1, doubles=1, attentions=1,
+    PROCESSOR, span_s=0.001, models=((64, 64, 1), (64, 64, 4)), matmuls=6, singles=1, doubles=1, attentions=1,
     exchanged=(2**16, 2**18), blocks=((128, 64, 1),) * 2,
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.config.model import LanguageModel
-from phalanx.planner.trace import parts
+from phalanx.planner.trace import part_costs as parts
 from phalanx.planner.trace.chunked_head import Chunks
 from phalanx.planner.trace.operations import Operation, Scale
 from phalanx.planner.trace.part_costs import PartCosts, part_costs

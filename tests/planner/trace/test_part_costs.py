@@ -19,11 +19,11 @@ from phalanx.config.model import LanguageModel
 from phalanx.families.language.sizes import matmul_parameters, model_flops_per_token, parameter_count
 from phalanx.layout.prepare_blocks import recompute_block
 from phalanx.nn.attention import Attention, attend
-from phalanx.planner.trace import parts
+from phalanx.planner.trace import part_costs as parts
 from phalanx.planner.trace.kernel_fusion import elements, source
 from phalanx.planner.trace.operations import Scale
 from phalanx.planner.trace.part_costs import part_costs
-from phalanx.planner.trace.traced_model import Kernel, PartParameter, Setting, build_stage
+from phalanx.planner.trace.traced_model import Kernel, PartParameter, Setting, build_stage, example_batch
 from phalanx.torch_compat.compiler import _no_random_state
 from small_models import FAMILIES, GPT, LLAMA, MPT
 
@@ -176,7 +176,7 @@ def test_kept_bytes_are_those_of_a_run_on_the_cpu(family: str, samples: int) -> 
 def kept_on_the_cpu(chosen: Setting, samples: int) -> int:
     """Bytes that autograd holds after a real forward pass of one block, parameters and shared tables left out."""
     stage = build_stage("block", chosen)
-    arguments: Any = parts._block_arguments(stage, chosen, samples)
+    arguments: Any = parts.block_arguments(stage, example_batch("block", stage, chosen, samples))
     (block,) = stage.part.blocks
     for module in block.modules():
         if isinstance(module, Attention):
@@ -222,7 +222,7 @@ def kept_by_torch_compile(chosen: Setting, samples: int) -> int:
     """Bytes that the forward program of a block hands to the backward program, by torch.compile itself."""
     torch._dynamo.reset()
     stage = build_stage("block", chosen)
-    arguments = parts._block_arguments(stage, chosen, samples)
+    arguments = parts.block_arguments(stage, example_batch("block", stage, chosen, samples))
     (block,) = stage.part.blocks
     recompute_block(block, chosen.recompute)
     graphs: list[fx.Graph] = []

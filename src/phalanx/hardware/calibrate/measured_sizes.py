@@ -9,8 +9,12 @@ from typing import Literal
 
 import numpy as np
 import torch
+import yaml
 
+from phalanx.config.load import parse_run
 from phalanx.config.model import LanguageModel
+from phalanx.families.registry import bind
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.planner.trace.operations import Attention, Matmul, Operation
 from phalanx.planner.trace.part_costs import part_costs
 from phalanx.planner.trace.traced_model import Setting
@@ -146,6 +150,18 @@ def model_of(width: int, length: int) -> LanguageModel:
         vocab_size=32 * width if width < 1024 else 32768,
         max_positions=length,
     )
+
+
+def bind_decoder(width: int, length: int) -> LayoutModel:
+    """Return such a model bound to a run that trains it in bf16 on samples of `length` tokens."""
+    sections = {
+        "model": model_of(width, length).model_dump(exclude_defaults=True) | {"family": "language"},
+        "data": {"sources": ["nothing is read"], "sequence_length": length},
+        "layout": {"global_batch": 1, "precision": "bf16"},
+        "optimizer": {"lr": 1e-4},
+        "training": {"steps": 1},
+    }
+    return bind(parse_run(yaml.safe_dump(sections), "calibration"), LayoutModel)
 
 
 def setting_of(width: int, length: int, tp: int = 1) -> Setting:

@@ -9,19 +9,25 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from phalanx.families.language.model.decoder import Block
 from phalanx.hardware.calibrate.clock import Clock
-from phalanx.hardware.calibrate.measured_sizes import Product, Shapes, model_of
+from phalanx.hardware.calibrate.measured_sizes import Product, Shapes, bind_decoder, model_of, setting_of
 from phalanx.layout.context_parallel.kernel_choice import (
     AttentionChoice,
     AttentionShape,
     choose_attention,
     choose_whole_attention,
 )
+from phalanx.layout.context_parallel.split_context import SequenceShare
+from phalanx.layout.layout_model import BuildContext
+from phalanx.layout.mesh import Axis
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.nn.attention import attend, attend_whole, attention_context
+from phalanx.nn.splits import ModelChunk
 from phalanx.optimizers.adamw import AdamW
 from phalanx.planner.time.timed_operations import Kind, TimedOperation
 from phalanx.planner.trace.operations import Attention
+from phalanx.planner.trace.part_costs import block_arguments
+from phalanx.planner.trace.traced_model import part_tracer
 from phalanx.torch_compat import common as compat
 
 T = TypeVar("T")
@@ -199,21 +205,27 @@ def time_blocks(
 
 
 def _time_block(clock: Clock, width: int, length: int, samples: int, compiled: bool) -> TimedBlock:
-    device, dtype, model = clock.device, torch.bfloat16, model_of(width, length)
-    choice = choose_attention("auto", model, AttentionShape(samples, length, dtype, documents=False), device)
-    layer, positions = model.layer(0), torch.arange(length, device=device)
-    context = attention_context(layer.attention, positions, dtype, kernel=choice.kernel)
-    with torch.device(device):
-        block = Block(layer).to(dtype)
-    for parameter in block.parameters():
+    """Time the block that a run trains, on one rank: built, and called, by the stage that holds it."""
+    device, dtype, model = clock.device, torch.bfloat16, bind_decoder(width, length)
+    choice = model.choose_attention(ResolvedLayout(samples, microbatch=samples), device)
+    context = BuildContext(device, choice, SequenceShare(Axis("cp"), Axis("tp"), "ring"))
+    stage, _ = model.build_stage(context, ModelChunk(range(1), first=False, last=False), 0)
+    stage.to(dtype).to_empty(device=device)
+    for parameter in stage.parameters():
+        # Of the size that training has: on zeros devices draw less power, and clock higher.
         torch.nn.init.normal_(parameter, std=0.02)
-    x = torch.randn(samples, length, width, device=device, dtype=dtype, requires_grad=True)
+    (block,) = stage.part.blocks
+    x = torch.randn(stage.hidden_shape(samples), device=device, dtype=dtype, requires_grad=True)
     grad = torch.randn_like(x)
+    batch = part_tracer(setting_of(width, length)).example_batch("block", stage, samples)
+    arguments = block_arguments(
+        stage, {name: torch.zeros_like(each, device=device) for name, each in batch.items()} | {"x": x}
+    )
     run = torch.compile(block, dynamic=False) if compiled else block
     inputs = (x, *block.parameters())
     with choice.active():
-        forward = clock.seconds(lambda: run(x, context))
-        both = clock.seconds(lambda: torch.autograd.grad(run(x, context), inputs, grad))
+        forward = clock.seconds(lambda: run(*arguments))
+        both = clock.seconds(lambda: torch.autograd.grad(run(*arguments), inputs, grad))
     return TimedBlock(width, length, samples, compiled, *split_times(forward, both))
 
 

@@ -233,7 +233,7 @@ def _block_graph(setting: Setting, samples: int) -> tuple[JointGraph, list[Argum
     stage = build_stage("block", setting)
     (block,) = stage.part.blocks
     parameters = dict(block.named_parameters())
-    called_with = _block_arguments(stage, setting, samples)
+    called_with = block_arguments(stage, example_batch("block", stage, setting, samples))
     inputs, spec = tree_flatten(called_with)
     places = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
 
@@ -264,8 +264,8 @@ class _Reached(Exception):
     """Ends a forward pass at the block whose arguments are wanted."""
 
 
-def _block_arguments(stage: Stage, setting: Setting, samples: int) -> tuple[Any, ...]:
-    """What the stage calls its first block with."""
+def block_arguments(stage: Stage, batch: dict[str, Tensor]) -> tuple[Any, ...]:
+    """Return what a stage of one block calls it with. batch: what the stage is called with."""
     (block,) = stage.part.blocks
     found: list[Any] = []
 
@@ -275,7 +275,7 @@ def _block_arguments(stage: Stage, setting: Setting, samples: int) -> tuple[Any,
 
     handle = block.register_forward_pre_hook(keep)
     try:
-        stage(**example_batch("block", stage, setting, samples), training=_PASS)
+        stage(**batch, training=_PASS)
     except _Reached:
         return tuple(found)
     finally:
@@ -301,7 +301,7 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
     run: Callable[[], Tensor]
     if blocks:
         (block,) = blocks
-        arguments = _block_arguments(stage, setting, samples)
+        arguments = block_arguments(stage, example_batch("block", stage, setting, samples))
         x = arguments[0]
         shared = [recorder.hold(tensor, "given", name) for name, tensor in _shared(arguments).items()]
         _mark(block, recorder)
