@@ -54,10 +54,10 @@ def test_scores_are_those_of_members_and_of_their_mean(runs: list[Path]) -> None
 def test_stretching_too_far_scores_worse(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     members = [open_member(run) for run in runs]
     calibrated = build_forecasts(members, CPU, hours=12, starts=6)
-    fitted = weather._Sums.stretches
+    fitted = weather._SplitScores.stretches
     scores = [[row.scores.crps for row in calibrated.rows]]
     for factor in (4, 16, 64):
-        monkeypatch.setattr(weather._Sums, "stretches", lambda sums, factor=factor: factor * fitted(sums))
+        monkeypatch.setattr(weather._SplitScores, "stretches", lambda sums, factor=factor: factor * fitted(sums))
         found = build_forecasts(members, CPU, hours=12, starts=6)
         scores.append([row.scores.crps for row in found.rows])
         # what is compared with it is scored alike, and stays

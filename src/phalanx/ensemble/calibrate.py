@@ -201,6 +201,7 @@ def _fit_floor(error_n: FloatArray, spread_n: FloatArray) -> Calibration:
         return Calibration(kind="floor", factor=0.0, floor=least)
     squares_n, spreads_n = np.square(error_n / size), np.square(spread_n / size)
 
+    # In logarithms: both stay positive, and steps are relative to their size.
     def loss(x: FloatArray) -> tuple[float, FloatArray]:
         a, b = np.exp(x)
         variance_n = a * spreads_n + b
@@ -209,6 +210,7 @@ def _fit_floor(error_n: FloatArray, spread_n: FloatArray) -> Calibration:
         return value, np.array([a * float((slope_n * spreads_n).mean()), b * float(slope_n.mean())])
 
     bounds = [(-20.0, 20.0), (2.0 * np.log(_LEAST), 2.0)]
+    # Begin where the factor and the floor explain half of the squared error each.
     begin = np.array([-np.log(max(2.0 * float(spreads_n.mean()), 1e-8)), np.log(0.5)])
     begin[0] = np.clip(begin[0], *bounds[0])
     found = minimize(loss, begin, jac=True, method="L-BFGS-B", bounds=bounds)

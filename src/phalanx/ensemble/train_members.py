@@ -64,6 +64,7 @@ def train_side_by_side(
     previous = signal.signal(signal.SIGTERM, _raise_interrupt)
     try:
         while waiting or running:
+            # A place is kept from one member to the next, and with it the device.
             for place in range(jobs):
                 if waiting and place not in running:
                     recipe = waiting.pop(0)
@@ -116,6 +117,7 @@ def _stop_trainings(running: Sequence[_Training]) -> None:
     for training in running:
         if training.process.poll() is None:
             training.process.send_signal(signal.SIGTERM)
+    # All are told before any is waited for: they write their checkpoints at the same time.
     deadline = time.monotonic() + _ORDERLY_S
     for training in running:
         try:

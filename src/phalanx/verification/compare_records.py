@@ -183,6 +183,7 @@ def _compare_activations(mine: Record, reference: Record | None, bound: ErrorBou
 
     def difference(name: str, wanted: Tensor) -> float:
         parts = mine.activations.get(name, [])
+        # In float64: the difference of two equal formats must not be rounded again.
         squares = [
             (part.value_BSD.double() - wanted[part.samples_B][:, part.positions_S].double()).square().sum()
             for part in parts
@@ -212,6 +213,7 @@ def _compare_tensors(mine: dict[str, Place], reference: dict[str, Place] | None)
         return error if math.isfinite(error) else math.inf
 
     errors = _relative_differences(names, whole, difference)
+    # Counted over all ranks: one rank alone need not hold a part of every tensor.
     held = torch.zeros(len(names), dtype=torch.float64)
     for index, name in enumerate(names):
         held[index] = mine[name].local.numel() if name in mine else 0
@@ -284,6 +286,7 @@ def _compare_numbers(mine: list[float], reference: list[float] | None) -> list[f
 
 def from_first(value: Any) -> Any:
     """Return rank 0's value on every rank."""
+    # As an object: names and shapes are unknown to the others.
     if not dist.is_initialized():
         return value
     box = [value]

@@ -51,7 +51,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Options:
-    """What to verify, besides the run file."""
+    """How to verify a run file."""
 
     ranks: int | None = None
     """Ranks to start where no launcher has; None takes as many as the degrees say."""
@@ -60,7 +60,9 @@ class Options:
     full: bool = False
     """The model itself rather than a reduced one."""
     precision: str = "fp64"
+    """Number format to compute in: the wider, the smaller a mistake that shows."""
     steps: int = 2
+    """Optimizer steps; from the second on, updates and their optimizer state show too."""
     timeout_s: float = 1800.0
     """Seconds after which ranks that do not answer are given up."""
     progress: bool = False
@@ -69,14 +71,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Verdicts and what they are about."""
+    """Verdicts on all layouts of a run."""
 
     verdicts: list[Verdict]
     model: str
     """The model that ran, in words."""
     ranks: int
     fixed: str = ""
-    """Choices of the run file that all layouts were tried with, where every legal layout was."""
+    """Choices of the run file that all layouts had in common, where every legal layout was verified."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ def verify_run(run: Run, options: Options) -> Outcome:
             raise PhalanxError(f"verification did not come to an end\n{failure}") from failure
     else:
         if launched:
+            # A layout that deadlocks is a finding too: collectives give up after the time limit.
             join_process_group(ranks, device, timeout_s=options.timeout_s)
         verdicts = _verify_layouts(model, layouts, options, device)
         if launched:
@@ -224,6 +227,7 @@ class Verifier:
         bound = ErrorBound(PRECISIONS[run.layout.precision].compute_dtype, run.model.n_layers, targets)
         gain = find_optimizer(run.optimizer).update_gain(run.optimizer)
         checks = compare_records(mine, self.reference, bound, gain, model.vanishing)
+        # Ranks' clocks differ, and all must return one verdict.
         seconds = from_first(time.perf_counter() - start)
         return Verdict(str(layout), layout.in_words(run.layout.gather_blocks), str(bound), checks, seconds)
 
@@ -241,12 +245,12 @@ def reduced_run(model: VerifiableModel, precision: str, steps: int, world_size: 
     precision: number format to compute in. steps: optimizer steps. world_size: ranks of the layouts.
     """
     small = model.reduced(world_size)
-    return _change_sections(with_small_batch(model.run, world_size), small, _settings_of(precision, steps))
+    return _change_sections(with_small_batch(model.run, world_size), small, _verification_settings(precision, steps))
 
 
 def full_run(run: Run, precision: str, steps: int) -> Run:
     """Return the run itself, with only what verification needs changed; arguments as of `reduced_run`."""
-    return _change_sections(run, _settings_of(precision, steps))
+    return _change_sections(run, _verification_settings(precision, steps))
 
 
 def one_rank_run(run: Run) -> Run:
@@ -254,7 +258,7 @@ def one_rank_run(run: Run) -> Run:
     return _change_sections(run, {"layout": ONE_RANK_FIELDS})
 
 
-def _settings_of(precision: str, steps: int) -> dict[str, dict[str, Any]]:
+def _verification_settings(precision: str, steps: int) -> dict[str, dict[str, Any]]:
     """Return what every verified run has changed: no schedule and no compiler, one attention kernel, fresh weights."""
     return {
         "layout": {"precision": precision},

@@ -139,6 +139,7 @@ class WeatherModel(BlockModel):
     def _spans_the_globe(self) -> bool:
         if self.first_latitude is None or self.last_latitude is None:
             return True
+        # Cells reach half a row beyond the outer points, whose latitudes are rounded in files.
         half = abs(self.last_latitude - self.first_latitude) / (self.n_lat - 1) / 2
         ends = sorted((self.first_latitude, self.last_latitude))
         return ends[0] - half <= -89.999 and ends[1] + half >= 89.999
@@ -442,11 +443,13 @@ def _check_rollout(run: WeatherRun) -> Iterator[Problem]:
         return
     path = ("data", "rollout_hours")
     stated = f"data.rollout_hours={step}"
+    # A roll-out takes as many whole steps as its lead time has.
     odd = [lead for lead in data.leads if lead % step]
     if odd:
         yield Problem(
             path, f"{stated} does not divide the lead time {odd[0]}", f"data.rollout_hours={math.gcd(*data.leads)}"
         )
+    # The second step reads what the first one predicts.
     unpredicted = [name for name in data.inputs if name not in data.target_variables]
     if unpredicted:
         yield Problem(path, f"{stated} needs all inputs predicted, but {unpredicted[0]} is not among data.outputs")

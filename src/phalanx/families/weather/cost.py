@@ -60,6 +60,7 @@ class WeatherParts(DeclaredWeather, PartTracer):
             for names in (model.input_names, model.output_names)
         )
         x = fields
+        # Activations that require a gradient: a stage in the middle of a pipeline hands one back.
         if name != "embedding":
             x = torch.empty(stage.hidden_shape(samples), dtype=stage.part.dtype, device="meta", requires_grad=True)
         return {

@@ -9,7 +9,7 @@ Forecasts are scored as they are made and none is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.evaluation.forecast_scores import EnsembleScore, EnsembleScores, ForecastScores
 from phalanx.families.weather.evaluation.forecast_split import (
     LoadedForecaster,
+    batch_rows,
     forecasts_of,
     lead_steps,
     load_forecaster,
@@ -40,7 +41,7 @@ _BATCH = 8
 _OWN = {"statistics", "cache_mb", "prefetch", "lead_hours", "rollout_hours"}
 """Fields of the data section in which members may differ; what is normalised by is compared by itself."""
 _SPLITS: tuple[SplitName, ...] = ("validation", "test")
-"""What calibrates, and what is scored: `split_frames` refuses splits that share times."""
+"""The split that calibrates and the one that is scored; `split_frames` refuses splits that share times."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,14 @@ class ForecastRow:
     members: list[float]
     """RMSE of each member alone."""
     stretch: float
-    """What members' deviations from their mean are multiplied by."""
+    """Factor of the members' deviations from their mean."""
     raw: EnsembleScore
-    """Of the members as they are."""
+    """Scores of the members as they are."""
     scores: EnsembleScore
-    """Of the members stretched; without a fair CRPS."""
+    """Scores of the stretched members, without a fair CRPS."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return plain values for JSON."""
         return asdict(self) | {"best_member_rmse": min(self.members)}
 
 
@@ -74,7 +75,7 @@ class ForecastEnsemble:
     """Hours between the times that calibrated and those that are scored, where they come closest."""
 
     def summary(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """See `Ensemble`."""
         return {
             "family": "weather",
             "members": [
@@ -88,7 +89,7 @@ class ForecastEnsemble:
         }
 
     def document(self, folder: Path) -> EnsembleFile:
-        """What is written into `folder`."""
+        """See `Ensemble`."""
         members = member_entries(self.members, [1.0 / len(self.members)] * len(self.members), folder)
         return EnsembleFile(family="weather", members=members, facts=self.summary())
 
@@ -102,10 +103,11 @@ def build_forecasts(
     share: Share = ALONE,
     progress: Progress = lambda what, done, total: None,
 ) -> ForecastEnsemble:
-    """Forecast both splits with all members, up to `hours` (None: the longest lead time trained on). Every rank calls it.
+    """Forecast the validation and the test split with all members and score their ensemble. Every rank calls it.
 
-    starts: inputs of each split, spread evenly; None takes all. Raises ConfigError for members that do not go together, and
-    as `families.weather.evaluation.forecast_split.forecast_split` does.
+    hours: longest lead time; None takes the longest that all were trained on. starts: inputs of each split, spread evenly;
+    None takes all. share: this rank among those that share the inputs. Raises ConfigError for members that do not go
+    together, and as `families.weather.evaluation.forecast_split.forecast_split` does.
     """
     if len(members) < 2:
         raise ConfigError("an ensemble has at least two members; name more runs")
@@ -117,49 +119,34 @@ def build_forecasts(
     for member, other in zip(members, steps, strict=True):
         if list(other) != list(steps[0]):
             raise ConfigError(
-                f"{member.path} reaches lead times of {_words(other)} hours, {members[0].path} of {_words(steps[0])}; "
-                f"members need the same"
+                f"{member.path} reaches lead times of {_list_hours(other)} hours, {members[0].path} of "
+                f"{_list_hours(steps[0])}; members need the same"
             )
     fields = FieldSet(loaded[0].run.data)
     require_grid(loaded[0].run, fields.grid)
 
+    # The seed orders samples of training alone; splits are scored in the order of time.
     readers = {split: fields.reader(split, seed=0, leads=list(steps[0])) for split in _SPLITS}
 
-    def scored(split: SplitName, stretches: Tensor | None) -> _Sums:
+    def score_split(split: SplitName, stretches: Tensor | None) -> _SplitScores:
         reader = readers[split]
-        sums = _Sums(reader, len(members), device, stretches)
-        for cases, forecasts in _all_forecasts(loaded, steps, reader, starts, share, split, progress):
-            sums.add(reader, cases, forecasts)
-        sums.all_reduce()
-        return sums
+        scores = _SplitScores(reader, len(members), device, stretches)
+        chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
+        # Every so many-th batch: ranks then have forecasts of all seasons, and as many batches give or take one.
+        mine = batch_rows(chosen, _BATCH)[share.rank :: share.ranks]
+        for done, (index, rows) in enumerate(mine, 1):
+            each = [forecasts_of(one.model, reader, index, rows, own) for one, own in zip(loaded, steps, strict=True)]
+            # Members advance together, a lead time at a time, so that forecasts of all lead times need not be kept.
+            for together in zip(*each, strict=True):
+                scores.add(reader, together[0][0], torch.stack([forecast for _, forecast in together], dim=1))
+            progress(split, done, len(mine))
+        scores.all_reduce()
+        return scores
 
-    stretches = scored("validation", None).stretches()
-    rows = scored("test", stretches).rows(stretches)
+    # Factors are found on other times than those scored: they would otherwise fit the errors that they are judged by.
+    stretches = score_split("validation", None).stretches()
+    rows = score_split("test", stretches).rows(stretches)
     return ForecastEnsemble(list(members), rows, _hours_between(readers["validation"], readers["test"]))
-
-
-def _all_forecasts(
-    loaded: Sequence[LoadedForecaster],
-    steps: Sequence[dict[int, tuple[int, ...]]],
-    reader: FieldReader,
-    starts: int | None,
-    share: Share,
-    split: str,
-    progress: Progress,
-) -> Iterator[tuple[Cases, Tensor]]:
-    """This rank's cases, lead time by lead time, with the forecasts of all members [n, M, V, H, W]."""
-    chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
-    batches = [
-        (index, rows[first : first + _BATCH])
-        for index, rows in enumerate(chosen)
-        for first in range(0, len(rows), _BATCH)
-    ]
-    mine = batches[share.rank :: share.ranks]
-    for done, (index, rows) in enumerate(mine, 1):
-        each = [forecasts_of(one.model, reader, index, rows, parts) for one, parts in zip(loaded, steps, strict=True)]
-        for together in zip(*each, strict=True):
-            yield together[0][0], torch.stack([forecast for _, forecast in together], dim=1)
-        progress(split, done, len(mine))
 
 
 def stretch_members(forecasts: Tensor, factor_V: Tensor) -> Tensor:
@@ -168,8 +155,8 @@ def stretch_members(forecasts: Tensor, factor_V: Tensor) -> Tensor:
     return mean + factor_V[:, None, None] * (forecasts - mean)
 
 
-class _Sums:
-    """Scores of members, of the ensemble as it is, and of the stretched one."""
+class _SplitScores:
+    """Scores of one split: of each member, of the ensemble as it is, and of the stretched one."""
 
     def __init__(self, reader: FieldReader, members: int, device: torch.device, stretches_LV: Tensor | None) -> None:
         area = torch.from_numpy(reader.grid.area_weights()).to(device)
@@ -193,6 +180,7 @@ class _Sums:
             scores.add(forecasts[:, number], truth, hours)
         lead = int((self._leads == int(hours[0])).nonzero()[0, 0])
         factor_V = self._stretches_LV[lead].to(self._device)
+        # In float64: deviations are small beside the fields.
         self._stretched.add(stretch_members(forecasts.double(), factor_V), truth, hours)
 
     def all_reduce(self) -> None:
@@ -203,13 +191,13 @@ class _Sums:
         self._stretched.all_reduce()
 
     def stretches(self) -> Tensor:
-        """One over the ratio of spread to error, float64 [L, V]; 1 where there is no such ratio."""
+        """Return one over the ratio of spread to error, float64 [L, V]; 1 where there is no such ratio."""
         ratios = [row.spread_skill for row in self._raw.results()]
         factors = [1.0 / ratio if math.isfinite(ratio) and ratio > 0.0 else 1.0 for ratio in ratios]
         return torch.tensor(factors, dtype=torch.float64).view(len(self._leads), -1)
 
     def rows(self, stretches_LV: Tensor) -> list[ForecastRow]:
-        """One a lead time and variable."""
+        """Return one row for each lead time and variable."""
         alone = [scores.results() for scores in self._alone]
         both = zip(self._raw.results(), self._stretched.results(), stretches_LV.flatten().tolist(), strict=True)
         return [
@@ -225,13 +213,14 @@ def _hours_between(first: FieldReader, second: FieldReader) -> float:
     found = []
     for one, other in zip(first.sources, second.sources, strict=True):
         seconds = one.store.times.seconds
+        # Splits are stretches of time: their first and last frames are the closest to another split.
         apart = np.subtract.outer(seconds[one.windows.frames[[0, -1]]], seconds[other.windows.frames[[0, -1]]])
         found.append(float(np.abs(apart).min()) / HOUR)
     return min(found)
 
 
 def _require_same_fields(members: Sequence[Member], loaded: Sequence[LoadedForecaster]) -> None:
-    """Raises ConfigError where members read or predict different fields, or normalise them differently."""
+    """Raise ConfigError where members read or predict different fields, or normalise them differently."""
     first = _fields_of(loaded[0].run)
     for member, one in zip(members, loaded, strict=True):
         other = _fields_of(one.run)
@@ -244,10 +233,11 @@ def _require_same_fields(members: Sequence[Member], loaded: Sequence[LoadedForec
 
 
 def _fields_of(run: WeatherRun) -> dict[str, Any]:
+    """Return the fields of the data section that members must share, with the content of the statistics."""
     kept = run.data.model_dump(mode="json", exclude=_OWN)
     path = run.data.statistics
     return kept | {"statistics": None if path is None else Path(path).read_text(encoding="utf-8")}
 
 
-def _words(numbers: dict[int, tuple[int, ...]]) -> str:
-    return ", ".join(map(str, numbers))
+def _list_hours(steps: dict[int, tuple[int, ...]]) -> str:
+    return ", ".join(map(str, steps))

@@ -179,6 +179,7 @@ class FieldEvaluator:
         for mine, real in _share_cases(cases, executor.layout.microbatch, mesh.data_rank, executor.layout.data_ranks):
             batch = self.reader.read_cases(mine).to(self.device)
             x, inputs = batch.inputs()
+            # Without targets the last stage gives fields in place of a loss.
             targets = inputs.pop("targets_BVHW")[:real]
             predicted = executor.infer(x, inputs, batch.sample_indices)
             # Ranks of `tp` hold the same fields: one of them scores them.
@@ -189,6 +190,7 @@ class FieldEvaluator:
         comparison.all_reduce()
         if mesh.world is not None:
             dist.all_reduce(sums, group=mesh.world)
+        # Sum over count of all ranks: they score unequal numbers of targets.
         loss, rows = float(sums[0] / sums[1]), comparison.rows()
         fields = _evaluation_fields(loss, len(cases), rows)
         if self.without is not None:

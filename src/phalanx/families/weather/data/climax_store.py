@@ -126,6 +126,7 @@ class ClimaxStore(FieldStore):
         """Return the array of a variable: mapped where the shard is not compressed, else read whole and kept for a while."""
         stored = self._naming.stored_name(name)
         path = segment.path
+        # Maps are kept: to look an array up, its archive is opened and its directory read.
         if (path, stored) in self._maps:
             mapped = self._maps[path, stored]
             check_still_whole(path, mapped.offset + mapped.nbytes)
@@ -150,6 +151,7 @@ class ClimaxStore(FieldStore):
             raise DataError(f"{path}: {stored} cannot be read ({error}); the file is truncated or damaged") from error
 
     def _converted(self, name: str, field: Float32Array) -> Float32Array:
+        # A copy: numbers are converted in place, and maps cannot be written to.
         return self._orientation.apply(self._naming.convert(name, np.array(field, dtype=np.float32)))
 
     def _time_axis(self, source: FieldSource, lengths: Sequence[int]) -> TimeAxis:

@@ -33,7 +33,7 @@ _GREGORIAN = "proleptic_gregorian"
 _SAME = {"standard": _GREGORIAN, "gregorian": _GREGORIAN, "365_day": "noleap", "366_day": "all_leap"}
 """Calendars under another name; the Gregorian ones differ before 1582 only."""
 _DAYS_BEFORE = np.cumsum([0, 31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30])
-"""Days before each month of a leap year."""
+"""Days before each month of a leap year, in other years too: a date then has the same day in all years."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,7 @@ def orient_grid(latitudes: Float64Array, longitudes: Float64Array, where: str) -
     # A region has a western edge, where it begins; a whole circle is turned to begin at Greenwich.
     if not grid.wraps:
         return grid, Orientation(flip, 0)
+    # A coordinate that rounding put west of Greenwich must not become one of 360 degrees.
     roll = int(np.argmin(np.mod(longitudes + _TOLERANCE, 360.0)))
     rolled = np.roll(np.mod(longitudes + _TOLERANCE, 360.0) - _TOLERANCE, -roll)
     return Grid(grid.latitudes, rolled), Orientation(flip, roll)
@@ -238,6 +239,7 @@ def decode_times(values: Float64Array | Int64Array, units: str, calendar: str, w
     counting = name if own else calendar.lower()
     try:
         dates = cftime.num2date(values, units, counting, only_use_cftime_datetimes=True)
+        # Files count in fractions of days, which are whole seconds but for rounding.
         seconds = np.rint(np.asarray(cftime.date2num(dates, EPOCH, counting), dtype=np.float64)).astype(np.int64)
     except (ValueError, OverflowError, TypeError) as error:
         raise DataError(

@@ -143,11 +143,12 @@ def find_windows(data: FieldData, store: FieldStore, survey: Survey, split: Spli
                 f"{store.times.step / HOUR:g} h apart over {(seconds[-1] - seconds[0]) / HOUR:g} h"
             )
     whole_input = ~missing[frames][:, inputs].any(axis=1)
-    # With masks a target counts where any variable has values, unless one was never written: no mask knows of that. Else all
-    # must be whole.
+    # With masks a target counts where any variable has values, unless one was never written: no mask knows of that. Without
+    # masks all variables must be whole.
     how_many = missing[:, outputs].sum(axis=1)
     unwritten = survey.blank[:, outputs].any(axis=1)
     bad = (how_many == len(outputs)) | unwritten if data.missing == "mask" else how_many > 0
+    # Where there is no target, -1 looks up the last frame; the first condition leaves that out.
     usable = (found >= 0) & ~bad[found]
     kept = whole_input & usable.any(axis=1)
     if not kept.any():
@@ -305,9 +306,11 @@ class FieldReader:
                 store.fill(part, cases.target[mine], self._columns(index, self.outputs))
                 self._output_scale.normalise(part)
             seconds = store.times.seconds
+            # What lies between the frames, not what was asked for: months are of different lengths.
             hours[mine] = (seconds[cases.target[mine]] - seconds[cases.start[mine]]) / HOUR
             cycles[mine] = store.times.parts_of_cycles[cases.start[mine]]
         given = np.zeros(len(cases), dtype=np.int64) if numbers is None else numbers
+        # Contiguous: batches are pinned and copied to the device, and columns of an array are strided.
         year, day = torch.from_numpy(cycles).T.contiguous()
         return FieldBatch(
             torch.from_numpy(fields),
@@ -315,6 +318,7 @@ class FieldReader:
             torch.from_numpy(hours),
             year,
             day,
+            # A copy: torch would share the memory of the caller's numbers.
             torch.from_numpy(np.array(given, dtype=np.int64)),
         )
 

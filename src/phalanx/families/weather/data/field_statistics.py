@@ -99,6 +99,7 @@ def difference_std(
         count += there.sum(axis=(0, 2, 3))
         total += values.sum(axis=(0, 2, 3))
         squares += (values**2).sum(axis=(0, 2, 3))
+    # Changes have a mean near 0, so that nothing cancels in the difference of the two squares.
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.sqrt(squares / count - (total / count) ** 2)
 

@@ -163,7 +163,8 @@ class Surveyor:
         self._squares[rows, variable] = np.where(some, (deviations**2).sum(axis=(1, 2)), np.nan)
         self._low[rows, variable] = np.where(some, np.where(there, block, np.inf).min(axis=(1, 2)), np.nan)
         self._high[rows, variable] = np.where(some, np.where(there, block, -np.inf).max(axis=(1, 2)), np.nan)
-        # By file: one that is upside down or in other units then stands out.
+        # By file: one that is upside down or in other units then stands out. Not by +=, which would add just one frame
+        # of all those of a block that lie in one file.
         np.add.at(self._sums[:, variable], self._segment[rows], by_latitude)
         np.add.at(self._counts[:, variable], self._segment[rows], count_by_latitude)
 
@@ -188,7 +189,7 @@ def survey_store(store: FieldStore) -> Survey:
 
 
 def merge_moments(parts: Sequence[Moments], points: Sequence[Float64Array]) -> Moments:
-    """Merge statistics of several sets of frames. points: values behind each part, [V]."""
+    """Return the statistics of several sets of frames together. points: values behind each part, [V]."""
     with np.errstate(invalid="ignore"):
         # NaN for a variable that has no value anywhere.
         weights = np.stack(points) / np.sum(points, axis=0)

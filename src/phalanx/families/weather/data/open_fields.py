@@ -62,7 +62,9 @@ class FieldSet:
         Raises DataError naming file, variable and time for whatever is wrong with the data.
         """
         self.data = data
+        # Each variable once: what is predicted is mostly read too.
         self.variables = list(dict.fromkeys([*data.inputs, *data.target_variables]))
+        # One cache for all sources: the run file bounds the memory of all together.
         cache = BlockCache(data.cache_mb * 2**20)
         self.stores = [open_store(source, self.variables, data.static, cache) for source in data.sources]
         for store in self.stores:
@@ -95,6 +97,7 @@ class FieldSet:
 
         Raises ConfigError where the run has no such split, DataError where it holds no sample.
         """
+        # Ascending, as the columns of windows are.
         hours = self.data.leads if leads is None else sorted(set(leads))
         return FieldReader(
             [

@@ -171,6 +171,7 @@ class PreparedStore(FieldStore):
         shape = (segment.end - segment.first, len(self.manifest.variables), *self.grid.shape)
         if segment.path.stat().st_size != 4 * int(np.prod(shape)):
             raise DataError(f"{segment.path}: {segment.path.stat().st_size} bytes do not hold {shape} float32 values")
+        # Mapped: ranks of a machine share the pages that they read.
         return np.memmap(segment.path, np.dtype("<f4"), "r", 0, shape)
 
 

@@ -212,6 +212,7 @@ def _name_files(path: Path, files: Sequence[FieldFile]) -> str:
 def _list_known(stored: str, files: Sequence[FieldFile]) -> str:
     """Return the names that files have, the one most like `stored` first, for messages."""
     names = sorted({name for file in files for name in file.names()})
+    # A misspelt name is the likeliest mistake.
     near = get_close_matches(stored, names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
@@ -273,6 +274,7 @@ class FieldFile:
         levels = self._levels(self.dataset[array])
         if levels is None:
             return None
+        # Levels are stored as floats, at times in single precision.
         found = np.flatnonzero(np.abs(levels - level) < 1e-3)
         return Slot(array, int(found[0])) if found.size else None
 
@@ -334,6 +336,7 @@ class FieldFile:
             raise DataError(
                 f"{self.path}: {slot.array}, {what}: cannot be read ({error}); the file is damaged or truncated"
             ) from error
+        # A copy that may be written to: numbers are converted in place.
         return self.orientation.apply(np.array(values, dtype=np.float32))
 
 

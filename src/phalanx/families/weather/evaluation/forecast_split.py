@@ -27,11 +27,13 @@ from phalanx.nn.precision import PRECISIONS
 from phalanx.training.checkpointing import find_trained_run
 
 _PREFIX = "model."
+"""Beginning of the names of model parameters in a checkpoint."""
 _BATCH = 16
 """Forecasts computed at a time."""
 _MAPPED = ("geopotential_500", "temperature_850", "2m_temperature")
 """Variables that are shown as maps where nobody says which."""
 _MAPS = 3
+"""Lead times, and variables where nobody says which, that are shown as maps."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,9 @@ class LoadedForecaster:
     model: Forecaster
     run: WeatherRun
     where: Path
-    """The checkpoint."""
+    """Folder of the checkpoint."""
     step: int
-    """Optimizer steps it was trained for."""
+    """Optimizer steps that it was trained for."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,14 @@ class FieldMap:
     start: str
     """Time of the input."""
     forecast: Float32Array
-    """[H, W]"""
+    """Predicted field [H, W]."""
     truth: Float32Array
-    """[H, W], NaN where nothing is known."""
+    """True field [H, W], NaN where nothing is known."""
 
 
 @dataclass(frozen=True)
 class Forecasts:
-    """What `forecast_split` found."""
+    """Scores and maps of the forecasts from one split."""
 
     split: SplitName
     starts: int
@@ -73,7 +75,7 @@ class Forecasts:
     maps: list[FieldMap]
     grid: Grid
     without_climatology: str | None
-    """Why climatology and anomaly correlation are missing; None where they are not."""
+    """Reason why climatology and anomaly correlation are missing; None where they are not."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the scores and what they belong to, ready for JSON."""
@@ -162,16 +164,14 @@ def forecast_split(
     comparison = Comparison(reader, climatologies, device)
     chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
     usual = [name for name in _MAPPED if name in reader.outputs]
-    shown = _Shown(reader, list(mapped) or usual or list(reader.outputs[:_MAPS]), list(steps), chosen)
+    shown = _MapKeeper(reader, list(mapped) or usual or list(reader.outputs[:_MAPS]), list(steps), chosen)
     total, done = sum(map(len, chosen)), 0
-    for index, rows in enumerate(chosen):
-        for first in range(0, len(rows), _BATCH):
-            part = rows[first : first + _BATCH]
-            for cases, forecast in forecasts_of(loaded.model, reader, index, part, steps):
-                comparison.add(cases, forecast)
-                shown.look(cases, forecast)
-            done += len(part)
-            progress(done, total)
+    for index, rows in batch_rows(chosen, _BATCH):
+        for cases, forecast in forecasts_of(loaded.model, reader, index, rows, steps):
+            comparison.add(cases, forecast)
+            shown.look(cases, forecast)
+        done += len(rows)
+        progress(done, total)
     return Forecasts(split, total, steps, comparison.rows(), shown.maps, reader.grid, without)
 
 
@@ -207,6 +207,11 @@ def spread_rows(windows: Windows, count: int | None, sources: int) -> Int64Array
     return np.linspace(0, rows - 1, wanted).round().astype(np.int64)
 
 
+def batch_rows(chosen: Sequence[Int64Array], size: int) -> list[tuple[int, Int64Array]]:
+    """Return number of the source and rows, `size` at a time, of the rows chosen of each source."""
+    return [(n, rows[first : first + size]) for n, rows in enumerate(chosen) for first in range(0, len(rows), size)]
+
+
 @torch.no_grad()
 def forecasts_of(
     model: Forecaster, reader: FieldReader, source: int, rows: Int64Array, steps: dict[int, tuple[int, ...]]
@@ -217,6 +222,7 @@ def forecasts_of(
     starts, targets = windows.starts[rows], windows.targets[rows]
     sources = np.full(len(rows), source, dtype=np.int64)
     device = next(model.parameters()).device
+    # Any target will do, as only inputs are read; the last is there (-1 stands for none).
     inputs = reader.read_cases(Cases(sources, starts, targets.max(axis=1))).fields.to(device)
     # Longer lead times begin where shorter ones ended, so every step is computed once.
     states: dict[tuple[int, ...], Tensor] = {(): inputs}
@@ -229,11 +235,12 @@ def forecasts_of(
         known = np.flatnonzero(targets[:, column] >= 0)
         if known.size:
             cases = Cases(sources[known], starts[known], targets[known, column])
+            # In float32: geopotential in its own units has more digits than bfloat16.
             yield cases, reader.denormalise(predicted[torch.from_numpy(known).to(device)].float())
 
 
-class _Shown:
-    """Keeps the fields that are shown: of the first start that has a truth at all lead times shown, else at most of them."""
+class _MapKeeper:
+    """Keeps the fields that maps show, of one start: the first that has a truth at most of the lead times shown."""
 
     def __init__(
         self, reader: FieldReader, variables: Sequence[str], leads: Sequence[int], chosen: Sequence[Int64Array]
@@ -245,6 +252,7 @@ class _Shown:
         self.maps: list[FieldMap] = []
         self._reader = reader
         self._variables = [reader.outputs.index(name) for name in variables]
+        # The longest lead time, and others at equal distances before it.
         columns = sorted({math.ceil(len(leads) * part / _MAPS) - 1 for part in range(1, _MAPS + 1)})
         self._leads = [leads[column] for column in columns]
         windows = [source.windows for source in reader.sources]
@@ -257,6 +265,7 @@ class _Shown:
 
     def look(self, cases: Cases, forecast: Tensor) -> None:
         """Keep what is to be shown of these cases, all of one lead time."""
+        # All cases have one lead time: that of the first is asked for.
         lead = int(self._reader.lead_hours(cases.take(slice(1)))[0])
         found = np.flatnonzero((cases.source == self._source) & (cases.start == self._start))
         if lead not in self._leads or not found.size:
