@@ -123,16 +123,51 @@ def launch_script(machine: Machine, job: Job) -> str:
     job = complete_job(machine, job)
     parts = (
         _header_lines(machine, job),
-        _first_lines(job),
+        ["set -eo pipefail", f"cd -- {shlex.quote(str(job.directory))}"],
         _setting_lines(machine, job),
         _environment_lines(machine, job),
-        _meeting_lines(),
+        [_MEETING_POINT],
         _folder_lines(machine, job),
-        _training_lines(machine, job),
-        _preflight_lines(job),
-        _last_lines(machine),
+        _command_lines(machine, job),
+        [] if job.examined_as is None else [_PREFLIGHT],
+        [_TRAINING, *([_REQUEUE] if machine.stop.requeue else []), 'exit "$code"'],
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part))) + "\n"
+
+
+_MEETING_POINT = f"""\
+# Ranks take their numbers from Slurm; what torchrun may have left in the submitting shell would come first.
+unset {" ".join(_TORCHRUN)}
+# All ranks meet on the first host of the job, at a port that other jobs there are unlikely to have.
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR="${{hosts[0]:?scontrol names no host of this job}}"
+export MASTER_PORT=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))
+# Names of what they tell each other there begin with this: nobody outside the job knows them.
+export TORCHELASTIC_RUN_ID="$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\""""
+_PREFLIGHT = f"""\
+# Before the first step: settings, binding, devices and links of all ranks. What is slow or far from its cores is
+# named in the log; what training would fail of, or compute wrong with, ends the job ({UNFIT}).
+code=0
+srun "${{step[@]}}" --time={_PREFLIGHT_MINUTES} "${{doctor[@]}}" || code=$?
+if [ "$code" -eq {UNFIT} ]; then
+    exit {UNFIT}
+elif [ "$code" -ne 0 ]; then
+    echo "phalanx doctor could not look at all ranks (exit code $code); training starts all the same" >&2
+fi"""
+_TRAINING = """\
+# Slurm tells this shell of a cancelled or preempted job. It notes that and waits for the ranks, which save and
+# stop: if it ended at once, the job would end with it.
+ended_by_slurm=
+trap 'ended_by_slurm=1' TERM
+code=0
+srun "${step[@]}" "${train[@]}" || code=$?"""
+_REQUEUE = f"""\
+# Time was up, the ranks have saved and stopped (128 + TERM, USR1 or USR2). The job is queued again and
+# goes on from there. A cancelled job stays cancelled, and a preempted one Slurm puts back by itself.
+case "$code:$ended_by_slurm" in {" | ".join(f"{code}:" for code in REQUEUED)})
+    scontrol requeue "$SLURM_JOB_ID"
+esac"""
+"""Parts of a script that are the same on every machine."""
 
 
 def _find_partition(machine: Machine, job: Job) -> Partition | None:
@@ -161,10 +196,11 @@ def _header_lines(machine: Machine, job: Job) -> Iterator[str]:
         f"Training on {machine.about}: {job.nodes * devices} ranks, one for each {machine.node.device}."
     )
     yield "# Written by phalanx launch. Reasons name their sources:"
-    for name, title in machine.documents.items():
-        yield _comment_line(f"[{name}] {title}")
+    for document, title in machine.documents.items():
+        yield _comment_line(f"[{document}] {title}")
     assert job.seconds is not None
-    yield f"#SBATCH --job-name={_job_name(job.run)}"
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", job.run.name.removesuffix(".yaml")) or "run"
+    yield f"#SBATCH --job-name=phalanx-{name}"
     yield f"#SBATCH --nodes={job.nodes}"
     yield f"#SBATCH --ntasks-per-node={devices}"
     yield f"#SBATCH --cpus-per-task={machine.node.cores_per_task}"
@@ -182,11 +218,6 @@ def _header_lines(machine: Machine, job: Job) -> Iterator[str]:
     yield "# The signal goes to the ranks, not to this shell (no B:), which could hand it to srun alone, and srun ends them"
     yield "# at once."
     yield f"#SBATCH --signal=TERM@{stop.seconds_before_end}"
-
-
-def _first_lines(job: Job) -> Iterator[str]:
-    yield "set -eo pipefail"
-    yield f"cd -- {shlex.quote(str(job.directory))}"
 
 
 def _setting_lines(machine: Machine, job: Job) -> Iterator[str]:
@@ -207,17 +238,6 @@ def _environment_lines(machine: Machine, job: Job) -> Iterator[str]:
             yield f"export {variable.name}={_quote_value(variable.value)}"
 
 
-def _meeting_lines() -> Iterator[str]:
-    yield "# Ranks take their numbers from Slurm; what torchrun may have left in the submitting shell would come first."
-    yield f"unset {' '.join(_TORCHRUN)}"
-    yield "# All ranks meet on the first host of the job, at a port that other jobs there are unlikely to have."
-    yield 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
-    yield 'export MASTER_ADDR="${hosts[0]:?scontrol names no host of this job}"'
-    yield f"export MASTER_PORT=$(({_FIRST_PORT} + SLURM_JOB_ID % {_PORTS}))"
-    yield "# Names of what they tell each other there begin with this: nobody outside the job knows them."
-    yield "export TORCHELASTIC_RUN_ID=\"$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\""
-
-
 def _folder_lines(machine: Machine, job: Job) -> Iterator[str]:
     names = [variable.name for variable in machine.environment if variable.directory]
     if names:
@@ -226,10 +246,18 @@ def _folder_lines(machine: Machine, job: Job) -> Iterator[str]:
         yield f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1 --cpus-per-task=1 mkdir -p -- {paths}"
 
 
-def _training_lines(machine: Machine, job: Job) -> Iterator[str]:
-    yield from _command_lines(machine, job, "train", ["phalanx", "train", str(job.run), *job.overrides])
+def _command_lines(machine: Machine, job: Job) -> Iterator[str]:
+    """Yield the commands of every rank, and the options of the step that starts them, as arrays of the shell."""
+    commands = {"train": ["phalanx", "train", str(job.run), *job.overrides]}
     if job.examined_as is not None:
-        yield from _command_lines(machine, job, "doctor", ["phalanx", "doctor", "--cluster", job.examined_as])
+        commands["doctor"] = ["phalanx", "doctor", "--cluster", job.examined_as]
+    for name, words in commands.items():
+        yield f"{name}=({shlex.join(words)})"
+        if job.image is not None and machine.container is not None:
+            # exec: the training process replaces the shell, which would not pass a signal on.
+            inside = "; ".join(["set -e", *job.setup, 'exec "$@"'])
+            around = [*machine.container.command, job.image, "bash", "-c", inside, "rank"]
+            yield f'{name}=({shlex.join(around)} "${{{name}[@]}}")'
     yield "step=("
     for line in _step_lines(machine, job.nodes):
         yield "    " + line
@@ -265,48 +293,6 @@ def _step_lines(machine: Machine, nodes: int) -> Iterator[str]:
     yield f"--kill-on-bad-exit=0 --wait={machine.stop.seconds_before_end}"
 
 
-def _command_lines(machine: Machine, job: Job, name: str, words: Iterable[str]) -> Iterator[str]:
-    """Yield the command of every rank as an array of the shell, inside the container if there is one."""
-    yield f"{name}=({shlex.join(words)})"
-    if job.image is None:
-        return
-    assert machine.container is not None
-    # exec: the training process replaces the shell, which would not pass a signal on
-    inside = "; ".join(["set -e", *job.setup, 'exec "$@"'])
-    around = [*machine.container.command, job.image, "bash", "-c", inside, "rank"]
-    yield f'{name}=({shlex.join(around)} "${{{name}[@]}}")'
-
-
-def _preflight_lines(job: Job) -> Iterator[str]:
-    if job.examined_as is None:
-        return
-    yield "# Before the first step: settings, binding, devices and links of all ranks. What is slow or far from its cores is"
-    yield f"# named in the log; what training would fail of, or compute wrong with, ends the job ({UNFIT})."
-    yield "code=0"
-    yield f'srun "${{step[@]}}" --time={_PREFLIGHT_MINUTES} "${{doctor[@]}}" || code=$?'
-    yield f'if [ "$code" -eq {UNFIT} ]; then'
-    yield f"    exit {UNFIT}"
-    yield 'elif [ "$code" -ne 0 ]; then'
-    yield '    echo "phalanx doctor could not look at all ranks (exit code $code); training starts all the same" >&2'
-    yield "fi"
-
-
-def _last_lines(machine: Machine) -> Iterator[str]:
-    yield "# Slurm tells this shell of a cancelled or preempted job. It notes that and waits for the ranks, which save and"
-    yield "# stop: if it ended at once, the job would end with it."
-    yield "ended_by_slurm="
-    yield "trap 'ended_by_slurm=1' TERM"
-    yield "code=0"
-    yield 'srun "${step[@]}" "${train[@]}" || code=$?'
-    if machine.stop.requeue:
-        yield "# Time was up, the ranks have saved and stopped (128 + TERM, USR1 or USR2). The job is queued again and"
-        yield "# goes on from there. A cancelled job stays cancelled, and a preempted one Slurm puts back by itself."
-        yield f'case "$code:$ended_by_slurm" in {" | ".join(f"{code}:" for code in REQUEUED)})'
-        yield '    scontrol requeue "$SLURM_JOB_ID"'
-        yield "esac"
-    yield 'exit "$code"'
-
-
 def _option_lines(options: Iterable[Option], before: str) -> Iterator[str]:
     margin = " " * (len(before) - len(before.lstrip()))
     for option in options:
@@ -322,10 +308,6 @@ def _reasoned_lines(lines: Iterable[Line]) -> Iterator[str]:
 
 def _comment_line(text: str) -> str:
     return "# " + " ".join(text.split())
-
-
-def _job_name(run: Path) -> str:
-    return "phalanx-" + (re.sub(r"[^A-Za-z0-9_.-]+", "-", run.name.removesuffix(".yaml")) or "run")
 
 
 def _quote_value(value: str) -> str:
