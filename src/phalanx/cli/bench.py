@@ -45,6 +45,7 @@ def run_bench(
     """Run the subcommand; `phalanx.cli.options.training` declares its arguments."""
     if skip >= steps:
         raise ConfigError(f"--skip {skip} leaves none of --steps {steps} to count; nearest legal: --skip {steps - 1}")
+    # Under torchrun every rank would start a whole benchmark
     if ranks_from_environment().world_size > 1:
         raise ConfigError("phalanx bench starts its ranks itself: call it once, with --nproc N or --where slurm")
     machine = None if cluster is None else load_machine(cluster)
@@ -63,7 +64,7 @@ def run_bench(
             family = model.run.model.family
             why = f"no plan for model.family={family}: what a batch of graphs costs depends on the graphs"
     found = _measure_run(model.run, launcher, devices, keep, skip, limit)
-    facts = {
+    summary = {
         "layout": str(layout),
         "devices": devices,
         "global_batch": layout.global_batch,
@@ -72,7 +73,7 @@ def run_bench(
         "why_no_plan": why,
     }
     if json:
-        print_json(facts)
+        print_json(summary)
         return
     print_lines(_write_measured(layout, found))
     if plan is not None:

@@ -119,12 +119,12 @@ def check_run(
     check_parameter_count(loaded.model)
     # what models may be split into is declared beside them, with torch, which the other subcommands do without
     beside = import_module("phalanx.cli.config_check").check_layout_and_data(loaded, ranks, data=not no_data)
-    facts = summarise_run_file(loaded) | beside
+    summary = summarise_run_file(loaded) | beside
     if as_json:
-        print_json(facts)
+        print_json(summary)
         return
     open_output().print(f"{run} is sound", style="green")
-    print_pairs(_describe_facts(loaded, facts))
+    print_pairs(_describe_summary(loaded, summary))
 
 
 @config_app.command(
@@ -168,7 +168,7 @@ def explain_fields(
 def summarise_run_file(run: Run) -> dict[str, Any]:
     """Return what follows from a run file alone: sizes, batch, tokens and floating-point operations."""
     samples, sizes = global_batch_samples(run), sizes_of(run.model)
-    facts: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "parameters": sizes.parameter_count(run.model),
         "matmul_parameters": sizes.matmul_parameters(run.model),
         "steps": run.training.steps,
@@ -176,15 +176,15 @@ def summarise_run_file(run: Run) -> dict[str, Any]:
         "samples": samples * run.training.steps,
     }
     if isinstance(run, MaterialsRun):
-        return facts | _describe_units(run)
+        return summary | _describe_units(run)
     if not isinstance(run, LanguageRun):
-        return facts
+        return summary
     tokens = samples * run.data.sequence_length * run.training.steps
     per_token = model_flops_per_token(run.model, run.data.sequence_length, run.training.flops)
-    return facts | {
+    return summary | {
         "global_batch_tokens": samples * run.data.sequence_length,
         "tokens": tokens,
-        "tokens_per_parameter": tokens / facts["parameters"],
+        "tokens_per_parameter": tokens / summary["parameters"],
         "flops_convention": run.training.flops,
         "flops_per_token": per_token,
         "flops": per_token * tokens,
@@ -203,33 +203,33 @@ def _describe_units(run: MaterialsRun) -> dict[str, Any]:
     return {"units_from_data": [*unstated, "known once the data are prepared (phalanx data prepare-graphs)"]}
 
 
-def _describe_facts(run: Run, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _describe_summary(run: Run, summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     preset = f"{run.model.preset}: " if run.model.preset else ""
     yield "model", f"{preset}{sizes_of(run.model).in_words(run.model)}"
-    yield "parameters", f"{facts['parameters']:,} ({short_count(facts['matmul_parameters'])} in matmuls)"
-    yield "layout", facts["layout"]
-    if facts["data"] is not None:
-        yield "data", facts["data"]
+    yield "parameters", f"{summary['parameters']:,} ({short_count(summary['matmul_parameters'])} in matmuls)"
+    yield "layout", summary["layout"]
+    if summary["data"] is not None:
+        yield "data", summary["data"]
     if not isinstance(run, LanguageRun):
-        yield "global batch", f"{facts['global_batch_samples']:,} samples"
-        yield "run", f"{facts['steps']:,} steps, {short_count(facts['samples'])} samples"
-        if facts.get("units_from_data"):
-            yield "units from the data", "; ".join(facts["units_from_data"])
+        yield "global batch", f"{summary['global_batch_samples']:,} samples"
+        yield "run", f"{summary['steps']:,} steps, {short_count(summary['samples'])} samples"
+        if summary.get("units_from_data"):
+            yield "units from the data", "; ".join(summary["units_from_data"])
         return
     yield (
         "global batch",
-        f"{facts['global_batch_samples']:,} samples x {run.data.sequence_length:,} = "
-        f"{facts['global_batch_tokens']:,} tokens",
+        f"{summary['global_batch_samples']:,} samples x {run.data.sequence_length:,} = "
+        f"{summary['global_batch_tokens']:,} tokens",
     )
     yield (
         "run",
-        f"{facts['steps']:,} steps, {short_count(facts['tokens'])} tokens, "
-        f"{facts['tokens_per_parameter']:.3g} a parameter",
+        f"{summary['steps']:,} steps, {short_count(summary['tokens'])} tokens, "
+        f"{summary['tokens_per_parameter']:.3g} a parameter",
     )
     halved = "attention halved" if run.training.flops == "causal" else "attention not halved"
     yield (
         "model FLOPs",
-        f"{facts['flops']:.3g} ({short_count(facts['flops_per_token'])} a token; {run.training.flops}: {halved})",
+        f"{summary['flops']:.3g} ({short_count(summary['flops_per_token'])} a token; {run.training.flops}: {halved})",
     )
 
 

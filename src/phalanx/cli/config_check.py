@@ -25,13 +25,13 @@ def check_layout_and_data(run: Run, ranks: int | None, *, data: bool) -> dict[st
     ranks: None takes the fewest that the degrees allow. Raises ConfigError with everything that is wrong.
     """
     model = bind(run)
-    facts: dict[str, Any] = {"ranks": None, "layout": None, "data": None}
+    summary: dict[str, Any] = {"ranks": None, "layout": None, "data": None}
     wrong: list[str] = []
     try:
         layout = resolve_layout(model, ranks) if ranks is not None else _resolve_on_fewest(model)
         words = layout.in_words(run.layout.gather_blocks)
         count = layout.world_size
-        facts |= {"ranks": count, "layout": words if count == 1 else f"{count:,} ranks: {words}"}
+        summary |= {"ranks": count, "layout": words if count == 1 else f"{count:,} ranks: {words}"}
     except PhalanxError as error:
         wrong.append(str(error))
     # Each on its own, so that one command tells everything that is wrong.
@@ -42,12 +42,12 @@ def check_layout_and_data(run: Run, ranks: int | None, *, data: bool) -> dict[st
             wrong.append(str(error))
     if data:
         try:
-            facts["data"] = bind(run, TrainableModel).check_inputs()
+            summary["data"] = bind(run, TrainableModel).check_inputs()
         except PhalanxError as error:
             wrong.append(f"{error}\ndata on another machine: leave them out with --no-data")
     if wrong:
         raise ConfigError("\n".join(wrong))
-    return facts
+    return summary
 
 
 def _resolve_on_fewest(model: BoundModel) -> ResolvedLayout:

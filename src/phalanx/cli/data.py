@@ -115,6 +115,7 @@ def verify_data(
     if json_output:
         print_json({"path": str(path), "verified": not unchecked, "tokens": tokens, "unchecked": unchecked})
         return
+    # Both splits of a folder are in the same format: one sentence for both
     doubts = "; ".join(dict.fromkeys(unchecked))
     found = f"lengths and structure are sound, but {doubts}" if unchecked else "nothing altered"
     print_lines([f"{path}: {tokens:,} tokens, {found}"])
@@ -128,18 +129,18 @@ def _open_splits(path: Path) -> dict[str, TokenSource]:
 
 def _print_sources(path: Path, json_output: bool) -> None:
     splits = _open_splits(path)
-    facts: dict[str, Any] = {
+    summary: dict[str, Any] = {
         name: {"tokens": source.tokens, "documents": source.documents, "text_bytes": source.text_bytes}
         for name, source in splits.items()
     }
     train = splits["train"]
-    facts["vocab_size"] = train.vocab_size
-    facts["tokenizer"] = None if train.tokenizer is None else str(train.tokenizer)
+    summary["vocab_size"] = train.vocab_size
+    summary["tokenizer"] = None if train.tokenizer is None else str(train.tokenizer)
     passed_over = read_token_manifest(path).passed_over if (path / MANIFEST).exists() else None
     if passed_over is not None:
-        facts["passed_over"] = passed_over.model_dump()
+        summary["passed_over"] = passed_over.model_dump()
     if json_output:
-        print_json({"path": str(path), **facts})
+        print_json({"path": str(path), **summary})
         return
     print_lines([str(path)])
     vocabulary = "not stated by the format" if train.vocab_size is None else f"{train.vocab_size:,}"
@@ -147,7 +148,7 @@ def _print_sources(path: Path, json_output: bool) -> None:
         [
             *((name, _describe_source(source)) for name, source in splits.items()),
             ("vocabulary", vocabulary),
-            ("tokenizer", facts["tokenizer"] or "none beside the data"),
+            ("tokenizer", summary["tokenizer"] or "none beside the data"),
             *([] if passed_over is None else [("left out", _describe_passed_over(passed_over))]),
         ]
     )

@@ -31,6 +31,7 @@ def run_doctor(
     """Run the subcommand; `phalanx.cli.options.training` declares its arguments."""
     machine = None if cluster is None else load_machine(cluster)
     ranks = ranks_from_environment()
+    # The ranks look at the machine, each at its device; this process only waits
     if nproc is not None:
         start_ranks(words_without_nproc(), nproc)
         return

@@ -282,6 +282,7 @@ def run_command_line(arguments: Sequence[str]) -> int:
         print_error(str(error))
         return error.exit_code
     except _UsageError as error:
+        # `phalanx config` alone asks for help, in the words of the library an error
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())
             return 0
@@ -349,6 +350,7 @@ def _load_command(subcommand: Subcommand) -> Any:
 def _defer_import(subcommand: Subcommand, declared: Callable[..., None]) -> Callable[..., None]:
     """Return a function with the declared arguments, which imports what the subcommand does and does it."""
 
+    # wraps: Typer reads the arguments off the signature of what is declared
     @wraps(declared)
     def run_subcommand(**arguments: Any) -> None:
         module = import_module(f"phalanx.cli.{subcommand.module}")

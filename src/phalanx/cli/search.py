@@ -57,6 +57,7 @@ def run_search(
     planner = Planner(machine, CostModels(machine, named), least_p=loaded.search.least_p_fits)
     if where == "local":
         _warn_of_other_devices(loaded.cluster.device, machine.node.device, cluster)
+    # Optuna and scikit-learn are an extra
     try:
         from phalanx.study.layouts.layout_search import run_search as run_study  # noqa: PLC0415
     except ImportError as error:
@@ -73,17 +74,17 @@ def run_search(
         seed=seed,
         keep=keep,
     )
-    facts, written = done.summary(), {}
+    summary, written = done.summary(), {}
     if write is not None:
         write_file(write, done.best_run_text())
         written["run"] = str(write)
     if html is not None:
-        write_file(html, render_search(facts))
+        write_file(html, render_search(summary))
         written["html"] = str(html)
     if json:
-        print_json(facts | {"written": written})
+        print_json(summary | {"written": written})
         return
-    print_lines([*write_search_lines(facts, open_output().width), *(f"wrote {name}" for name in written.values())])
+    print_lines([*write_search_lines(summary, open_output().width), *(f"wrote {name}" for name in written.values())])
 
 
 def _warn_of_other_devices(device: str, planned: str, cluster: str) -> None:
@@ -110,12 +111,12 @@ def tell_trial(trial: Trial, space: LayoutSpace) -> None:
     write_stderr(f"trial {trial.number}: {text}")
 
 
-def write_search_lines(facts: Row, width: int) -> list[str]:
+def write_search_lines(summary: Row, width: int) -> list[str]:
     """Return what came out as text; lines are wrapped to `width` columns."""
-    trials, best = facts["trials"], facts["best"]
-    failed = ", ".join(f"{count} {FAILURES.get(cause, cause)}" for cause, count in facts["failures"].items())
+    trials, best = summary["trials"], summary["best"]
+    failed = ", ".join(f"{count} {FAILURES.get(cause, cause)}" for cause, count in summary["failures"].items())
     lines = [
-        f"{name_search(facts)}: {len(trials)} trials of {facts['points']:,} points; {facts['stopped']}"
+        f"{name_search(summary)}: {len(trials)} trials of {summary['points']:,} points; {summary['stopped']}"
         + (f"; {failed}" if failed else "")
     ]
     if best is None:
@@ -124,19 +125,19 @@ def write_search_lines(facts: Row, width: int) -> list[str]:
         lines.append(f"best: trial {best['number']}, {format_duration(best['step_s'])} a step: {best['words']}")
         if best["planned_s"]:
             lines.append(f"      the planner had expected {format_duration(best['planned_s'])}")
-    lines += [f"note: {note}" for note in list_search_notes(facts)]
+    lines += [f"note: {note}" for note in list_search_notes(summary)]
     # the fastest first, then those without a time as they came
     ranked = sorted(trials, key=lambda row: (row["step_s"] is None, row["step_s"] or row["number"]))
     if ranked:
         lines += write_text_table(TRIAL_COLUMNS, ranked[:MOST_TRIALS], indent="  ", heads=False)
-    if planned := facts["planned"]:
+    if planned := summary["planned"]:
         effects = list(planned["shapley_effects"].items())[:MOST_PARAMETERS]
         words = ", ".join(f"{name} {format_percent(max(share, 0.0))}" for name, share in effects)
         lines.append(f"matters over {planned['points']:,} layouts that fit (exact Shapley effects): {words}")
-    if measured := facts["measured"]:
+    if measured := summary["measured"]:
         lines.append(f"matters by {measured['trials']} measured trials: {list_importance(measured)}")
         lines.append(f"      {measured['caution']}")
-    lines.append(f"study: {facts['storage']}")
+    lines.append(f"study: {summary['storage']}")
     return [piece for line in lines for piece in wrap_line(line, width)]
 
 

@@ -45,9 +45,11 @@ def run_tune(
     """Run the subcommand; `phalanx.cli.options.planning` declares its arguments."""
     if show is not None and (run is not None or out is not None):
         raise ConfigError("--show DIR reports on a study that there is; leave RUN and --out away")
+    # A study is shown as it stands, while others may be working on it
     folder = out if show is None else show
     if folder is None or (show is None and run is None):
         raise ConfigError("give RUN --out DIR to tune a run file, or --show DIR to report on a study")
+    # Optuna and scikit-learn are an extra
     try:
         from phalanx.study.hyperparameters.study_summary import summarize_study  # noqa: PLC0415
         from phalanx.study.hyperparameters.tuner import best_run_text, run_tuning  # noqa: PLC0415
@@ -63,17 +65,17 @@ def run_tune(
         stopped = run_tuning(
             loaded, folder, where=where, devices=devices, machine=machine, packing=packing, tell=tell_trial
         )
-    facts, written = summarize_study(folder) | {"why": stopped}, {}
+    summary, written = summarize_study(folder) | {"why": stopped}, {}
     if write is not None:
-        write_file(write, best_run_text(folder, facts))
+        write_file(write, best_run_text(folder, summary))
         written["run"] = str(write)
     if html is not None:
-        write_file(html, render_tune(facts))
+        write_file(html, render_tune(summary))
         written["html"] = str(html)
     if json:
-        print_json(facts | {"written": written})
+        print_json(summary | {"written": written})
         return
-    print_lines([*write_tune_lines(facts, open_output().width), *(f"wrote {name}" for name in written.values())])
+    print_lines([*write_tune_lines(summary, open_output().width), *(f"wrote {name}" for name in written.values())])
 
 
 def tell_trial(part: Trial, configuration: int) -> None:
@@ -90,37 +92,37 @@ def tell_trial(part: Trial, configuration: int) -> None:
     write_stderr(f"trial {configuration} {text}")
 
 
-def write_tune_lines(facts: Row, width: int) -> list[str]:
+def write_tune_lines(summary: Row, width: int) -> list[str]:
     """Return what came out as text; a line is at most `width` columns where that is 80 or more."""
-    best, default, found = facts["best"], facts["default"], facts["importance"]
-    failed = ", ".join(f"{count} {FAILURES.get(cause, cause)}" for cause, count in facts["failures"].items())
+    best, default, found = summary["best"], summary["default"], summary["importance"]
+    failed = ", ".join(f"{count} {FAILURES.get(cause, cause)}" for cause, count in summary["failures"].items())
     lines = [
-        f"{facts['model']}: {len(facts['trials'])} trials, least {facts['metric']} is best"
-        + (f"; {facts['why']}" if facts.get("why") else "")
+        f"{summary['model']}: {len(summary['trials'])} trials, least {summary['metric']} is best"
+        + (f"; {summary['why']}" if summary.get("why") else "")
         + (f"; {failed}" if failed else "")
     ]
     if best is None:
-        lines.append(f"no trial has a score; logs are in {facts['study']}/jobs")
+        lines.append(f"no trial has a score; logs are in {summary['study']}/jobs")
     else:
-        steps = f"{best['steps']} of {facts['rungs'][-1]} steps"
+        steps = f"{best['steps']} of {summary['rungs'][-1]} steps"
         lines.append(f"best: trial {best['number']}, {format_number(best['score'])} after {steps}, {best['run_dir']}")
         lines += [f"      {name} = {_write_value(value)}" for name, value in best["values"].items()]
-        if facts["unfinished"]:
-            lines.append(f"note: {facts['unfinished']}")
+        if summary["unfinished"]:
+            lines.append(f"note: {summary['unfinished']}")
         if default is not None:
             score = format_number(default["score"])
             lines.append(f"the run file as it stands: {score} after {default['steps']} steps")
-    by_number = {row["number"]: row for row in facts["trials"]}
-    ranked = [by_number[number] for number in facts["order"][:MOST_TRIALS]]
+    by_number = {row["number"]: row for row in summary["trials"]}
+    ranked = [by_number[number] for number in summary["order"][:MOST_TRIALS]]
     if ranked:
         lines += write_text_table(TRIAL_COLUMNS, ranked, indent="  ", heads=False)
-    rungs = (f"{row['reached']} reached step {row['steps']}, {row['stopped']} stay there" for row in facts["stopped"])
+    rungs = (f"{row['reached']} reached step {row['steps']}, {row['stopped']} stay there" for row in summary["stopped"])
     lines.append("early stopping: " + "; ".join(rungs))
     if found is not None:
         lines.append(f"matters by {found['trials']} trials, for the {found['of']}: {list_importance(found)}")
         lines.append(f"      {found['caution']}")
-    lines += _write_devices(facts)
-    lines.append(f"study: {facts['study']}")
+    lines += _write_devices(summary)
+    lines.append(f"study: {summary['study']}")
     # prose goes on in the next line; rows of a table are cut
     return [
         piece
@@ -141,8 +143,8 @@ def _cut_line(line: str, width: int) -> str:
     return line if len(line) <= width else line[: max(width, NARROWEST) - 1] + "…"
 
 
-def _write_devices(facts: Row) -> list[str]:
-    devices, without = facts["devices"], facts["without_packing"]
+def _write_devices(summary: Row) -> list[str]:
+    devices, without = summary["devices"], summary["without_packing"]
     lines = [
         f"devices were idle {format_percent(devices['idle'])} of the time (nothing in a training loop), over "
         f"{format_duration(devices['seconds'])} in {devices['sessions']} sessions"

@@ -67,9 +67,11 @@ def fit_scale(values: FloatArray, *, logarithmic: bool = False, from_zero: bool 
     shown = values[np.isfinite(values) & ((values > 0) | (not logarithmic))]
     low, high = (float(shown.min()), float(shown.max())) if shown.size else (1.0, 1.0)
     if logarithmic:
+        # A scale of a single value must not be empty, nor one of extreme values leave the range of floats.
         air = max(math.exp(0.04 * (math.log(high) - math.log(low))), 1.05)
         limits = sys.float_info
         return Scale(max(low / air, limits.min), min(high * air, limits.max), logarithmic=True)
+    # Equal values, and zeros, need some height as well.
     air = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
     if from_zero and low >= 0:
         return Scale(0.0, high + air if high > 0 else 1.0)
@@ -80,6 +82,7 @@ def choose_value_ticks(scale: Scale, label: Callable[[float], str] = format_tick
     """Return four to eight round values on a scale, as ticks."""
     if not scale.logarithmic:
         return scale.ticks(_round_values(scale, wanted=5), label)
+    # As fine as gives four ticks: of many decades every second or third power of ten is enough.
     decades = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
     stride = math.ceil(len(decades) / 7)
     powers = [10.0**decade for decade in decades if decade % stride == 0]
@@ -137,6 +140,7 @@ def finish_drawing(
     parts: Sequence[Markup], height: float, words: str, legend: tuple[tuple[str, str], ...] = ()
 ) -> Drawing:
     """Put shapes into an SVG of `WIDTH` by `height` units."""
+    # Markup.format escapes what it fills in: names on a page come from run files and logs of others.
     start = Markup('<svg viewBox="0 0 {} {:.0f}" role="img" class="drawing">').format(WIDTH, height)
     return Drawing(start + Markup("").join(parts) + Markup("</svg>"), words, legend)
 

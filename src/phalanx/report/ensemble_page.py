@@ -32,21 +32,21 @@ CURVE = [round(0.05 * step, 2) for step in range(1, 20)]
 """Probabilities of the intervals of a calibration curve."""
 
 
-def render_ensemble(facts: Row) -> str:
-    """Return the page as text. facts: what `phalanx ensemble --json` prints of the ensemble."""
-    family = facts["family"]
+def render_ensemble(summary: Row) -> str:
+    """Return the page as text. summary: what `phalanx ensemble --json` prints of the ensemble."""
+    family = summary["family"]
     members: tuple[Column[Row], ...] = (
         Column("run", lambda row: row["name"], "left"),
         Column("steps", lambda row: f"{row['step']:,}"),
     )
     page: dict[str, Any] = {"tiles": [], "tables": [], "curves": None, "selection": None}
     if family == "weather":
-        rows = facts["forecasts"]
+        rows = summary["forecasts"]
         variables = list(dict.fromkeys(row["variable"] for row in rows))
         by_lead = [(name, [draw_by_lead([row for row in rows if row["variable"] == name])]) for name in variables]
         page |= {
             "about": "Stretched on the validation split, scored on the test split, "
-            f"{facts['hours_between']:g} h away from it.",
+            f"{summary['hours_between']:g} h away from it.",
             "curves": (
                 "Error and spread by lead time",
                 "Area-weighted, in the units of the variable. Where spread and error are alike the ensemble says how far it "
@@ -54,34 +54,36 @@ def render_ensemble(facts: Row) -> str:
                 by_lead,
             ),
             "tables": [("table", "All scores", ALL_SCORES_HINT, FORECAST_COLUMNS, rows)],
-            "members": (members, facts["members"], ""),
+            "members": (members, summary["members"], ""),
         }
     elif family == "language":
         page |= {
-            "about": f"The mean of the members' probabilities on the {facts['split']} split.",
+            "about": f"The mean of the members' probabilities on the {summary['split']} split.",
             "tiles": [
-                Tile("loss", "Loss of the mean", f"{facts['loss']:.4f}", "nats/token", f"{facts['tokens']:,} tokens"),
-                Tile("best", "Best member", f"{facts['best_member_loss']:.4f}", "nats/token", ""),
-                Tile("perplexity", "Perplexity of the mean", format_number(facts["perplexity"])),
+                Tile(
+                    "loss", "Loss of the mean", f"{summary['loss']:.4f}", "nats/token", f"{summary['tokens']:,} tokens"
+                ),
+                Tile("best", "Best member", f"{summary['best_member_loss']:.4f}", "nats/token", ""),
+                Tile("perplexity", "Perplexity of the mean", format_number(summary["perplexity"])),
             ],
-            "members": ((*members, Column("loss", lambda row: f"{row['loss']:.4f}")), facts["members"], ""),
+            "members": ((*members, Column("loss", lambda row: f"{row['loss']:.4f}")), summary["members"], ""),
         }
     else:
-        page |= _fill_materials_page(facts)
+        page |= _fill_materials_page(summary)
     return render_page(
         "ensemble.html",
         "figures.css",
         "pairs.css",
-        title=f"{len(facts['members'])} members, {family}",
+        title=f"{len(summary['members'])} members, {family}",
         family=family,
         row_style=lambda row: "taken" if row.get("place") else "",
         **page,
     )
 
 
-def _fill_materials_page(facts: Row) -> dict[str, Any]:
+def _fill_materials_page(summary: Row) -> dict[str, Any]:
     """Return what `ensemble.html` shows of materials models: one row for each kind of number that they learn."""
-    labels = [scale_label(label) for label in facts["labels"]]
+    labels = [scale_label(label) for label in summary["labels"]]
     return {
         "about": "Chosen and calibrated on the validation split, scored on the test split.",
         "tiles": list(_label_tiles(labels)),
@@ -95,8 +97,8 @@ def _fill_materials_page(facts: Row) -> dict[str, Any]:
             "numbers with a larger stated uncertainty err more?",
             [(label["name"], [draw_calibration(label), draw_reliability(label)]) for label in labels],
         ),
-        "selection": draw_selection(facts),
-        "members": (CANDIDATE_COLUMNS, list_candidates(facts), CANDIDATES_HINT),
+        "selection": draw_selection(summary),
+        "members": (CANDIDATE_COLUMNS, list_candidates(summary), CANDIDATES_HINT),
     }
 
 
@@ -129,13 +131,13 @@ def scale_label(label: Row) -> Row:
     }
 
 
-def list_candidates(facts: Row) -> list[Row]:
+def list_candidates(summary: Row) -> list[Row]:
     """Return members first, in the order in which they were taken, then the rest by validation error."""
     # `taken` is in the order of choosing, which the candidates are not
-    taken, by_score = facts["selection"]["members"], facts["selection"]["by_score"]
+    taken, by_score = summary["selection"]["members"], summary["selection"]["by_score"]
     places = {name: place for place, name in enumerate(taken, 1)}
     rows = [
-        row | {"place": places.get(row["name"]), "by_score": row["name"] in by_score} for row in facts["candidates"]
+        row | {"place": places.get(row["name"]), "by_score": row["name"] in by_score} for row in summary["candidates"]
     ]
     return sorted(rows, key=lambda row: (row["place"] or len(rows) + 1, row["validation_error"]))
 
@@ -298,11 +300,11 @@ def draw_reliability(label: Row) -> Drawing:
     )
 
 
-def draw_selection(facts: Row) -> Drawing | None:
+def draw_selection(summary: Row) -> Drawing | None:
     """Draw the validation error of the mean of the first members, as they are chosen; None where nothing was chosen."""
-    chosen = facts["selection"]
+    chosen = summary["selection"]
     ours, others = chosen["validation_error"], chosen["by_score_validation_error"]
-    if len(ours) == len(facts["candidates"]) or len(ours) < 2:
+    if len(ours) == len(summary["candidates"]) or len(ours) < 2:
         return None
     places = list(range(1, len(ours) + 1))
     plot = _tall_plot(Scale(1.0, float(len(ours))), fit_scale(np.array([*ours, *others])), tall=300)

@@ -133,6 +133,7 @@ def reduce_points(values: FloatArray) -> IntArray:
     n = len(values)
     if n <= MOST_POINTS_UNREDUCED:
         return np.arange(n)
+    # Minimum and maximum of each bucket, in order: a mean would hide the spikes that one looks for.
     kept = {0, n - 1}
     for start, stop in pairwise(np.linspace(0, n, BUCKETS + 1).astype(np.int64).tolist()):
         bucket = values[start:stop]
@@ -154,6 +155,7 @@ def draw_chart(chart: Chart, domains: dict[str, Scale], marks: Marks) -> ChartDr
     # the kept points hold the extremes, so the scale fits all points
     values = np.concatenate([series.values[series.kept] for series in chart.series])
     scales = {name: fit_scale(values, logarithmic=name == "log", from_zero=chart.from_zero) for name in chart.scales}
+    # Every choice of axes is drawn, and the style sheet shows one: the page works without a script.
     paths: list[Path] = []
     for axis in AXES:
         paths += _draw_marks(chart, axis, domains[axis], marks)

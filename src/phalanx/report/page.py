@@ -40,6 +40,7 @@ def render_page(template: str, *styles: str, **values: Any) -> str:
         autoescape=True,
         # a misspelt name in a template is an error and not an empty string
         undefined=StrictUndefined,
+        # files of text end with a line break
         keep_trailing_newline=True,
     )
     style = Markup("".join(map(read_template, ("page.css", *styles))))

@@ -53,35 +53,35 @@ _MATTERS = 0.02
 
 def render_plan(plan: Plan, command: str) -> str:
     """Return the page as text. command: what runs the best layout."""
-    facts = summarize_plan(plan)
+    summary = summarize_plan(plan)
     best = plan.best.take([0])
     models, run = plan.planner.models, plan.task.run
     bars = models.timeline(plan.task.model, best.layouts)
-    fixed = " ".join(f"{name}={value}" for name, value in facts["fixed"].items())
+    fixed = " ".join(f"{name}={value}" for name, value in summary["fixed"].items())
     subtitle = [
         plan.planner.machine.about,
-        f"global batch {facts['global_batch']}",
-        f"{facts['legal']:,} legal layouts, {facts['fitting']:,} likely to fit",
+        f"global batch {summary['global_batch']}",
+        f"{summary['legal']:,} legal layouts, {summary['fitting']:,} likely to fit",
         *([f"fixed: {fixed}"] if fixed else []),
     ]
     return render_page(
         "plan.html",
         "figures.css",
         title=f"{run.model.preset or 'Model'} on {plan.task.devices:,} x {plan.device.name}",
-        facts=facts,
+        summary=summary,
         subtitle=subtitle,
-        tiles=_headline_tiles(facts),
-        columns=layout_columns([*facts["layouts"], *facts["pareto"]], LAYOUT_COLUMNS),
+        tiles=_headline_tiles(summary),
+        columns=layout_columns([*summary["layouts"], *summary["pareto"]], LAYOUT_COLUMNS),
         command=command,
         layout=write_section(run, best.layouts.row(0)),
-        waterfall=draw_time_breakdown(facts["layouts"][0]["time_by_cause_s"]),
-        memory=draw_memory(models.stage_memory(plan.task.model, best.layouts), facts["device_memory_bytes"]),
+        waterfall=draw_time_breakdown(summary["layouts"][0]["time_by_cause_s"]),
+        memory=draw_memory(models.stage_memory(plan.task.model, best.layouts), summary["device_memory_bytes"]),
         timeline=draw_pipeline(bars) if bars else None,
-        pareto=draw_pareto(facts["pareto"], facts["layouts"]),
-        scaling=None if facts["scaling"] is None else draw_scaling(facts["scaling"]),
-        why=[(row["asked"], _answer_why(row)) for row in facts["why"]],
-        hybrid=describe_break_evens(facts) if facts["hybrid_break_even"] else "",
-        budget=_describe_budget(facts["budget"]),
+        pareto=draw_pareto(summary["pareto"], summary["layouts"]),
+        scaling=None if summary["scaling"] is None else draw_scaling(summary["scaling"]),
+        why=[(row["asked"], _answer_why(row)) for row in summary["why"]],
+        hybrid=describe_break_evens(summary) if summary["hybrid_break_even"] else "",
+        budget=_describe_budget(summary["budget"]),
     )
 
 
@@ -142,11 +142,11 @@ def layout_columns(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> list[
     return [column for column in columns if column.head != "gather" or differ]
 
 
-def _headline_tiles(facts: Row) -> list[Tile]:
-    row, budget = facts["layouts"][0], facts["budget"]
+def _headline_tiles(summary: Row) -> list[Tile]:
+    row, budget = summary["layouts"][0], summary["budget"]
     step, _, interval = format_interval(row["step_s"], *row["step_s_interval"]).partition(" (")
     mfu = "" if row["mfu"] is None else f"{format_percent(row['mfu'])} of nominal peak"
-    room = f"of {format_gibibytes(facts['device_memory_bytes'], 0)}"
+    room = f"of {format_gibibytes(summary['device_memory_bytes'], 0)}"
     amount = f"{format_count(budget['amount'])} {budget['unit']}"
     goodput = format_percent(budget["goodput"]["share"])
     tiles = [
@@ -296,10 +296,10 @@ def draw_pareto(front: Sequence[Row], best: Sequence[Row]) -> Drawing:
     return plot.finish("Seconds of a step against GiB on the worst rank.", legend)
 
 
-def draw_scaling(facts: Row) -> Drawing:
+def draw_scaling(summary: Row) -> Drawing:
     """Draw the efficiency of strong and weak scaling over the number of devices."""
-    unit = facts["unit"]
-    curves = {kind: [point for point in facts[kind] if "efficiency" in point] for kind in ("strong", "weak")}
+    unit = summary["unit"]
+    curves = {kind: [point for point in summary[kind] if "efficiency" in point] for kind in ("strong", "weak")}
     points = [point for curve in curves.values() for point in curve]
     if not points:
         return draw_nothing("No number of devices has a layout that fits.")

@@ -31,6 +31,7 @@ class RunCharts:
 
 def chart_run(log: RunLog) -> RunCharts:
     """Return the charts of a run, those of which the log tells something."""
+    # Positions must never decrease, whatever a damaged log holds: searches and interpolation rely on it.
     seconds = np.cumsum(_positive_or_zero(log.columns["step_seconds"]))
     tokens = np.maximum.accumulate(_positive_or_zero(log.columns["tokens"]))
     positions = Positions(log.steps.astype(np.float64), tokens, seconds)

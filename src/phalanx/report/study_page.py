@@ -80,6 +80,7 @@ def _draw_trials(trials: list[Row], key: str, plot: Plot, styles: list[str], tit
 
 def _plot_of_trials(trials: list[Row], values: list[float]) -> Plot:
     """Return an empty plot of values over the numbers of trials."""
+    # By number and not by place: several searches share a study, and one may have looked elsewhere in between.
     numbers = [float(row["number"]) for row in trials]
     return Plot(Scale(min(numbers) - 0.5, max(numbers) + 0.5), fit_scale(np.array(values)), left=90, tall=240)
 
@@ -118,12 +119,18 @@ def draw_importance(measured: Row) -> Drawing:
 # --- layouts that were searched ----------------------------------------------------------------------------------------
 
 
-def render_search(facts: Row) -> str:
-    """Return the page of a search of layouts. facts: what `phalanx search --json` prints."""
-    planned, measured, best = facts["planned"], facts["measured"], facts["best"]
+def render_search(summary: Row) -> str:
+    """Return the page of a search of layouts. summary: what `phalanx search --json` prints."""
+    planned, measured, best = summary["planned"], summary["measured"], summary["best"]
     tiles = [
-        Tile("trials", "Trials", f"{len(facts['trials']):,}", "", f"of {facts['points']:,} points; {facts['stopped']}"),
-        _failed_tile(facts["failures"]),
+        Tile(
+            "trials",
+            "Trials",
+            f"{len(summary['trials']):,}",
+            "",
+            f"of {summary['points']:,} points; {summary['stopped']}",
+        ),
+        _failed_tile(summary["failures"]),
     ]
     if best is not None:
         expected = "" if best["planned_s"] is None else f"planned: {format_duration(best['planned_s'])}"
@@ -132,16 +139,16 @@ def render_search(facts: Row) -> str:
         Section(
             "trials",
             "Trials",
-            figures=((draw_search_progress(facts["trials"]), "Seconds of a step, in the order of the trials."),),
+            figures=((draw_search_progress(summary["trials"]), "Seconds of a step, in the order of the trials."),),
             columns=SEARCH_TRIALS,
-            rows=tuple(facts["trials"]),
+            rows=tuple(summary["trials"]),
         ),
         Section(
             "believed",
             "What is believed now",
             "The fastest choices that are likely to fit, by the planner and all trials together.",
             columns=SEARCH_BELIEFS,
-            rows=tuple(facts["next"]),
+            rows=tuple(summary["next"]),
         ),
     ]
     if planned is not None:
@@ -155,30 +162,30 @@ def render_search(facts: Row) -> str:
         sections.append(Section("measured", "What matters, by the trials alone", figures=figures))
     return _render_study(
         "search",
-        name_search(facts),
-        f"planned for {facts['cluster']} · {facts['storage']}",
+        name_search(summary),
+        f"planned for {summary['cluster']} · {summary['storage']}",
         tiles,
         "" if best is None else best["words"],
-        list_search_notes(facts),
+        list_search_notes(summary),
         sections,
     )
 
 
-def name_search(facts: Row) -> str:
+def name_search(summary: Row) -> str:
     """Return what was searched and what the trials ran on, which may be something else than the cluster of the plan."""
-    devices, on = facts["devices"], " and ".join(facts["measured_on"])
-    if facts["where"] == "simulated":
-        return f"{facts['model']} on {devices:,} devices of {facts['cluster']}, simulated"
+    devices, on = summary["devices"], " and ".join(summary["measured_on"])
+    if summary["where"] == "simulated":
+        return f"{summary['model']} on {devices:,} devices of {summary['cluster']}, simulated"
     if not on:
-        return f"{facts['model']} on {devices:,} devices"
-    place = "this machine" if facts["where"] == "local" else facts["cluster"]
-    return f"{facts['model']} on {devices:,} x {on} ({place})"
+        return f"{summary['model']} on {devices:,} devices"
+    place = "this machine" if summary["where"] == "local" else summary["cluster"]
+    return f"{summary['model']} on {devices:,} x {on} ({place})"
 
 
-def list_search_notes(facts: Row) -> list[str]:
+def list_search_notes(summary: Row) -> list[str]:
     """Return what must stand beside every figure: that trials ran on other devices than the planner's."""
-    cluster, device = facts["cluster"], facts["cluster_device"]
-    measured = " and ".join(name for name in facts["measured_on"] if name != device)
+    cluster, device = summary["cluster"], summary["cluster_device"]
+    measured = " and ".join(name for name in summary["measured_on"] if name != device)
     if not measured:
         return []
     return [
@@ -263,6 +270,7 @@ def draw_interaction(pair: Row) -> Drawing:
             # no layout that is likely to fit has this pair
             if cell is None:
                 continue
+            # By ratios, as times of layouts differ by factors.
             shade = min(SHADES - 1, int(SHADES * (np.log(cell / low) / max(float(np.log(high / low)), 1e-9))))
             parts += [
                 make_rectangle(left + place * wide, y, wide - 2, tall - 2, f"shade-{shade}"),
@@ -275,35 +283,37 @@ def draw_interaction(pair: Row) -> Drawing:
 # --- hyperparameters that were tuned -----------------------------------------------------------------------------------
 
 
-def render_tune(facts: Row) -> str:
-    """Return the page of a study of hyperparameters. facts: what `phalanx tune --json` prints."""
-    devices, best, default = facts["devices"], facts["best"], facts["default"]
-    without, importance = facts["without_packing"], facts["importance"]
-    rungs = f"rungs at steps {', '.join(map(str, facts['rungs']))}"
+def render_tune(summary: Row) -> str:
+    """Return the page of a study of hyperparameters. summary: what `phalanx tune --json` prints."""
+    devices, best, default = summary["devices"], summary["best"], summary["default"]
+    without, importance = summary["without_packing"], summary["importance"]
+    rungs = f"rungs at steps {', '.join(map(str, summary['rungs']))}"
     idle = f"{len(devices['each'])} devices"
     if without is not None and any(devices["packing"]):
         idle += f"; without packing {format_percent(without['idle'])}, simulated"
     tiles = [
-        Tile("trials", "Trials", f"{len(facts['trials']):,}", "", rungs),
-        _failed_tile(facts["failures"]),
+        Tile("trials", "Trials", f"{len(summary['trials']):,}", "", rungs),
+        _failed_tile(summary["failures"]),
         Tile("idle", "Devices idle", format_percent(devices["idle"]), "", idle),
     ]
     if best is not None:
         beside = "" if default is None else f"the run file as it stands: {format_number(default['score'])}"
-        tiles.insert(0, Tile("best", f"Best {facts['metric']}", format_number(best["score"]), "", beside))
+        tiles.insert(0, Tile("best", f"Best {summary['metric']}", format_number(best["score"]), "", beside))
     # the ranked trials first, then those without a score
-    by_number = {row["number"]: row for row in facts["trials"]}
-    rest = [row for row in facts["trials"] if row["number"] not in facts["order"]]
-    scores = draw_scores(facts["trials"], facts["metric"])
+    by_number = {row["number"]: row for row in summary["trials"]}
+    rest = [row for row in summary["trials"] if row["number"] not in summary["order"]]
+    scores = draw_scores(summary["trials"], summary["metric"])
     sections = [
         Section(
             "trials",
             "Trials",
             figures=((scores, "The score of each trial where it stands, the less the better."),),
             columns=TUNE_TRIALS,
-            rows=(*(by_number[number] for number in facts["order"]), *rest),
+            rows=(*(by_number[number] for number in summary["order"]), *rest),
         ),
-        Section("rungs", "Early stopping", figures=((draw_rungs(facts["stopped"]), "Trials that reached each rung."),)),
+        Section(
+            "rungs", "Early stopping", figures=((draw_rungs(summary["stopped"]), "Trials that reached each rung."),)
+        ),
         Section(
             "devices",
             "Devices",
@@ -319,11 +329,11 @@ def render_tune(facts: Row) -> str:
         sections.append(Section("matters", "What matters", figures=((draw_importance(importance), caption),)))
     return _render_study(
         "tune",
-        f"{facts['model']}: least {facts['metric']}",
-        facts["study"],
+        f"{summary['model']}: least {summary['metric']}",
+        summary["study"],
         tiles,
         "" if best is None else format_choice(best["values"]),
-        [facts["unfinished"]] if best is not None and facts["unfinished"] else [],
+        [summary["unfinished"]] if best is not None and summary["unfinished"] else [],
         sections,
     )
 
@@ -361,6 +371,7 @@ def draw_scores(trials: list[Row], metric: str) -> Drawing:
         return draw_nothing("No trial has a score.")
     plot = _plot_of_trials(trials, [row["score"] for row in good])
     plot.label_up(format_number)
+    # Scores at different rungs cannot be compared, so they look different.
     furthest = max(row["steps"] for row in good)
     styles = [
         "failed" if bad else "dot-1" if row["steps"] == furthest else "off-front"

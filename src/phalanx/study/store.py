@@ -198,7 +198,7 @@ class StudyStore:
         self._storage.set_trial_state_values(trial_id, *_final_state(outcome))
 
     def _frozen_trials(self) -> list[FrozenTrial]:
-        # Copies of hundreds of trials, made several times a second, would take longer than all else here.
+        # A copy of every trial at every look would take longer than all else here; nobody changes them.
         trials = self._storage.get_all_trials(self._id, deepcopy=False)
         ours = [one for one in trials if "key" in one.user_attrs]
         return [one for one in ours if one.user_attrs.get("outcome", {}).get("cause") != _DUPLICATE]

@@ -89,6 +89,7 @@ def run_ensemble(
         candidates, options = _train_members(candidates, words, options, out, seeds, jobs, device, ranks)
         words = []
         paths = [one.path for one in candidates]
+    # Members are trained once, here, and then read by all ranks
     if nproc is not None:
         where = {"out": out, "html": html, "device": device}
         start_ranks(_words_for_ranks([*map(str, paths), *words], options, where, as_json=as_json), nproc)
@@ -208,6 +209,7 @@ def _train_members(
             taken = [names.index(name) for name in selection["selection"]["members"]]
         candidates, options = [candidates[number] for number in taken], replace(options, top=None)
     recipes = recipes_for(candidates, words, out, seeds)
+    # A wrong override is found now and not when the first members have trained for hours
     for recipe in recipes:
         load_run(recipe.run, recipe.words)
     count = torch.accelerator.device_count() if device != "cpu" and torch.accelerator.is_available() else 0
@@ -255,41 +257,43 @@ def _words_for_ranks(
 
 
 def _write_ensemble(built: Ensemble, out: Path, page: Path, *, as_json: bool) -> None:
-    facts = built.summary()
+    summary = built.summary()
     try:
         built.document(out).write(out)
     except OSError as error:
         raise PhalanxError(f"cannot write in {out}: {error.strerror}; name another --out DIR") from error
-    write_file(page, render_ensemble(facts))
+    write_file(page, render_ensemble(summary))
     if as_json:
-        print_json({"ensemble": str(out / ENSEMBLE), "report": str(page), **facts})
+        print_json({"ensemble": str(out / ENSEMBLE), "report": str(page), **summary})
         return
-    print_ensemble(facts)
+    print_ensemble(summary)
     print_lines([str(page)])
 
 
 # --- what is printed ---------------------------------------------------------------------------------------------------
 
 
-def print_ensemble(facts: Row) -> None:
+def print_ensemble(summary: Row) -> None:
     """Print members, errors beside the best member's, and what calibration came to."""
-    if facts["family"] == "weather":
-        print_lines([f"{len(facts['members'])} members:"])
-        print_lines(f"  {member['checkpoint']}" for member in facts["members"])
-        print_table(FORECAST_COLUMNS, facts["forecasts"])
-    elif facts["family"] == "language":
-        print_lines([f"{len(facts['members'])} members on the {facts['split']} split, {facts['tokens']:,} tokens:"])
-        print_lines(f"  loss {member['loss']:.4f}  {member['checkpoint']}" for member in facts["members"])
-        compared = compare_with_best(facts["loss"], facts["best_member_loss"])
-        mean = f"their mean (perplexity {format_number(facts['perplexity'])})"
-        print_lines([f"  loss {facts['loss']:.4f}  {mean}, {compared}"])
+    if summary["family"] == "weather":
+        print_lines([f"{len(summary['members'])} members:"])
+        print_lines(f"  {member['checkpoint']}" for member in summary["members"])
+        print_table(FORECAST_COLUMNS, summary["forecasts"])
+    elif summary["family"] == "language":
+        print_lines(
+            [f"{len(summary['members'])} members on the {summary['split']} split, {summary['tokens']:,} tokens:"]
+        )
+        print_lines(f"  loss {member['loss']:.4f}  {member['checkpoint']}" for member in summary["members"])
+        compared = compare_with_best(summary["loss"], summary["best_member_loss"])
+        mean = f"their mean (perplexity {format_number(summary['perplexity'])})"
+        print_lines([f"  loss {summary['loss']:.4f}  {mean}, {compared}"])
     else:
-        _print_materials(facts)
+        _print_materials(summary)
 
 
-def _print_materials(facts: Row) -> None:
-    members, selection = facts["members"], facts["selection"]
-    print_lines([f"{len(members)} of {len(facts['candidates'])} candidates:"])
+def _print_materials(summary: Row) -> None:
+    members, selection = summary["members"], summary["selection"]
+    print_lines([f"{len(members)} of {len(summary['candidates'])} candidates:"])
     print_lines(f"  {member['weight']:>6.3f}  {member['checkpoint']}" for member in members)
     if len(members) > 1 and max(member["weight"] for member in members) == 1.0:
         warning = (
@@ -300,8 +304,8 @@ def _print_materials(facts: Row) -> None:
     if selection["by_score"] and set(selection["by_score"]) != set(selection["members"]):
         ours, others = selection["validation_error"][-1], selection["by_score_validation_error"][-1]
         print_lines([f"validation error, relative: {ours:.4f}, {others:.4f} by score alone"])
-    print_table(LABEL_COLUMNS, [scale_label(label) for label in facts["labels"]])
-    for split, found in facts["untrained_elements"].items():
+    print_table(LABEL_COLUMNS, [scale_label(label) for label in summary["labels"]])
+    for split, found in summary["untrained_elements"].items():
         print_lines((f"warning: {split} split, {line}" for line in untrained_in_words(found)), style="yellow")
 
 

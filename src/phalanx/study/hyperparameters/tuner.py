@@ -76,10 +76,7 @@ def run_tuning(
         packing: whether trials share devices, the long ones first.
         tell: see `Tuner`.
 
-    Raises:
-        ConfigError: something does not go together, or the folder holds another study.
-        DataError: data are missing.
-        Interrupted: the process was asked to stop.
+    Raises ConfigError for what does not go together, DataError where data are missing, Interrupted when asked to stop.
     """
     space, section = build_hyperparameter_space(run), run.tune
     # Trials have one rank each: a run file that asks for more is refused before anything starts.

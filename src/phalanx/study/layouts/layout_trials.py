@@ -107,7 +107,7 @@ class LayoutJob:
             return Outcome(INTERRUPTED, seconds=ended.seconds, words="asked to stop", more={ASKED: True})
         outcome = self._read_outcome(ended)
         save_outcome(self.folder, outcome)
-        # The checkpoints of a large model, one for each trial, would fill a disk.
+        # All that is read of it stands in the outcome.
         if not self.runner.keep:
             shutil.rmtree(self.folder / TRAINED, ignore_errors=True)
         return outcome

@@ -127,7 +127,7 @@ class SimulatedRunner:
         if not self.truth.fits[point]:
             said = "simulated: more memory needed than there is"
             return EndedJob(trial, Outcome("out_of_memory", words=said))
-        # By the trial's number: a search that is killed and resumed measures the same.
+        # By the trial's number, so that a simulated study can be repeated.
         noise = np.random.default_rng([self.seed, trial.number]).standard_normal()
         seconds = float(self.truth.seconds[point] * np.exp(_REPEAT * noise))
         return EndedJob(trial, Outcome(OK, value=seconds, memory_bytes=float(self.truth.memory[point])))

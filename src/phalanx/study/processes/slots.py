@@ -101,7 +101,7 @@ class SlurmNodes:
             **_machine_env(self.machine, self.nodes),
             "MASTER_ADDR": hosts[0],
             "MASTER_PORT": str(port),
-            # What else tells this trial's rendezvous from that of another job that happens to use the same port.
+            # Tells this trial's ranks from those of another job that happens to meet at the same port.
             "TORCHELASTIC_RUN_ID": secrets.token_hex(16),
         }
 
