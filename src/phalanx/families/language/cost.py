@@ -64,8 +64,9 @@ class LanguageParts(DeclaredLanguage, PartTracer):
         if name == "block" and stream is not None:
             # A ring has slopes for the heads of all chunks, of which the traced projection pair has its own number.
             pair = next(m.pair for m in part.modules() if isinstance(m, Streamed) and isinstance(m, Attention))
-            heads = pair.plan.units * model.layer(0).attention.group
-            _change_context(part, "slopes_H", lambda slopes_H: slopes_H.new_empty(heads))
+            group = model.layer(0).attention.group
+            # The plan is asked when the block runs: a traced stage gets another one once it is built.
+            _change_context(part, "slopes_H", lambda slopes_H: slopes_H.new_empty(pair.plan.units * group))
         return LanguageStage(part.to(dtype), 0, share, seed=0, length=self.setting.length)
 
     def whole_part(self, part: ModelChunk) -> nn.Module:
