@@ -13,8 +13,8 @@ from phalanx.checkpoint import CheckpointStore
 from phalanx.config.load import dump_run
 from phalanx.config.model import LanguageModel, RopeScaling
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.huggingface.folder_files import SpecialTokens, TokenizerFiles
-from phalanx.families.language.model.decoder import Decoder
 
 _SIZE = {"n_layers": 2, "d_model": 48, "n_heads": 6, "vocab_size": 97, "max_positions": 64}
 

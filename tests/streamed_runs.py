@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from phalanx.config.model import LanguageModel
 from phalanx.counter_random import DropoutContext
 from phalanx.families.language.declare import DeclaredLanguage
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
 from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOptions
 from phalanx.layout.data_parallel.gradients import sum_gradients

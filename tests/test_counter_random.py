@@ -19,7 +19,7 @@ from phalanx.counter_random import (
     stream_key,
     uniform_values,
 )
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.layout.prepare_blocks import recompute_block
 from phalanx.layout.spec import Recompute
 from phalanx.torch_compat.compiler import plain_graph

@@ -11,7 +11,7 @@ from phalanx.config.model import LanguageModel
 from phalanx.config.presets import PublishedCount, load_preset, preset_names
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.sizes import parameter_count
 
 WANTED = [

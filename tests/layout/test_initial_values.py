@@ -18,7 +18,7 @@ from distributed_ranks import run_ranks
 from phalanx.counter_random import normal_values, stream_key
 from phalanx.errors import PhalanxError
 from phalanx.families.language.declare import DeclaredLanguage
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.layout import initial_values
 from phalanx.layout.initial_values import fill_initial, initialise_parameters
 from phalanx.nn.parameters import InitRule, InitRules

@@ -13,7 +13,7 @@ from torch import nn
 from phalanx.config.model import LanguageModel
 from phalanx.config.presets import load_preset, preset_names
 from phalanx.families.language.declare import DeclaredLanguage, ParameterKind
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.nn.layers import Linear, Norm
 from phalanx.nn.parameters import InitRule
 

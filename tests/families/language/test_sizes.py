@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.config.model import LanguageModel
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.sizes import (
     embedding_parameters,
     matmul_parameters,

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from phalanx.config.model import LanguageModel
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
 
 SHAPE = LanguageModel(n_layers=2, d_model=32, n_heads=4, d_ff=64, vocab_size=61, max_positions=16, tied_head=True)

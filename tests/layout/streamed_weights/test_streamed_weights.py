@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distributed_ranks import run_ranks
 from phalanx.families.language.declare import DeclaredLanguage
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.layout.mesh import Axis, Groups
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Matrix, chunk_count

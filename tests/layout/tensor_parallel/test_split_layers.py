@@ -14,7 +14,7 @@ from torch import Tensor
 from distributed_ranks import run_ranks
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.declare import DeclaredLanguage
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.layout.mesh import Axis, build_mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor_parallel.autograd_collectives import exchange_parts, gather_parts, gather_values, scatter_sum

@@ -14,7 +14,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from distributed_ranks import run_ranks
 from dry_layouts import NAMES, WORLD, real_steps, run_named
 from layout_runs import run_with
-from phalanx.families.language.model.decoder import Block
+from phalanx.families.language.decoder import Block
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distributed_ranks import run_ranks
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.declare import DeclaredLanguage
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
 from phalanx.layout.mesh import build_mesh
 from phalanx.layout.prepare_blocks import recompute_block

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from phalanx.cli.console import make_safe_for_terminal, print_json
 from phalanx.errors import ConfigError
-from phalanx.families.language.evaluation.generate_text import Generation, generate_text
+from phalanx.families.language.evaluation.generation import Generation, Sampling, generate_text
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
-from phalanx.families.language.model.sampling import Sampling
 from phalanx.hardware.device import choose_device
 from phalanx.nn.precision import find_number_format
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.declare import DeclaredLanguage
+from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.layout import LanguageStage, loss_chunk_tokens
-from phalanx.families.language.model.decoder import Decoder
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
 from phalanx.layout.layout_model import Stage

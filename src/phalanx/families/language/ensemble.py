@@ -22,9 +22,9 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.open_tokens import open_source
 from phalanx.families.language.data.token_batches import TokenBatch
+from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.evaluation.held_out import HeldOut, Sharing, score_split, spread_samples
 from phalanx.families.language.evaluation.load_weights import load_for_inference
-from phalanx.families.language.model.decoder import Decoder
 from phalanx.nn.cross_entropy import IGNORED
 from phalanx.nn.positions import Positions
 

@@ -13,6 +13,7 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.open_tokens import check_same_tokenizer, open_source
 from phalanx.families.language.data.token_batches import SampleReader, TokenBatchStream
 from phalanx.families.language.data.token_source import TokenSource
+from phalanx.families.language.evaluation.generation import generate_tokens
 from phalanx.families.language.evaluation.held_out import HeldOut, Sharing, score_split, spread_samples
 from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
 from phalanx.families.language.huggingface.folder_files import (
@@ -22,7 +23,6 @@ from phalanx.families.language.huggingface.folder_files import (
     TokenizerFiles,
     is_huggingface_folder,
 )
-from phalanx.families.language.model.sampling import generate_tokens
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout

@@ -8,7 +8,7 @@ from torch import Tensor
 from phalanx.counter_random import DropoutContext
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.token_batches import TokenBatch
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, AttentionShape, choose_attention
 from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
 from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, TrainingPass

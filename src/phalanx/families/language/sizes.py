@@ -1,6 +1,6 @@
 """How large a decoder is and what a token costs, in closed form from its description alone.
 
-Exact for `phalanx.families.language.model.decoder`; a test compares the two. Needs no torch, so the command line can print a
+Exact for `phalanx.families.language.decoder`; a test compares the two. Needs no torch, so the command line can print a
 model's size at once, and the cost model has something independent to be checked against.
 """
 

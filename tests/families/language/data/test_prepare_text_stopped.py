@@ -19,8 +19,7 @@ import pytest
 from phalanx.data.prepared_folder import MANIFEST
 from phalanx.errors import DataError
 from phalanx.families.language.data import prepare_text as preparing
-from phalanx.families.language.data.prepare_text import Options, prepare_text
-from phalanx.families.language.data.tokenize_pieces import Settings
+from phalanx.families.language.data.prepare_text import Options, Settings, prepare_text
 from phalanx.files import TEMPORARY
 
 PIECE_BYTES = 4000

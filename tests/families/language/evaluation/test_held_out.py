@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from phalanx.errors import DataError
 from phalanx.families.language.data.token_source import Int64Array, TokenSource
+from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.evaluation.held_out import HeldOut, evaluate_split, sample_count, spread_samples
-from phalanx.families.language.model.decoder import Decoder
 from small_models import LLAMA, random_decoder, random_tokens
 from token_data import in_files
 

@@ -13,9 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.config.model import LanguageModel
 from phalanx.errors import CheckpointError, ConfigError
+from phalanx.families.language.huggingface.checkpoint_folder import (
+    Export,
+    HuggingFaceFolder,
+    architecture_for,
+    write_folder,
+)
 from phalanx.families.language.huggingface.folder_files import TokenizerFiles
-from phalanx.families.language.huggingface.read_folder import HuggingFaceFolder, architecture_for
-from phalanx.families.language.huggingface.write_folder import Export, write_folder
 from small_models import FAMILIES, LLAMA, huggingface_config, random_decoder, save_huggingface
 
 

@@ -12,10 +12,14 @@ import transformers
 from safetensors.torch import save_file
 
 from phalanx.config.model import LanguageModel
+from phalanx.families.language.decoder import Decoder
+from phalanx.families.language.huggingface.checkpoint_folder import (
+    Export,
+    HuggingFaceFolder,
+    architecture_for,
+    write_folder,
+)
 from phalanx.families.language.huggingface.folder_files import TokenizerFiles
-from phalanx.families.language.huggingface.read_folder import HuggingFaceFolder, architecture_for
-from phalanx.families.language.huggingface.write_folder import Export, write_folder
-from phalanx.families.language.model.decoder import Decoder
 from small_models import FAMILIES, LLAMA, huggingface_config, random_decoder, random_tokens, save_huggingface
 
 ROPE = {

@@ -26,14 +26,19 @@ from phalanx.families.language.evaluation.load_weights import (
     open_weights,
     tokenizer_files,
 )
+from phalanx.families.language.huggingface.checkpoint_folder import (
+    Export,
+    architecture_for,
+    new_folder,
+    refuse_used,
+    write_folder,
+)
 from phalanx.families.language.huggingface.folder_files import (
     DEFAULT_SHARD_BYTES,
     TOKENIZER,
     TOKENIZER_FOLDER,
     TokenizerFiles,
 )
-from phalanx.families.language.huggingface.read_folder import architecture_for
-from phalanx.families.language.huggingface.write_folder import Export, new_folder, refuse_used, write_folder
 from phalanx.families.language.sizes import parameter_count
 from phalanx.nn.precision import PRECISIONS
 

@@ -22,9 +22,9 @@ from phalanx.families.language.data.open_tokens import open_source
 from phalanx.families.language.data.token_batches import TokenBatch
 from phalanx.families.language.data.token_shards import Split
 from phalanx.families.language.data.token_source import TokenSource
+from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.evaluation.load_weights import LoadedModel
 from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
-from phalanx.families.language.model.decoder import Decoder
 from phalanx.nn.cross_entropy import IGNORED, LossSum
 
 DEFAULT_LENGTH = 2048

@@ -23,7 +23,9 @@ from phalanx.data.prepared_folder import MANIFEST, check_size
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.token_shards import read_token_manifest
+from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
+from phalanx.families.language.huggingface.checkpoint_folder import HuggingFaceFolder
 from phalanx.families.language.huggingface.folder_files import (
     TOKENIZER,
     TOKENIZER_FOLDER,
@@ -31,8 +33,6 @@ from phalanx.families.language.huggingface.folder_files import (
     TokenizerFiles,
     is_huggingface_folder,
 )
-from phalanx.families.language.huggingface.read_folder import HuggingFaceFolder
-from phalanx.families.language.model.decoder import Decoder
 from phalanx.hardware.device import require_cpu_format
 from phalanx.nn.precision import PRECISIONS
 

@@ -20,7 +20,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from phalanx.config.model import LanguageModel
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.nn.layers import gate_block
 
 # fmt: off

@@ -1,16 +1,20 @@
-"""A folder with a Hugging Face checkpoint, checked before any tensor is read, then read one tensor at a time.
+"""A folder with a Hugging Face checkpoint: read and written one tensor at a time.
 
-Folders come from strangers: only safetensors are read (never pickle), names in the index may not lead out of the folder,
-and every tensor must be one the architecture has, in the shape that `config.json` gives it.
+Folders come from strangers and are checked before any tensor is read: only safetensors are read (never pickle), names in the
+index may not lead out of the folder, and every tensor must be one the architecture has, in the shape that `config.json`
+gives it. A folder that is written is one that `transformers` loads; it appears whole or not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from pydantic import ValidationError
@@ -18,12 +22,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx.config.model import LanguageModel
-from phalanx.errors import CheckpointError, ConfigError
-from phalanx.families.language.huggingface.architecture import Architecture
-from phalanx.families.language.huggingface.folder_files import SpecialTokens, file_inside, read_json
+from phalanx.errors import CheckpointError, ConfigError, PhalanxError
+from phalanx.families.language.huggingface.architecture import Architecture, TensorRule
+from phalanx.families.language.huggingface.folder_files import (
+    DEFAULT_SHARD_BYTES,
+    SpecialTokens,
+    TokenizerFiles,
+    file_inside,
+    read_json,
+)
 from phalanx.families.language.huggingface.gpt2 import GPT2
 from phalanx.families.language.huggingface.llama import LLAMA
 from phalanx.families.language.huggingface.mpt import MPT
+from phalanx.files import whole_folder
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -32,6 +43,7 @@ GENERATION = "generation_config.json"
 ARCHITECTURES = (LLAMA, GPT2, MPT)
 _UNKNOWN_KEY = "what it changes is not known; if it is nothing, take it out of config.json"
 _FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FORMAT_NAMES = {dtype: name for name, dtype in _FORMATS.items()}
 _SHOWN = 5
 _HEAD = "lm_head.weight"
 _ROWS = 8192
@@ -249,3 +261,126 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Architecture, La
             field = ".".join(map(str, detail["loc"]))
             problems.append(f"{field}={value!r} has no counterpart in the decoder: {reason}" if field else reason)
         raise CheckpointError("\n".join(f"{where}: {problem}" for problem in problems)) from None
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is to be written, and in which form."""
+
+    model: LanguageModel
+    architecture: Architecture
+    """One that `model` fits."""
+    read: Callable[[str], Tensor]
+    """Gives our tensor of a name."""
+    dtype: torch.dtype
+    """Number format of all tensors."""
+    tokenizer: TokenizerFiles
+    """Tokenizer and special tokens; may be empty."""
+    shard_bytes: int = DEFAULT_SHARD_BYTES
+    """Largest weight file in bytes; a single tensor that is larger gets a file of its own."""
+
+
+def write_folder(path: Path, export: Export) -> None:
+    """Write `export` as the new folder `path`. Raises as `new_folder` does."""
+    with new_folder(path) as folder:
+        _write_weights(folder, export)
+        special_tokens = export.tokenizer.special.as_config()
+        config = {
+            **export.architecture.config_json(export.model),
+            **special_tokens,
+            "torch_dtype": str(export.dtype).removeprefix("torch."),
+            "use_cache": True,
+        }
+        _write_json(folder / "config.json", config)
+        _write_json(folder / GENERATION, special_tokens)
+        export.tokenizer.write(folder, export.model.max_positions)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which becomes `path` at the end; nothing stays where that fails.
+
+    Raises ConfigError if `path` is already in use, PhalanxError if it cannot be written.
+    """
+    refuse_used(path)
+    path = path.absolute()
+    try:
+        with whole_folder(path) as folder:
+            yield folder
+    except OSError as error:
+        raise PhalanxError(f"{path} cannot be written: {error.strerror}; nothing was left there") from error
+
+
+def refuse_used(path: Path) -> None:
+    """Raise ConfigError if there is something at `path` that could be lost."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path} already exists and is not an empty folder; give another name, or remove it first")
+
+
+def _write_weights(folder: Path, export: Export) -> None:
+    shards = _plan_shards(export.architecture.rules(export.model), export.dtype, export.shard_bytes)
+    weight_map: dict[str, str] = {}
+    # Hugging Face's own names, by which its libraries find the files.
+    for number, rules in enumerate(shards, start=1):
+        name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_safetensors(folder / name, rules, export)
+        weight_map |= {theirs: name for rule in rules for theirs in rule.theirs}
+    if len(shards) > 1:
+        total = sum(_tensor_bytes(rule.shape, export.dtype) for rules in shards for rule in rules)
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _plan_shards(rules: Sequence[TensorRule], dtype: torch.dtype, limit: int) -> list[list[TensorRule]]:
+    shards: list[list[TensorRule]] = []
+    room = 0
+    for rule in rules:
+        size = _tensor_bytes(rule.shape, dtype)
+        # A tensor that is larger than the limit gets a file of its own.
+        if not shards or size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(rule)
+        room -= size
+    return shards
+
+
+def _write_safetensors(file: Path, rules: Sequence[TensorRule], export: Export) -> None:
+    """Write a safetensors file: length of the header (8 bytes, little-endian), header as JSON, then the bytes of all
+    tensors.
+
+    The safetensors package wants all tensors of a file in memory at once; this does not.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for rule in rules:
+        for name, shape in rule.their_shapes().items():
+            start, end = end, end + _tensor_bytes(shape, export.dtype)
+            header[name] = {"dtype": _FORMAT_NAMES[export.dtype], "shape": list(shape), "data_offsets": [start, end]}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    # The format wants tensors aligned to 8 bytes, so the header is filled up with spaces.
+    encoded += b" " * (-len(encoded) % 8)
+    with file.open("wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        # One tensor in memory at a time.
+        for rule in rules:
+            for part in rule.split(export.read(rule.ours)):
+                # As bytes: numpy knows no bfloat16.
+                bits = part.to(export.dtype).contiguous().flatten().view(torch.uint8)
+                stream.write(bits.numpy().data)
+        _flush_to_disk(stream)
+
+
+def _write_json(file: Path, values: dict[str, Any]) -> None:
+    with file.open("wb") as stream:
+        stream.write(json.dumps(values, indent=2).encode() + b"\n")
+        _flush_to_disk(stream)
+
+
+def _flush_to_disk(stream: BinaryIO) -> None:
+    stream.flush()
+    # On disk before the folder gets its name: a crash must not leave a whole folder with empty files.
+    os.fsync(stream.fileno())
+
+
+def _tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize

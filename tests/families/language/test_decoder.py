@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.families.language.model.decoder import Decoder
+from phalanx.families.language.decoder import Decoder
 from phalanx.nn.layers import gate_block
 from small_models import FAMILIES, LLAMA, random_decoder, random_tokens
 

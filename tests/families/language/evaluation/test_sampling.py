@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.families.language.model.sampling import Sampling, draw_token, generate_batch, generate_tokens
+from phalanx.families.language.evaluation.generation import Sampling, draw_token, generate_batch, generate_tokens
 from small_models import FAMILIES, GPT, LLAMA, random_decoder
 
 PROMPT = [5, 17, 3, 88]

@@ -1,1 +1,0 @@
-"""The decoder in plain PyTorch for one device."""
