@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from phalanx.config.document import FieldPath
 from phalanx.config.fields import nearest_names
 from phalanx.config.problems import Problem, config_error
-from phalanx.config.schema import Run
+from phalanx.config.schema import RESUME_WORDS, Run
 from phalanx.config.section import MAX_BATCH_SAMPLES
 
 
@@ -123,13 +123,12 @@ def _check_checkpoints(run: Run) -> Iterator[Problem]:
 
 def _check_resume(run: Run) -> Iterator[Problem]:
     resume = run.training.resume
-    words = ("auto", "must", "never")
-    if resume in words or any(character in resume for character in "/\\."):
+    if resume in RESUME_WORDS or any(character in resume for character in "/\\."):
         return
-    if matches := nearest_names(resume, words):
+    if matches := nearest_names(resume, RESUME_WORDS):
         yield Problem(
             ("training", "resume"),
-            f"training.resume={resume} is none of {', '.join(words)}, and a path is written with a slash",
+            f"training.resume={resume} is none of {', '.join(RESUME_WORDS)}, and a path is written with a slash",
             f"training.resume={matches[0]}",
         )
 

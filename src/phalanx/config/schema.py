@@ -8,6 +8,7 @@ config` and the error messages read those sentences. This module must not know h
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -153,6 +154,10 @@ class CallbackChoice(Section):
     """Its settings, by the names that it gives them."""
 
 
+RESUME_WORDS = ("auto", "must", "never")
+"""Values of `training.resume` that are no path."""
+
+
 class Training(Section):
     """How long and how to train, and what is logged."""
 
@@ -203,6 +208,11 @@ class Training(Section):
         Words("a list, each a name or a mapping with name and options"),
     ] = Field(default_factory=list)
     """What the run does beside training: callbacks that installed packages add, called in this order on every rank."""
+
+    @property
+    def resume_path(self) -> Path | None:
+        """The path that `resume` names; None where it is one of `RESUME_WORDS`."""
+        return None if self.resume in RESUME_WORDS else Path(self.resume)
 
 
 class Checkpoint(Section):

@@ -95,9 +95,9 @@ def require_checkpoint(model: TrainableModel, run_dir: Path) -> None:
     # A run that has a checkpoint of its own needs no other, whatever it once began from.
     if open_checkpoints(run_dir).newest() is not None:
         return
-    if training.resume not in ("auto", "must", "never"):
-        if open_checkpoints(Path(training.resume)).newest() is None:
-            raise _nothing_to_resume(model, Path(training.resume))
+    if training.resume_path is not None:
+        if open_checkpoints(training.resume_path).newest() is None:
+            raise _nothing_to_resume(model, training.resume_path)
     elif training.resume == "must":
         raise _nothing_to_resume(model, run_dir / "checkpoints")
     elif training.init_from is not None and open_checkpoints(Path(training.init_from)).newest() is None:
@@ -118,8 +118,8 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
             f"training.resume=never, but {store.root} holds checkpoints; choose another --run-dir or training.resume=auto"
         )
     # A run that was begun from another folder's checkpoint resumes from its own, as soon as it has one.
-    elsewhere = resume not in ("auto", "must", "never") and not present
-    source = open_checkpoints(Path(resume)) if elsewhere else store
+    elsewhere = None if present else run.training.resume_path
+    source = store if elsewhere is None else open_checkpoints(elsewhere)
     # Most optimizers make their state in the first step; a checkpoint needs a place to load it into.
     materialise_optimizer_state(step.optimizer)
     tensors = placed_tensors(applied.parameters, applied.splits, step.optimizer)
@@ -136,8 +136,8 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
 
     loaded = source.load_newest_usable(tensors, check=check)
     if loaded is None:
-        if elsewhere or resume == "must":
-            raise _nothing_to_resume(model, Path(resume) if elsewhere else store.root)
+        if elsewhere is not None or resume == "must":
+            raise _nothing_to_resume(model, elsewhere or store.root)
         if run.training.init_from is not None:
             load_weights(Path(run.training.init_from), applied, model.how_to_import)
         return 0

@@ -137,7 +137,7 @@ class BoundBlocks(DeclaredBlocks, TracedModel, TrainableModel, VerifiableModel):
     def build(self, building: BuildContext, part: ModelChunk) -> tuple[BlockNetwork, TensorSplits]:
         """See `LayoutModel`."""
         with torch.device("meta"):
-            network = self.network(self.model, dtype=PRECISIONS[self.run.layout.precision].compute_dtype, part=part)
+            network = self.network(self.model, dtype=self.precision.compute_dtype, part=part)
         return network, building.sharding.split_parameters(network, self.splits(), building.share.tp)
 
     def build_stage(self, building: BuildContext, part: ModelChunk, index: int) -> tuple[Stage, TensorSplits]:

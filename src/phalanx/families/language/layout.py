@@ -14,7 +14,6 @@ from phalanx.layout.context_parallel.split_context import SequenceShare, split_c
 from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, TrainingPass
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 from phalanx.torch_compat import common as compat
 
@@ -70,7 +69,7 @@ class LanguageLayout(LayoutModel):
         with torch.device("meta"):
             model = Decoder(
                 run.model,
-                dtype=PRECISIONS[run.layout.precision].compute_dtype,
+                dtype=self.precision.compute_dtype,
                 kernel=building.attention.kernel,
                 chunk_tokens=loss_chunk_tokens(run, building.device, building.share.tp.size),
                 z_loss=run.training.z_loss,
@@ -97,7 +96,7 @@ class LanguageLayout(LayoutModel):
     def choose_attention(self, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
         """The kernel that the run file names, or the fastest."""
         run = self.run
-        dtype = PRECISIONS[run.layout.precision].compute_dtype
+        dtype = self.precision.compute_dtype
         shape = AttentionShape(layout.microbatch, run.data.sequence_length, dtype, run.data.document_mask)
         return choose_attention(run.training.attention, run.model, shape, device)
 

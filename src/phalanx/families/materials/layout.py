@@ -20,7 +20,6 @@ from phalanx.families.materials.step_capture import StepCapture
 from phalanx.layout.context_parallel.split_context import SequenceShare
 from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, TrainingPass
 from phalanx.layout.place import TensorSplits
-from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 
 _EDGE_CHUNK = 2**16
@@ -127,9 +126,7 @@ class MaterialsLayout(LayoutModel):
         run = self.run
         chunk = None if run.layout.recompute == "none" else _EDGE_CHUNK
         with torch.device("meta"):
-            model = MaterialsNetwork(
-                run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype, edge_chunk=chunk, part=part
-            )
+            model = MaterialsNetwork(run.model, dtype=self.precision.compute_dtype, edge_chunk=chunk, part=part)
         if building.branches is not None:
             model.head.keep(building.branches)
         return model, {}

@@ -21,7 +21,6 @@ from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts
 from phalanx.nn.positions import Positions
-from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 
 _LOCATIONS = 1
@@ -124,7 +123,7 @@ class WeatherLayout(LayoutModel):
         """See `LayoutModel`."""
         run = self.run
         with torch.device("meta"):
-            model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype, part=part)
+            model = Forecaster(run.model, dtype=self.precision.compute_dtype, part=part)
         splits = building.sharding.split_parameters(model, self.splits(), building.share.tp)
         share_embedding(model, building.share.tp)
         return model, splits
@@ -156,4 +155,4 @@ class WeatherLayout(LayoutModel):
             return AttentionChoice(run.training.attention)
         model = run.model
         shape = (layout.microbatch, model.n_tokens, model.n_heads // layout.tp, model.head_size)
-        return choose_whole_attention(shape, PRECISIONS[run.layout.precision].compute_dtype, device)
+        return choose_whole_attention(shape, self.precision.compute_dtype, device)

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.layout.spec import SCHEDULES, Ints, LayoutTable, Recompute, ResolvedLayout
-from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.memory.one_stage import OneStage, one_stage_candidates
 from phalanx.planner.memory.parts import ModelBytes, distinct, model_bytes
@@ -234,7 +233,7 @@ def _parts(model: TracedModel, candidates: LayoutTable, kernels: Kernels, peer_c
 def _memory_state(
     model: TracedModel, candidates: LayoutTable, parts: ModelBytes, kernels: Kernels, peer_copies: bool
 ) -> MemoryState:
-    precision = PRECISIONS[model.run.layout.precision]
+    precision = model.precision
     piped = candidates.pp > 1
     return MemoryState(
         sizes=parts,

@@ -16,7 +16,6 @@ from phalanx.config.load import parse_overrides
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import NAMED, LayoutTable, Recompute, ResolvedLayout
-from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, RankedLayouts, Ranking
 from phalanx.planner.time.timing import our_framework
@@ -125,7 +124,7 @@ def break_evens(
 def break_even(model: TracedModel, tp: int, shards: int, recompute: Recompute, *, peer_copies: bool) -> BreakEven:
     """Of `tp` x `shards` devices against FSDP over all of them. peer_copies: whether gradients are sent as computed."""
     positions = model.positions().count
-    dtype = PRECISIONS[model.run.layout.precision].compute_dtype
+    dtype = model.precision.compute_dtype
     each = 2 * dtype.itemsize + (dtype.itemsize if peer_copies else max(4, dtype.itemsize))
     whole, part = (_trace_block(model, degree, recompute) for degree in (1, tp))
     saved = each * (whole.parameter_count * (1 - 1 / (tp * shards)) - part.parameter_count * (1 - 1 / shards))

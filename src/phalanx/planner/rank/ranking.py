@@ -308,6 +308,6 @@ def count_gathered_bytes(model: TracedModel, layouts: LayoutTable) -> Floats:
 
     Two blocks' parameters, and one's gradients as they are computed and as they are sent; `tp` alone splits them.
     """
-    width = PRECISIONS[model.run.layout.precision].compute_dtype.itemsize
+    width = model.precision.compute_dtype.itemsize
     block = model.parameter_count() / model.run.model.n_layers / layouts.tp
     return np.asarray(block * (3 * width + _MAIN_BYTES))
