@@ -11,7 +11,7 @@ A folder becomes a checkpoint by being renamed, and stops being one by being ren
 are ever changed or deleted. One process at a time does this: rank 0 of the run that holds run.lock.
 
 What is read is not trusted: files are opened by plain name relative to the open folder, never through a link, and only if
-they are regular files. Beside the writing of data files (`saver`), this is the only module that touches the file system.
+they are regular files. All reading and writing of checkpoints on a file system is here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.checkpoint.manifest import (
@@ -358,6 +359,19 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, path: Path) -
         if count == 0:
             raise CheckpointDamaged(f"{path} ends at byte {offset + done}, {len(buffer) - done} bytes too early")
         done += count
+
+
+def write_data_file(path: Path, tensors: dict[str, Tensor]) -> FileRecord:
+    """Write a safetensors file of `tensors`, wait until it is on disk, and return its length and its header's checksum."""
+    save_file(tensors, path)
+    # The library makes files that only their owner may read; a checkpoint is as readable as its folder.
+    path.chmod(path.parent.stat().st_mode & 0o666)
+    sync_path(path)
+    with path.open("rb") as file:
+        length = file.read(8)
+        header = length + file.read(int.from_bytes(length, "little"))
+        size = os.fstat(file.fileno()).st_size
+    return FileRecord(name=path.name, bytes=size, header_bytes=len(header), header_crc32=compute_checksum(header))
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
-import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.checkpoint import folders
-from phalanx.checkpoint.folders import byte_view, sync_path
+from phalanx.checkpoint.folders import byte_view
 from phalanx.checkpoint.manifest import (
     MAX_HEADER_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_NAME_LENGTH,
-    FileRecord,
     RankReport,
     StateRecord,
     compute_checksum,
@@ -228,17 +225,7 @@ def write_file(folder: Path, name: str, pieces: Sequence[Piece], staged: Sequenc
     tensors = {
         piece.key: data.view(piece.source.dtype).view(piece.sizes) for piece, data in zip(pieces, staged, strict=True)
     }
-    path = folder / name
-    save_file(tensors, path)
-    # The library makes files that only their owner may read; a checkpoint is as readable as its folder.
-    path.chmod(folder.stat().st_mode & 0o666)
-    sync_path(path)
-    with path.open("rb") as file:
-        length = file.read(8)
-        header = length + file.read(int.from_bytes(length, "little"))
-        size = os.fstat(file.fileno()).st_size
-    record = FileRecord(name=name, bytes=size, header_bytes=len(header), header_crc32=compute_checksum(header))
-    report.files.append(record)
+    report.files.append(folders.write_data_file(folder / name, tensors))
 
 
 class Staging:
