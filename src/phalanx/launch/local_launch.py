@@ -168,12 +168,11 @@ class RankProcesses:
         assert code
         if code in _STOPPED or code == -self._asked:
             return
-        lines = []
+        # A wrong run file is wrong on every rank alike: the first has said so.
         if failed and not code == self.code(0) == _BAD_USAGE:
-            said = self._log(failed).read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
-            lines += [f"rank {failed} failed:", *said] if said else []
-        if lines:
-            write_stderr("\n".join(lines))
+            last_lines = self._log(failed).read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
+            if last_lines:
+                write_stderr("\n".join([f"rank {failed} failed:", *last_lines]))
 
     def _say_who_was_killed(self, failed: int) -> None:
         code = self.code(failed)
