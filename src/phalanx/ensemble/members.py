@@ -38,7 +38,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Name of the run directory, which tells members apart in tables."""
+        """Return the name of the run directory, which tells members apart in tables."""
         folder = self.path.resolve()
         # Checkpoints lie in RUN/checkpoints/.
         return (folder.parent.parent if folder == self.checkpoint.resolve() else folder).name

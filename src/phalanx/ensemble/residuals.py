@@ -41,17 +41,17 @@ class Residuals:
 
     @property
     def count(self) -> int:
-        """Number of numbers n."""
+        """Return the number of numbers n."""
         return len(self.structures_n)
 
     @property
     def structures(self) -> int:
-        """Number of structures that the numbers belong to."""
+        """Return the number of structures that the numbers belong to."""
         return len(np.unique(self.structures_n))
 
     @property
     def name(self) -> str:
-        """Data set and quantity, for messages."""
+        """Return data set and quantity, for messages."""
         return f"{self.source} {self.quantity}"
 
     def of_members(self, members: Sequence[int]) -> Residuals:

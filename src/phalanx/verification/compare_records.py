@@ -52,7 +52,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the bound; NaN is not."""
+        """Return whether the error is within the bound; NaN is not."""
         return self.error <= self.bound
 
     def __str__(self) -> str:
@@ -115,12 +115,12 @@ class ErrorBound:
 
     @property
     def eps(self) -> float:
-        """Spacing at 1 of the format of activations."""
+        """Return the spacing of the numbers at 1 of the format of activations."""
         return torch.finfo(self.dtype).eps
 
     @property
     def loss(self) -> float:
-        """Largest error of a loss."""
+        """Return the bound for a loss."""
         return _SCALE * math.sqrt(self.targets) * self.eps
 
     def activations(self, module: str) -> float:
@@ -168,7 +168,7 @@ class _Error:
 
     @property
     def relative(self) -> float:
-        """Size over norm."""
+        """Return size over norm."""
         return self.size / self.norm if self.norm else (0.0 if self.size == 0.0 else math.inf)
 
 

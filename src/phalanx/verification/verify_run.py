@@ -94,12 +94,12 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether every check is within its bound."""
+        """Return whether every check is within its bound."""
         return all(check.passed for check in self.checks)
 
     @property
     def first(self) -> Check | None:
-        """The first check that failed, in the order of computation."""
+        """Return the first check that failed, in the order of computation; None where all passed."""
         return next((check for check in self.checks if not check.passed), None)
 
     def worst(self, what: str) -> Check | None:

@@ -178,37 +178,37 @@ class WeatherModel(BlockModel):
 
     @property
     def ff_size(self) -> int:
-        """Hidden width of the MLP, the default resolved."""
+        """Return the hidden width of the MLP, the default resolved."""
         return self.d_ff or 4 * self.d_model
 
     @property
     def head_size(self) -> int:
-        """Width of one head."""
+        """Return the width of one head."""
         return self.d_model // self.n_heads
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """Variables read, the default resolved."""
+        """Return the variables read, the default resolved."""
         return self.inputs or self.variables
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        """Variables predicted, the default resolved."""
+        """Return the variables predicted, the default resolved."""
         return self.outputs or self.variables
 
     @property
     def n_locations(self) -> int:
-        """Patches of the grid."""
+        """Return the number of patches of the grid."""
         return (self.n_lat // self.patch_size) * (self.n_lon // self.patch_size)
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of a sample between blocks: `aggregation_queries` a patch."""
+        """Return the tokens of a sample between blocks: `aggregation_queries` a patch."""
         return self.n_locations * self.aggregation_queries
 
     @property
     def random_drops(self) -> bool:
-        """Whether a training step leaves anything out at random."""
+        """Return whether a training step leaves anything out at random."""
         return self.dropout > 0.0 or self.drop_path > 0.0
 
 
@@ -385,12 +385,12 @@ class FieldData(Section):
 
     @property
     def target_variables(self) -> list[str]:
-        """Variables predicted, the default resolved."""
+        """Return the variables predicted, the default resolved."""
         return self.inputs if self.outputs is None else self.outputs
 
     @property
     def leads(self) -> list[int]:
-        """The lead times in hours, ascending."""
+        """Return the lead times in hours, ascending."""
         if isinstance(self.lead_hours, LeadRange):
             return list(range(self.lead_hours.first, self.lead_hours.last + 1, self.lead_hours.step))
         return [self.lead_hours] if isinstance(self.lead_hours, int) else sorted(set(self.lead_hours))

@@ -1,4 +1,4 @@
-"""How large a forecaster is and what a sample costs, in closed form from its description alone.
+"""Sizes of a forecaster and floating-point operations of a sample, in closed form from its description alone.
 
 Exact for `phalanx.families.weather.model.forecaster`; a test compares the two. Needs no torch.
 """
@@ -11,23 +11,23 @@ from phalanx.families.weather.config import WeatherModel
 
 FlopsConvention = Literal["needed", "published"]
 FEATURES = 32
-"""Wavelengths of a Fourier expansion; each gives a sine and a cosine."""
+"""Wavelengths of a Fourier expansion, each of which gives a sine and a cosine."""
 
 
 def parameter_count(model: WeatherModel) -> int:
-    """All trainable parameters."""
+    """Return the number of trainable parameters."""
     return embedding_parameters(model) + model.n_layers * block_parameters(model) + head_parameters(model)
 
 
 def matmul_parameters(model: WeatherModel) -> int:
-    """Parameters that multiply every token: the matrices of the blocks and of the head."""
+    """Return the number of parameters that multiply every token: those of the matrices of blocks and head."""
     width = model.d_model
     head = model.decoder_depth * width**2 + model.aggregation_queries * width * _pixels_of_a_patch(model)
     return model.n_layers * _block_matrix_parameters(model) + head
 
 
 def in_words(model: WeatherModel) -> str:
-    """The shape for a person."""
+    """Describe the shape of the model for a person."""
     return (
         f"{model.n_layers} layers x {model.d_model}, {model.n_heads} heads, {len(model.input_names)} variables in and "
         f"{len(model.output_names)} out, grid {model.n_lat} x {model.n_lon} in patches of {model.patch_size}"
@@ -35,10 +35,12 @@ def in_words(model: WeatherModel) -> str:
 
 
 def embedding_parameters(model: WeatherModel) -> int:
-    """Parameters before the first block."""
+    """Return the number of parameters before the first block."""
     width, variables, points = model.d_model, len(model.variables), model.patch_size**2
+    # Weight and bias of the patch embedding, and the embedding of the variable itself.
     per_variable = width * (points + 2)
     level = 2 * FEATURES * width if model.level_embedding == "fourier" else 0
+    # Three coordinates and the area of a patch are expanded, then projected with a bias.
     learned = model.position_embedding == "learned"
     place = model.n_locations * width if learned else (8 * FEATURES + 1) * width
     lead = ((2 * FEATURES if model.lead_embedding == "fourier" else 1) + 1) * width
@@ -46,7 +48,7 @@ def embedding_parameters(model: WeatherModel) -> int:
 
 
 def block_parameters(model: WeatherModel) -> int:
-    """Parameters of one block."""
+    """Return the number of parameters of one block."""
     width = model.d_model
     biases = 3 * width + width + model.ff_size + width
     norms = 4 * width + (2 * model.head_size if model.qk_norm else 0)
@@ -54,14 +56,14 @@ def block_parameters(model: WeatherModel) -> int:
 
 
 def head_parameters(model: WeatherModel) -> int:
-    """Parameters behind the last block."""
+    """Return the number of parameters behind the last block."""
     width, outputs = model.d_model, _pixels_of_a_patch(model)
     layers = model.decoder_depth * (width * width + width)
     return 2 * width + layers + (model.aggregation_queries * width + 1) * outputs
 
 
 def model_flops_per_sample(model: WeatherModel, convention: FlopsConvention = "needed") -> int:
-    """Floating-point operations one sample of a training step needs, forward and backward, without recomputation.
+    """Return the floating-point operations of one sample in a training step, forward and backward, without recomputation.
 
     Six per parameter and token of each matrix product (a multiply and an add forward, twice that backward), and attention
     in full, 12 * d_model * tokens^2 a block. For the aggregation of variables `needed` counts the products that depend on
@@ -76,21 +78,22 @@ def model_flops_per_sample(model: WeatherModel, convention: FlopsConvention = "n
 
 
 def block_flops_per_sample(model: WeatherModel) -> int:
-    """Share of one block in `model_flops_per_sample`."""
+    """Return the share of one block in `model_flops_per_sample`."""
     tokens = model.n_tokens
     return 6 * tokens * _block_matrix_parameters(model) + 12 * model.d_model * tokens * tokens
 
 
 def head_flops_per_sample(model: WeatherModel) -> int:
-    """Share of the head; the projection counts the predicted variables alone."""
+    """Return the share of the head in `model_flops_per_sample`."""
     width = model.d_model
+    # The rows of the projection that belong to variables which are not predicted are not computed.
     outputs = len(model.output_names) * model.patch_size**2
     per_location = model.aggregation_queries * (model.decoder_depth * width * width + width * outputs)
     return 6 * model.n_locations * per_location
 
 
 def embedding_flops_per_sample(model: WeatherModel, convention: FlopsConvention = "needed") -> int:
-    """Share of patch embedding and aggregation."""
+    """Return the share of patch embedding and aggregation in `model_flops_per_sample`."""
     inputs = len(model.input_names)
     if model.aggregation == "flat":
         per_location = _aggregation_flops(model, inputs, model.aggregation_queries, convention)
@@ -102,7 +105,7 @@ def embedding_flops_per_sample(model: WeatherModel, convention: FlopsConvention 
 
 
 def _aggregation_flops(model: WeatherModel, inputs: int, queries: int, convention: FlopsConvention) -> int:
-    """Multiplications of one location from patches to `queries` tokens."""
+    """Return the multiplications of one location from patches to `queries` tokens, forward."""
     width, points = model.d_model, model.patch_size**2
     projected = queries * width * width
     if convention == "needed":
@@ -113,7 +116,7 @@ def _aggregation_flops(model: WeatherModel, inputs: int, queries: int, conventio
 
 
 def _token_aggregation_flops(model: WeatherModel) -> int:
-    """Multiplications of one location from the groups' tokens to its own."""
+    """Return the multiplications of one location from the groups' tokens to its own, forward."""
     width, groups, queries = model.d_model, model.aggregation_groups, model.aggregation_queries
     scores = groups * queries * model.n_heads * width
     return scores + groups * width * width + queries * groups * width + queries * width * width
@@ -121,6 +124,7 @@ def _token_aggregation_flops(model: WeatherModel) -> int:
 
 def _aggregation_parameters(model: WeatherModel) -> int:
     width = model.d_model
+    # Query, key, value and output; the key has no bias.
     attention = 4 * width * width + 3 * width
     if model.aggregation == "flat":
         return attention + model.aggregation_queries * width
@@ -128,15 +132,16 @@ def _aggregation_parameters(model: WeatherModel) -> int:
 
 
 def _block_matrix_parameters(model: WeatherModel) -> int:
+    # Query, key, value and output of attention; up and down of the MLP.
     return 4 * model.d_model * model.d_model + 2 * model.d_model * model.ff_size
 
 
 def _pixels_of_a_patch(model: WeatherModel) -> int:
-    """What the head gives for one location: every variable the model knows."""
+    """Return the numbers that the head has rows for at one location: all points of every variable that the model knows."""
     return len(model.variables) * model.patch_size**2
 
 
 def group_sizes(variables: int, groups: int) -> list[int]:
-    """How many consecutive variables each group gets; the first groups have one more where it does not divide."""
+    """Return the number of consecutive variables of each group; the first groups have one more where it does not divide."""
     each, more = divmod(variables, groups)
     return [each + (group < more) for group in range(groups)]

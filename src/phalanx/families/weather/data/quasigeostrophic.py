@@ -21,32 +21,33 @@ import numpy as np
 import numpy.typing as npt
 
 RADIUS = 6.371e6
-"""Of the Earth, in m."""
+"""Radius of the Earth, in m."""
 ROTATION = 7.292e-5
-"""Of the Earth, in rad/s."""
+"""Angular velocity of the Earth, in rad/s."""
 LEVELS = (200, 500, 800)
 """Pressure of the levels in hPa, from the top."""
 DAY = 86400.0
+"""Seconds of a day."""
 _RADII = (700e3, 450e3)
 """Rossby radii of deformation between neighbouring levels, in m (Marshall and Molteni 1993)."""
 _SCALE_HEIGHT = 9e3
-"""What orography is measured by, in m."""
+"""Height in m that orography is divided by (H0 of the equation above)."""
 Float64Array = npt.NDArray[np.float64]
 ComplexArray = npt.NDArray[np.complex128]
 
 
 @dataclass(frozen=True)
 class Physics:
-    """What drives and what damps the flow. Times in days; infinite ones leave the process out."""
+    """Forcing and damping of the flow. Times in days; infinite ones leave the process out."""
 
     relaxation: float = 20.0
-    """Time in which temperature relaxes."""
+    """Time in which temperature relaxes to the equilibrium."""
     friction: float = 3.0
     """Time in which the flow at 800 hPa spins down."""
     diffusion: float = 2.0
     """Time in which the smallest waves lose potential vorticity; longer ones by the fourth power of the Laplacian."""
     shears: tuple[float, float] = (35.0, 35.0)
-    """Difference in m/s of the westerlies of neighbouring levels that temperature relaxes to, where it is largest."""
+    """Largest difference in m/s between the equilibrium's westerlies of neighbouring levels."""
 
 
 UNDISTURBED = Physics(np.inf, np.inf, np.inf)
@@ -72,6 +73,7 @@ class Atmosphere:
         )
         ground = planetary * (self.orography / _SCALE_HEIGHT)
         fields = np.stack([planetary, planetary, planetary + ground])
+        # Set behind the back of the frozen class: it follows from the other fields.
         object.__setattr__(self, "_absolute", self.harmonics.analyze(fields))
 
     @cached_property
@@ -82,13 +84,14 @@ class Atmosphere:
 
     @cached_property
     def _inverse(self) -> Float64Array:
-        """Return what turns potential vorticity into stream function, [N, 3, 3]; the mean of both is 0."""
+        """Return the matrices that turn potential vorticity into stream function, [N, 3, 3]; the mean of both is 0."""
+        # From n = 1 on: for n = 0 the operator has no inverse.
         operators = self.harmonics.laplacian[1:, None, None] / RADIUS**2 * np.eye(3) + self._coupling
         return np.concatenate([np.zeros((1, 3, 3)), np.linalg.inv(operators)])
 
     @cached_property
     def equilibrium(self) -> ComplexArray:
-        """Return stream function that temperature relaxes to."""
+        """Return the stream function that temperature relaxes to, [3, M, N]."""
         sines = self.harmonics.sines
         cosines = np.sqrt(1 - sines**2)
         upper, lower = self.physics.shears
@@ -107,6 +110,7 @@ class Atmosphere:
         return self._inverse_laplacian(self.harmonics.analyze(-slope / RADIUS))
 
     def _inverse_laplacian(self, coefficients: ComplexArray) -> ComplexArray:
+        # A constant has no Laplacian: n = 0 stays 0.
         factors = np.zeros(self.harmonics.truncation + 1)
         factors[1:] = RADIUS**2 / self.harmonics.laplacian[1:]
         return coefficients * factors

@@ -37,16 +37,17 @@ LONGITUDES = np.arange(0.0, 360.0, 5.625)
 FRAME_HOURS = 12
 SPIN_UP_DAYS = 60
 PHYSICS = Physics(relaxation=25.0, friction=2.0, diffusion=1.0, shears=(24.0, 18.0))
-"""Makes jets of 40 m/s and waves whose forecasts by persistence are lost to climatology after two days."""
+"""Forcing and damping that make jets of 40 m/s, and weather that persistence forecasts worse than climatology after two
+days."""
 MOUNTAINS = ((35.0, 88.0, 4000.0, 12.0, 20.0), (42.0, 252.0, 2000.0, 14.0, 12.0))
-"""Latitude, longitude, height in m, and half widths in degrees from south to north and from west to east."""
+"""Mountains: latitude, longitude, height in m, and half widths in degrees from south to north and from west to east."""
 _MEAN_GEOPOTENTIAL = {200: 115700.0, 500: 54600.0, 800: 19100.0}
-"""Of the standard atmosphere, in m^2/s^2."""
+"""Geopotential of the standard atmosphere by level in hPa, in m^2/s^2."""
 _GAS = 287.05
 """Gas constant of dry air, in J/(kg K)."""
 _KINDS = {"geopotential": ("m2 s-2", 2.0), "temperature": ("K", 0.02), "u_component": ("m s-1", 0.05)}
 _KINDS["v_component"] = _KINDS["u_component"]
-"""How names of variables begin: their unit, and what numbers are rounded to in the file."""
+"""Unit of the variables whose names begin so, and the step that their numbers are rounded to in the file."""
 Progress = Callable[[str, int, int], None]
 
 
@@ -58,7 +59,7 @@ def write_weather(
     spin_up_days: int = SPIN_UP_DAYS,
     progress: Progress = lambda what, done, total: None,
 ) -> Path:
-    """Simulate `days` after a spin-up and write them into `folder`. Returns the file, which appears when it is whole.
+    """Simulate `days` after a spin-up, write them into `folder` and return the file, which appears when it is whole.
 
     Raises DataError where it is already there or the folder cannot be written.
     """
@@ -112,6 +113,7 @@ def mountain_heights(latitudes: Float64Array, longitudes: Float64Array) -> Float
     """Return the height of the ground in m, [H, W]."""
     height = np.zeros((len(latitudes), len(longitudes)))
     for latitude, longitude, top, tall, wide in MOUNTAINS:
+        # Degrees to the east, the short way round.
         east = (longitudes - longitude + 180) % 360 - 180
         height += top * np.exp(-(((latitudes[:, None] - latitude) / tall) ** 2) - (east / wide) ** 2)
     return height
@@ -134,6 +136,7 @@ class OutputGrid:
     values: Float64Array
     """Legendre functions [M, N, H]."""
     slopes: Float64Array
+    """(1 - mu^2) times their derivative by the sine of latitude [M, N, H]."""
 
     @staticmethod
     def build() -> OutputGrid:
@@ -160,6 +163,7 @@ class OutputGrid:
 
 
 def _build_dataset(frames: list[dict[str, Float64Array]]) -> xarray.Dataset:
+    """Return frames as a dataset whose variables are packed as 16-bit integers, compressed by 16 frames."""
     hours = np.arange(len(frames), dtype=np.int32) * FRAME_HOURS
     dataset = xarray.Dataset(
         coords={

@@ -26,7 +26,7 @@ Pixels = npt.NDArray[np.uint8]
 Anchors = tuple[tuple[int, int, int], ...]
 
 SEQUENTIAL: Anchors = ((27, 31, 76), (46, 89, 141), (62, 149, 160), (127, 194, 132), (230, 215, 105), (252, 243, 196))
-"""Dark to bright, so that order shows without colour vision."""
+"""Colours from dark to bright, so that order shows without colour vision."""
 DIVERGING: Anchors = (
     (20, 67, 122),
     (90, 153, 200),
@@ -36,26 +36,28 @@ DIVERGING: Anchors = (
     (214, 116, 84),
     (130, 27, 40),
 )
-"""Blue below the middle, red above."""
+"""Colours from blue below the middle to red above."""
 _MISSING = (160, 160, 160)
 MOST_LEADS = 8
-"""Lead times that are named below a curve."""
+"""Most lead times that are named below a curve."""
 ScoreOf = Callable[[ScoreRow], float | None]
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One map."""
+    """One map of the page."""
 
     title: str
     address: str
+    """The picture itself, as a data address."""
     low: str
-    """The value of the first colour."""
+    """Value of the first colour."""
     high: str
-    """The value of the last colour."""
+    """Value of the last colour."""
 
 
 def _format_known(value: float | None) -> str:
+    """Write a number; a dash where it is not known."""
     return "–" if value is None else format_number(value)
 
 
@@ -150,7 +152,7 @@ def draw_scores(what: str, rows: Sequence[ScoreRow], series: dict[str, ScoreOf],
     plot.label_across(leads[:: -(-len(leads) // MOST_LEADS)], lambda lead: f"{lead:.0f} h")
     known = [(number, name, pairs) for number, (name, pairs) in enumerate(points.items(), 1) if pairs]
     for number, _, pairs in known:
-        # the model stands out, and climatology is told from persistence without colours
+        # The model stands out, and climatology is told from persistence without colours
         style = {1: "strong", 3: "dashed"}.get(number, "")
         plot.add_curve([lead for lead, _ in pairs], [score for _, score in pairs], number, style)
     ends = "; ".join(f"{name} {format_number(pairs[-1][1])} at {pairs[-1][0]} h" for _, name, pairs in known)
@@ -159,7 +161,7 @@ def draw_scores(what: str, rows: Sequence[ScoreRow], series: dict[str, ScoreOf],
 
 def paint_maps(one: FieldMap) -> list[Picture]:
     """Return forecast and truth on one scale of colours, and their difference on one around zero; north on top."""
-    # rows of fields go from south to north, those of pictures from the top
+    # Rows of fields go from south to north, those of pictures from the top
     forecast, truth = (field[::-1].astype(np.float64) for field in (one.forecast, one.truth))
     error = forecast - truth
     shown = np.concatenate([forecast[np.isfinite(forecast)], truth[np.isfinite(truth)]])
@@ -179,6 +181,7 @@ def paint_maps(one: FieldMap) -> list[Picture]:
 
 def paint_values(values: FloatArray, low: float, high: float, anchors: Anchors) -> Pixels:
     """Return colours [H, W, 3] of values [H, W] from `low` to `high`, ends held; grey where a value is not finite."""
+    # A constant field has no range to divide by.
     share = np.clip((values - low) / ((high - low) or 1.0), 0.0, 1.0)
     known = np.isfinite(share)
     places = np.linspace(0.0, 1.0, len(anchors))
@@ -191,7 +194,7 @@ def paint_values(values: FloatArray, low: float, high: float, anchors: Anchors) 
 def encode_png(pixels: Pixels) -> bytes:
     """Return an RGB picture [H, W, 3] as a PNG file (ISO/IEC 15948), its first row on top."""
     height, width, _ = pixels.shape
-    # each row begins with the number of its filter, 0 for none
+    # Each row begins with the number of its filter, 0 for none
     rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     content = b"\x89PNG\r\n\x1a\n"

@@ -75,7 +75,7 @@ class _Means:
 
     @property
     def forecasts(self) -> int:
-        """Forecasts with at least one point to score."""
+        """Return the number of forecasts with at least one point to score."""
         return round(self.counts["squared"])
 
 

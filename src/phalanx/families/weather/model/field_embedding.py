@@ -118,7 +118,7 @@ class FieldEmbedding(nn.Module):
         return weight_VDP, offset_VD
 
     def places(self, locations_S: Tensor) -> Tensor:
-        """Return embedding of these locations, [S, D]."""
+        """Return the embedding of these locations, [S, D]."""
         if self.positions is not None:
             return self.positions.index_select(0, locations_S).to(self.dtype)
         assert self.place is not None
@@ -143,7 +143,8 @@ def _level_features(names: list[str], device: torch.device) -> Tensor:
 
 
 class _Aggregation(nn.Module):
-    """Attention of learned queries. The key has no bias: it would add the same to all scores of a query.
+    """Attention of learned queries to tokens of variables. The key has no bias: it would add the same to all scores of a
+    query.
 
     Rows of `query`, `key` and `value`, and columns of `output`, are grouped by head: a contiguous part of each is a whole
     number of heads, and a module that holds such parts computes these heads alone.
@@ -189,7 +190,7 @@ class PatchAggregation(_Aggregation):
 
         A variable's token would be weight_DP x_P + offset_D. All in the format of the activations.
         """
-        # Weights are multiplied first: scores then need no token of a variable, see the class.
+        # Weights are multiplied first: scores then need no token of a variable (see the top of this module).
         direction_NAD = self.directions(self.queries[queries].to(patches_BLVP.dtype))
         # The offset as one more point of each patch, whose value is 1.
         weight_VDQ = torch.cat((weight_VDP, offset_VD[..., None]), dim=-1)
@@ -220,8 +221,8 @@ class TokenAggregation(_Aggregation):
 class HierarchicalAggregation(nn.Module):
     """Groups of consecutive variables become one token each, and those the location's tokens (D-CHAG, arXiv:2506.21411).
 
-    Groups have a query each and share the projections. `partial` computes some of the groups, so that they can be shared
-    out; `combine` needs the tokens of all.
+    Groups have a query each and share the projections. `partial` computes some of the groups, so that they can be divided
+    among ranks; `combine` needs the tokens of all.
     """
 
     def __init__(self, config: WeatherModel) -> None:

@@ -59,7 +59,7 @@ class FieldHead(nn.Module):
         *,
         fields_BVHW: Tensor | None = None,
     ) -> Tensor:
-        """Return summed loss [1] of these rows' patches; without targets the predicted fields, see `states`.
+        """Return the summed loss [1] of these rows' patches; without targets the predicted fields, see `states`.
 
         x: tokens behind the last block, of the rows `rows_S` of every sample (whole locations; None means all). targets:
         [B, V, H, W] of `config.output_names`, whole fields, NaN where there is none. fields: the inputs, needed where the
@@ -89,7 +89,7 @@ class FieldHead(nn.Module):
         return out
 
     def states(self, x_BSD: Tensor, rows_S: Tensor | None = None, *, fields_BVHW: Tensor | None = None) -> Tensor:
-        """Return predicted fields of each location, [B, L, V, P] in at least float32; arguments as of `forward`."""
+        """Return the predicted fields of each location, [B, L, V, P] in at least float32; arguments as of `forward`."""
         # In at least float32: a small change of a large field survives no bfloat16 sum.
         patches_BLVP = self.patches(x_BSD)
         patches_BLVP = patches_BLVP.to(torch.promote_types(patches_BLVP.dtype, torch.float32))

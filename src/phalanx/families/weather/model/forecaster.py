@@ -54,7 +54,7 @@ class Forecaster(nn.Module):
         lead_hours_B: Tensor,
         dropout: DropoutContext | None = None,
     ) -> Tensor:
-        """Return summed loss [1]; see `loss`. The number of targets is `loss.target_counts(targets)`."""
+        """Return the summed loss [1]; see `loss`. The number of targets is `field_head.target_counts(targets)`."""
         positions = self.all_positions(fields_BVHW.device)
         hidden = self.hidden(fields_BVHW, positions, lead_hours_B=lead_hours_B, dropout=dropout)
         return self.loss(hidden, targets_BVHW, positions.rows_S, fields_BVHW=fields_BVHW)
@@ -83,7 +83,7 @@ class Forecaster(nn.Module):
     def loss(
         self, x_BSD: Tensor, targets_BVHW: Tensor, rows_S: Tensor | None = None, *, fields_BVHW: Tensor | None = None
     ) -> Tensor:
-        """Return squared error weighted by area, summed over the valid targets of these rows: [1], in at least float32.
+        """Return the squared error weighted by area, summed over the valid targets of these rows: [1], in at least float32.
 
         x: activations behind the model's last block. rows: None means all. targets: whole fields of `config.output_names`,
         NaN where there is none. fields: the inputs, needed where `config.prediction` is change.
@@ -189,7 +189,7 @@ def _scale_branch(branch_BSD: Tensor, kept_2B: Tensor | None, branch: int) -> Te
 
 
 def path_factors(config: WeatherModel, layer: int, dropout: DropoutContext | None) -> Tensor | None:
-    """Return factors of the two residual branches of block `layer` for each sample, float64 [2, B]; None where nothing
+    """Return the factors of the two residual branches of block `layer` for each sample, float64 [2, B]; None where nothing
     is dropped.
 
     A branch of a sample is left out with a chance that grows linearly from 0 in the first block to `drop_path` in the last,

@@ -17,6 +17,7 @@ from torch import Tensor
 from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.sizes import FEATURES
 
+# pi/2 as a sum of two numbers, of which the first has few bits: see `exact_sine`.
 _HALF_PI_HIGH = math.floor(math.pi / 2 * 2**32) / 2**32
 _HALF_PI_LOW = math.pi / 2 - _HALF_PI_HIGH
 _AT_LEVEL = re.compile(r"(.+?)_?(\d+)")
@@ -50,7 +51,7 @@ def fields_of(patches_BLVP: Tensor, n_lat: int, patch_size: int) -> Tensor:
 
 
 def row_latitudes(config: WeatherModel, device: torch.device) -> Tensor:
-    """Return latitudes of the rows' points in degrees, float64 [H]: evenly spaced."""
+    """Return the latitudes of the rows' points in degrees, float64 [H]: evenly spaced."""
     rows = torch.arange(config.n_lat, dtype=torch.float64, device=device)
     if config.first_latitude is None or config.last_latitude is None:
         return (rows + 0.5) * (180.0 / config.n_lat) - 90.0
@@ -58,7 +59,7 @@ def row_latitudes(config: WeatherModel, device: torch.device) -> Tensor:
 
 
 def cell_edges(config: WeatherModel, device: torch.device) -> Tensor:
-    """Return latitudes between which the rows' cells lie, degrees, float64 [H + 1].
+    """Return the latitudes between which the rows' cells lie, degrees, float64 [H + 1].
 
     Halfway between points, and as far beyond the outer points; cells end at the poles (a row of points on a pole has a
     polar cap of half the height).
@@ -69,7 +70,7 @@ def cell_edges(config: WeatherModel, device: torch.device) -> Tensor:
 
 
 def row_weights(config: WeatherModel, device: torch.device) -> Tensor:
-    """Return weight of a point in each row, float64 [H], with mean 1 over the grid.
+    """Return the weight of a point in each row, float64 [H], with mean 1 over the grid.
 
     `cos`: cosine of the latitude (ClimaX). `area`: the exact area of the cell, from the sines of its edges (WeatherBench 2,
     Rasp et al. 2024), which is not 0 for points on a pole.
@@ -97,17 +98,17 @@ def patch_places(config: WeatherModel, device: torch.device) -> Tensor:
 
 
 def input_places(config: WeatherModel) -> list[int]:
-    """Return numbers, among the model's variables, of those it reads."""
+    """Return the numbers of the variables that are read, among the model's variables."""
     return [config.variables.index(name) for name in config.input_names]
 
 
 def output_places(config: WeatherModel) -> list[int]:
-    """Return numbers, among the model's variables, of those it predicts."""
+    """Return the numbers of the variables that are predicted, among the model's variables."""
     return [config.variables.index(name) for name in config.output_names]
 
 
 def outputs_among_inputs(config: WeatherModel) -> list[int]:
-    """Return numbers of the predicted variables among the fields that are read."""
+    """Return the numbers of the variables that are predicted, among those that are read."""
     return [config.input_names.index(name) for name in config.output_names]
 
 
@@ -139,7 +140,7 @@ def level_name(array: str, level: float) -> str:
 
 
 def wave_features(x: Tensor, shortest: float, longest: float, count: int = FEATURES) -> Tensor:
-    """Return sine and cosine of `x` at `count` wavelengths, evenly spaced in their logarithm: float64 [..., 2 * count].
+    """Return the sine and cosine of `x` at `count` wavelengths, evenly spaced in their logarithm: float64 [..., 2 * count].
 
     The expansion of Aurora (Bodnar et al. 2024, arXiv:2405.13063, section B.4). x: in the unit of the wavelengths.
     """
