@@ -146,12 +146,12 @@ def trials_so_far(options: argparse.Namespace) -> list[Trial]:
 
 def summary(trials: list[Trial], points: int) -> Facts:
     """How the search's choice does beside everything that was measured."""
-    chosen, best = best_trial([trial for trial in trials if trial.engine == "planner"]), best_trial(trials)
+    chosen, best = best_trial([trial for trial in trials if trial.sampler == "planner"]), best_trial(trials)
     failed = [trial.outcome.cause if trial.outcome else "running" for trial in trials if not trial.good]
     found: Facts = {
         "choices": points,
         "trials": len(trials),
-        "of_the_search": sum(trial.engine == "planner" for trial in trials),
+        "of_the_search": sum(trial.sampler == "planner" for trial in trials),
         "failed": {cause: failed.count(cause) for cause in sorted(set(failed))},
     }
     if chosen is None or best is None:
@@ -192,7 +192,7 @@ def main() -> None:
     if options.list:
         return
     # What the sweep has found is not for the search to know.
-    if all(trial.engine == "planner" for trial in trials_so_far(options)):
+    if all(trial.sampler == "planner" for trial in trials_so_far(options)):
         search(file, "planner", options.measure, options, until)
         print(json.dumps(summary(trials_so_far(options), len(planned)), indent=1), flush=True)
     if time.monotonic() < until:

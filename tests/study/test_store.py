@@ -27,7 +27,7 @@ GOOD = Outcome(OK, value=1.5, losses=(3.0, 2.5), memory_bytes=1e9, seconds=4.0, 
 
 def claim(study: StudyStore, name: int) -> Trial | None:
     key = json.dumps({"x": name})
-    return study.claim(key, {"x": name}, RANGES, engine="test", limit_s=60.0, note={"expected_s": 1.0})
+    return study.claim(key, {"x": name}, RANGES, sampler="test", limit_s=60.0, note={"expected_s": 1.0})
 
 
 def opened(path: Path) -> StudyStore:
@@ -67,7 +67,7 @@ def test_two_searches_never_measure_the_same(tmp_path: Path) -> None:
         f"study = StudyStore(Path({str(path)!r}), 'layout', {ABOUT!r})\nmine = []\n"
         "ranges = {'x': CategoricalDistribution(tuple(range(100)))}\n"
         "for name in range(12):\n"
-        "    trial = study.claim(json.dumps({'x': name}), {'x': name}, ranges, engine='test', limit_s=60.0)\n"
+        "    trial = study.claim(json.dumps({'x': name}), {'x': name}, ranges, sampler='test', limit_s=60.0)\n"
         "    if trial is not None:\n        mine.append(name)\n        study.finish(trial, Outcome('ok', value=1.0))\n"
         "print(json.dumps(mine))\n"
     )

@@ -59,17 +59,17 @@ def run_search(
         _warn_of_other_devices(loaded.cluster.device, machine.node.device, cluster)
     # Optuna and scikit-learn are an extra
     try:
-        from phalanx.study.layouts.layout_search import run_search as run_study  # noqa: PLC0415
+        from phalanx.study.layouts.layout_search import search_layouts  # noqa: PLC0415
     except ImportError as error:
         raise PhalanxError(f'phalanx search needs {error.name}: pip install "phalanx-train[search]"') from None
-    done = run_study(
+    done = search_layouts(
         planner,
         Task(bind_planned(loaded), devices, fixed_fields(loaded, overrides or [])),
         loaded.search,
         where,
         storage or Path(f"{run.resolve().name.removesuffix('.yaml')}.search.log"),
         tell=tell_trial,
-        engine=engine,
+        sampler_name=engine,
         most=measure,
         seed=seed,
         keep=keep,

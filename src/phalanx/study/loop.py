@@ -138,7 +138,7 @@ class StudyLoop(ABC, Generic[J]):
             key,
             proposal.values,
             distributions,
-            engine=self.sampler_name,
+            sampler=self.sampler_name,
             limit_s=self.limit_s,
             note=proposal.note,
         )

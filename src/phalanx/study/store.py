@@ -113,13 +113,13 @@ class StudyStore:
         values: Mapping[str, Any],
         ranges: Mapping[str, BaseDistribution],
         *,
-        engine: str,
+        sampler: str,
         limit_s: float,
         note: Mapping[str, Any] | None = None,
     ) -> Trial | None:
         """Return a trial that begins now; None where another process was first.
 
-        ranges: what each of `values` might have been. engine: name of the sampler. limit_s: seconds after which processes on
+        ranges: what each of `values` might have been. sampler: its name. limit_s: seconds after which processes on
         other hosts take the trial for abandoned. note: what is expected of it.
         """
         # A look saves most races a line in the journal; the check below decides.
@@ -132,7 +132,7 @@ class StudyStore:
             distributions={name: ranges[name] for name in values},
             user_attrs={
                 "key": key,
-                "engine": engine,
+                "engine": sampler,
                 "note": dict(note or {}),
                 "worker": Worker.this_process().as_dict(),
                 "deadline": time.time() + limit_s,
@@ -163,7 +163,7 @@ class StudyStore:
                 distributions={name: CategoricalDistribution((value,)) for name, value in trial.values.items()},
                 user_attrs={
                     "key": trial.key,
-                    "engine": trial.engine,
+                    "engine": trial.sampler,
                     "note": dict(trial.note),
                     "outcome": outcome.as_dict(),
                 },

@@ -75,7 +75,7 @@ class Trial:
     key: str
     """Name of the choice by `key_of`; of a choice that is trained in parts, with the part's rung."""
     values: Mapping[str, Any]
-    engine: str
+    sampler: str
     """Name of the sampler that proposed the choice."""
     outcome: Outcome | None = None
     """None while it runs."""

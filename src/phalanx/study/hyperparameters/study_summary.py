@@ -94,7 +94,7 @@ def _summarize_configuration(one: Configuration, folder: Path, rungs: list[int])
     return {
         "number": one.number,
         "values": one.values,
-        "engine": one.parts[0].engine,
+        "engine": one.parts[0].sampler,
         "score": None if rung is None else standing.scores[rung],
         "steps": 0 if rung is None else rungs[rung],
         "scores": {str(rungs[at]): score for at, score in sorted(standing.scores.items())},

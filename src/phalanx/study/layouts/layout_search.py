@@ -216,7 +216,7 @@ class SearchResult:
         point, outcome = self.space.find(trial.values), trial.outcome
         return {
             "number": trial.number,
-            "engine": trial.engine,
+            "engine": trial.sampler,
             "values": dict(trial.values),
             "words": trial.key if point is None else self.space.describe(point),
             "state": "running" if outcome is None else outcome.cause,
@@ -288,14 +288,14 @@ def _summarize_effects(space: LayoutSpace, posterior: Posterior) -> Row | None:
     }
 
 
-def run_search(
+def search_layouts(
     planner: Planner,
     task: Task,
     section: Search,
     where: str,
     path: Path,
     *,
-    engine: str,
+    sampler_name: str,
     most: int,
     seed: int = 0,
     keep: bool = False,
@@ -303,36 +303,39 @@ def run_search(
 ) -> SearchResult:
     """Search until `most` trials of the study ended, or none is expected to help.
 
-    where: local, slurm or simulated. path: the study's journal. engine: name of the sampler. keep: whether run directories
-    of trials stay. tell: called when a trial begins and when it has ended. Raises ConfigError for what does not go
-    together, StudyError for a file that is no study, Interrupted when asked to stop.
+    Args:
+        planner: the planner of the machine, whose expectations are the prior.
+        task: model, devices, and fields of the layout to keep.
+        section: the run file's `search` section.
+        where: local, slurm or simulated.
+        path: the study's journal.
+        sampler_name: see `make_layout_sampler`.
+        most: trials of the study, all searches together.
+        seed: of samplers that draw at random, and of the simulated truth.
+        keep: whether run directories of trials stay.
+        tell: called when a trial begins and when it has ended.
+
+    Raises:
+        ConfigError: something does not go together.
+        StudyError: the file is no study.
+        Interrupted: the process was asked to stop.
     """
     if where not in ("local", "slurm", "simulated"):
         raise ConfigError(f"--where {where} is not known; give one of local, slurm, simulated")
     space, prior = planned_space(planner, task, section)
     runner: Runner
-    sampler = make_layout_sampler(engine, space, prior, seed=seed, stop_gain=section.stop_gain)
+    sampler = make_layout_sampler(sampler_name, space, prior, seed=seed, stop_gain=section.stop_gain)
     if where == "simulated":
         runner = SimulatedRunner(draw_truth(space, prior, planner.models, task.model, seed), seed)
     else:
         launcher = LocalRanks(task.devices) if where == "local" else whole_nodes(planner.machine, task.devices)
         runner = ProcessRunner(task.run, section, task.devices, launcher, keep)
-    # What trials of one study have in common: others could not be compared with them.
-    recorded = StudyStore(path, STUDY, None).about.get("run") if path.exists() else None
-    about = {
-        "run": digest_run(task.run, section) if isinstance(recorded, str) else describe_run(task.run, section),
-        "devices": task.devices,
-        "cluster": planner.machine.name if where != "local" else "this machine",
-        "device": planner.machine.node.device if where != "local" else local_device_kind(task.run),
-        "where": where,
-        "steps": [section.steps, section.skip],
-    } | ({"seed": seed} if where == "simulated" else {})
     loop = LayoutSearch(
-        StudyStore(path, STUDY, about),
+        StudyStore(path, STUDY, describe_search(planner, task, section, where, path, seed)),
         space,
         sampler,
         runner,
-        sampler_name=engine,
+        sampler_name=sampler_name,
         most=most,
         limit_s=section.time_limit_s + _AROUND_S,
         tell=lambda trial: tell(trial, space),
@@ -341,9 +344,20 @@ def run_search(
     return SearchResult(task, planner.machine, space, prior, loop.store.trials(), stopped, path, where)
 
 
-def local_device_kind(run: Run) -> str:
-    """Return what trials on this machine run on, as machine descriptions call it."""
-    return device_kind(device_name(choose_device(run.cluster.device)))
+def describe_search(planner: Planner, task: Task, section: Search, where: str, path: Path, seed: int) -> Row:
+    """Return what trials of one study have in common: others could not be compared with them."""
+    run, machine, local = task.run, planner.machine, where == "local"
+    recorded = StudyStore(path, STUDY, None).about.get("run") if path.exists() else None
+    about = {
+        "run": digest_run(run, section) if isinstance(recorded, str) else describe_run(run, section),
+        "devices": task.devices,
+        # Trials on this machine measure its devices, whatever cluster they are planned for.
+        "cluster": "this machine" if local else machine.name,
+        "device": device_kind(device_name(choose_device(run.cluster.device))) if local else machine.node.device,
+        "where": where,
+        "steps": [section.steps, section.skip],
+    }
+    return about | ({"seed": seed} if where == "simulated" else {})
 
 
 def describe_run(run: Run, section: Search) -> dict[str, Row]:
