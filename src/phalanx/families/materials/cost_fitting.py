@@ -111,6 +111,7 @@ class Balancer:
         sums = torch.from_numpy(self._sums).to(self._device)
         dist.all_reduce(sums, group=self._mesh.world)
         self._sums = np.zeros(SUMS)
+        # The only wait for the device here, once every so many steps.
         self._fit.update(sums.cpu().numpy())
         found = self._fit.model()
         # Fits may differ in their last bits between machines; a structure must not be dealt out twice, or to nobody.
@@ -122,11 +123,13 @@ class Balancer:
         self._stream.use_costs(CostModel(*values[SUMS:].tolist()), first=step + _LAUNCHED + self._stream.reach)
 
     def _waits(self, step: int, timed: list[TimedMicrobatch]) -> Callable[[], RankTimes]:
+        # Where ranks wait for each other after every micro-batch, the slowest of each counts; else the slowest step.
         seconds = [one.seconds for one in timed] if self._each_waits else [sum(one.seconds for one in timed)]
         mean: Tensor = torch.tensor(seconds, dtype=torch.float64).to(self._device, non_blocking=True)
         longest = mean.clone()
         dist.all_reduce(mean, group=self._mesh.world)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._mesh.world)
+        # Read later, when it is there anyway: reading now would wait for the device.
         both = HostCopy(torch.stack((mean.sum() / dist.get_world_size(self._mesh.world), longest.sum())))
         expected = self._stream.imbalance(step)
 
@@ -272,6 +275,7 @@ class CostFit:
         # The prior knows ratios alone: its scale is the one that explains the times best.
         scale = (self._prior @ right) / (self._prior @ matrix @ self._prior)
         weight = self._trust * np.diag(matrix)
+        # The constant has no declared cost: it is only held at 0 until several micro-batches tell it from the rest.
         weight[3] = 0.0 if matrix[3, 3] > 1.0 else self._trust
         return _solve_non_negative(matrix + np.diag(weight), right + weight * scale * self._prior)
 
@@ -283,6 +287,7 @@ class CostFit:
 
 def _solve_non_negative(matrix: FloatArray, right: FloatArray) -> FloatArray:
     """Return the x >= 0 with least x' matrix x / 2 - right x, by trying which of its few entries are zero."""
+    # Fifteen systems of at most four unknowns: trying all is simpler than an active-set method, and exact.
     best, least = np.zeros(len(right)), 0.0
     # Scaled so that the diagonal is one: atoms and edges are many, structures few.
     size = np.sqrt(np.maximum(np.diag(matrix), 1e-300))

@@ -149,6 +149,7 @@ def _branch_units(model: MaterialsModel, name: str, known: Statistics) -> dict[s
     branch: dict[str, Any] = {"name": name}
     if model.energy is not None and ("forces" in known.labels or known.reference_energies):
         spread = known.labels["forces"].std if "forces" in known.labels else known.residual_std
+        # Rounded: figures that a person can copy into a run file, alike on machines that round sums otherwise.
         branch["energy_scale"] = float(f"{spread or 1.0:.4g}")
     if model.energy is not None and known.reference_energies:
         branch["reference_energies"] = {str(z): round(energy, 5) for z, energy in known.reference_energies.items()}

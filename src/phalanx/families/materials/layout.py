@@ -70,6 +70,7 @@ class MaterialsStage(Stage):
 
     def _present_parameters(self) -> list[nn.Parameter]:
         """Return the network's parameters as they are now: FSDP2 puts gathered ones in the places of shards."""
+        # Places, not parameters: modules and names stay, while FSDP2 exchanges what stands there.
         if self._places is None:
             modules = self.part.modules()
             own = [(p, (module, name)) for module in modules for name, p in module.named_parameters(recurse=False)]

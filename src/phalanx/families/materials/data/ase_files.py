@@ -52,11 +52,10 @@ class ExtendedXyzFile(StructureFile):
                 place = f"frame {number} (line {self._lines[number]})"
                 _check_columns(text, f"{self.path}: {place}")
                 try:
-                    atoms = ase.io.read(io.StringIO(text), index=0, format="extxyz")
+                    atoms = next(iter(ase.io.iread(io.StringIO(text), index=0, format="extxyz")))
                 # ase raises whatever its parser stumbled over.
                 except Exception as error:
                     raise DataError(f"{self.path}: {place}: {_first_line(error)}") from None
-                assert isinstance(atoms, Atoms)
                 yield _to_raw_structure(atoms, self.path, place, number, self.wanted, {})
 
 

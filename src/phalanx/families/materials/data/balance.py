@@ -95,6 +95,7 @@ _MANY_BINS = 32
 
 
 def _fill_one_by_one(costs: Int64Array, order: Int64Array, bins: int) -> Int64Array:
+    # Ties go to the lower number, so that every rank finds the same.
     heap = [(0, number) for number in range(bins)]
     found = []
     for cost in costs[order].tolist():
@@ -131,6 +132,7 @@ def _assign_microbatches(sizes: Int64Array, rank: Int64Array, ranks: int, parts:
         return np.zeros_like(rank)
     if ranks == 1:
         return assign_longest_first(sizes, parts)
+    # Structures by rank, the largest first; ranks then take their next one in lockstep.
     order = np.lexsort((-sizes, rank))
     counts = np.bincount(rank, minlength=ranks)
     starts = np.cumsum(counts) - counts
@@ -151,6 +153,7 @@ def _make_division(costs: Int64Array, rank: Int64Array, part: Int64Array, ranks:
 
 def _sum_at_places(values: Int64Array, place: Int64Array, places: int) -> Int64Array:
     """Return sums of the values at each place [places]; whole numbers, unlike those of bincount with weights."""
+    # bincount would add in float64, which does not hold all whole numbers of 64 bits.
     sums = np.zeros(places, dtype=np.int64)
     np.add.at(sums, place, values)
     return sums

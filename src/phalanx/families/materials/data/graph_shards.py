@@ -72,6 +72,7 @@ def shard_arrays(items: Sequence[Prepared], source: GraphSource) -> Arrays:
         "periodic": np.array([s.periodic for s in structures], dtype=np.uint8),
         "source": smallest_integers(np.concatenate([item.edges.source for item in items]), signed=False),
         "target": smallest_integers(np.concatenate([item.edges.target for item in items]), signed=False),
+        # For messages that name a structure by its file.
         "origin": np.array([(item.file, item.structure.raw.number) for item in items], dtype=np.int64),
     }
     if arrays["periodic"].any():
@@ -97,6 +98,7 @@ class PreparedSource:
         self.path = folder
         self.split = split
         self.manifest = read_manifest(folder)
+        # Sizes of all structures are in memory; structures themselves stay in the files until they are read.
         index = map_arrays(check_size(folder, self.manifest.index))
         self._atoms, self._edges, self._items = index["atoms"], index["edges"], index[split]
         for shard in self.manifest.shards:

@@ -145,6 +145,7 @@ def fit_reference_energies(
     not tell elements apart, the shortest solution about the mean energy of an atom is taken.
     """
     size = len(present)
+    # Normal equations, a few elements squared: shards are read one by one and never held together.
     normal, right = np.zeros((size, size)), np.zeros(size)
     # An energy per atom taken off first leaves numbers small enough for the squares to keep their digits.
     shift = None

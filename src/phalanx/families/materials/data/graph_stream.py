@@ -127,6 +127,7 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         Which structures a global batch holds does not change: that is cut by the cost model of the order.
         """
         assert self._ahead is None or first >= self._step + self.reach, (first, self._step)
+        # Replaced as a whole, never changed: the reading thread may be looking at it.
         before = [entry for entry in self.costs if entry[0] < first]
         past = [entry for entry in before if entry[0] <= self._step]
         self.costs = (*past[-1:], *before[len(past) :], (first, costs))
@@ -208,6 +209,7 @@ class GraphOrder:
         self._epochs, self._windows, self._steps = self._window_shape()
         self._cuts: OrderedDict[int, Int64Array] = OrderedDict()
         parts = [source.fingerprint for source in sources]
+        # All that decides which structures a step holds, and nothing of ranks: a run may resume on any number of them.
         content = [ORDER_VERSION, seed, global_batch, batch_by, astuple(cost), self._mixture.weights, parts]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -269,6 +271,7 @@ class GraphOrder:
 def _equal_cuts(costs: Int64Array, runs: int) -> Int64Array:
     """Cut a sequence into `runs` runs of nearly equal cost, none empty: a sample belongs where its middle lies."""
     assert 1 <= runs <= len(costs)
+    # Twice the middle of each sample, and twice the targets: whole numbers are cut alike on every machine.
     ends = np.cumsum(costs)
     middles = 2 * ends - costs
     total = 2 * int(ends[-1])

@@ -42,6 +42,7 @@ def find_edges(
         points=np.asarray(positions, dtype=np.float64), box=box, periodic=periodic, quantities="ijSd"
     )
     images = images.astype(np.int64)
+    # vesin's order depends on its algorithm; ours is a function of the structure, as checksums of shards need.
     order = np.lexsort((images[:, 2], images[:, 1], images[:, 0], source, target))
     edges = Edges(
         source.astype(np.int64)[order],
@@ -174,6 +175,7 @@ def device_edges(
 
 def _edges_of(found_E5: Tensor, cells_G33: Tensor, graph_N: Tensor) -> DeviceEdges:
     """Return edges from rows of source, target and image, ordered."""
+    # Stable sorts by the least significant key first: target, then source, then image.
     for column in (4, 3, 2, 0, 1):
         found_E5 = found_E5[found_E5[:, column].argsort(stable=True)]
     images_E3 = found_E5[:, 2:]
@@ -214,6 +216,7 @@ def _make_grid(
     low_G3 = torch.where(periodic_G3 | ~low_G3.isfinite(), 0.0, low_G3)
     fractions_N3 = (places_N3 - low_G3[graph_N]) / extent_G3[graph_N]
     cells = cells * extent_G3[:, :, None]
+    # Distances between opposite faces: in a skewed cell shorter than its vectors.
     heights_G3 = 1.0 / torch.linalg.inv(cells).norm(dim=1)
     reach = cutoff * (1 + _MARGIN)
     atoms_G = torch.bincount(graph_N, minlength=graphs)

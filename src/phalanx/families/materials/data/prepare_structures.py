@@ -123,6 +123,7 @@ def _hash_inputs(files: list[Path], source: GraphSource, data: GraphData, piece_
         with path.open("rb") as file:
             size = path.stat().st_size
             head = file.read(_SAMPLE_BYTES)
+            # Head, tail and size: data sets of terabytes are not read twice to notice a change.
             file.seek(max(0, size - _SAMPLE_BYTES))
             described.append((path.name, size, hashlib.sha256(head + file.read()).hexdigest()))
     return hashlib.sha256(json.dumps([settings_of(source, data), piece_structures, described]).encode()).hexdigest()
@@ -213,7 +214,9 @@ def make_pieces(pieces: Sequence[Piece], job: Job, workers: int) -> Iterator[Pie
             make_piece(piece, job)
             yield piece
         return
+    # Only this process holds the writing end: workers wake and end when it closes, even if this process is killed.
     held, leash = multiprocessing.Pipe(duplex=False)
+    # Not fork: threads of torch and numpy do not survive it.
     context = multiprocessing.get_context("forkserver")
     # Imported once by the server that all workers are forked from, where it does not run yet.
     context.set_forkserver_preload([__name__])
@@ -268,6 +271,7 @@ def _choose_split(structure: Structure, job: Job) -> int:
         if group is None:
             raise structure.raw.wrong(f'it has no "{job.source.group_by}", which group_by asks for')
         text = str(group).encode()
+    # A function of content, not of order: a source that grows keeps the splits of what it had, and duplicates stay together.
     share = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") / 2.0**64
     if share < job.data.test_fraction:
         return SPLITS.index("test")

@@ -129,10 +129,12 @@ def _convert_cell(raw: RawStructure, length: float) -> FloatArray:
     if raw.cell.shape != (3, 3) or not np.isfinite(raw.cell).all():
         raise raw.wrong(f"its cell is {raw.cell.tolist()}; three finite lattice vectors are expected")
     cell: FloatArray = np.asarray(raw.cell, dtype=np.float64) * length
+    # Files often hold a box around a molecule or slab: it says nothing about the structure.
     cell[~np.array(raw.periodic)] = 0.0
     vectors = cell[np.array(raw.periodic)]
     lengths = np.linalg.norm(vectors, axis=1)
     # The volume that the periodic vectors span, in units of a rectangular one with the same sides.
+    # By a Gram determinant, which also one or two periodic vectors have.
     flatness = np.sqrt(max(0.0, np.linalg.det(vectors @ vectors.T))) / max(float(np.prod(lengths)), 1e-300)
     if not lengths.all() or flatness < 1e-6:
         raise raw.wrong(f"it is periodic but its cell {raw.cell.tolist()} has no volume")

@@ -105,6 +105,7 @@ class LoadedEnsemble:
         weights = self.weights_K.view(-1, *[1] * (values.dim() - 1))
         wide = values.double()
         mean = (weights * wide).sum(0)
+        # The unbiased variance of weighted members (reliability weights); K/(K-1) where all weigh the same.
         rest = 1.0 - float(self.weights_K.square().sum())
         variance = (weights * (wide - mean).square()).sum(0)
         return mean, (variance / rest).sqrt() if rest > 1e-12 else torch.zeros_like(mean)

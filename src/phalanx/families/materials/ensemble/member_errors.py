@@ -186,6 +186,7 @@ class _Collected:
             whose = np.concatenate([whose for _, whose in parts]) if parts else np.zeros(0, np.int64)
             if share.ranks > 1:
                 mine, whose = _gather_columns(mine, share), _gather_columns(whose[None], share)[0]
+            # By structure: the order must not tell how many ranks there were, or how structures were batched.
             order = np.argsort(whose, kind="stable")
             errors.append(mine[:, order])
             structures = whose[order]
@@ -220,6 +221,7 @@ def _gather_columns(mine: Array, share: Share) -> Array:
     sizes = [torch.zeros_like(size) for _ in range(share.ranks)]
     dist.all_gather(sizes, size)
     widest = int(torch.stack(sizes).max())
+    # all_gather takes one shape of all ranks.
     padded = torch.zeros((mine.shape[0], widest), dtype=torch.from_numpy(mine[:, :0]).dtype)
     padded[:, : mine.shape[1]] = torch.from_numpy(mine)
     gathered = [torch.empty_like(padded) for _ in range(share.ranks)]

@@ -126,8 +126,10 @@ class GraphEvaluator:
             result = executor.infer(x, {**inputs, "measured_sources": len(self.sources)}, share.sample_indices)
             assert result is not None
             sums += result
+            # Ranks of `cp` share structures and would each count them.
             if mesh.reads_first:
                 counts += share.target_counts()
+        # Sums and counts, divided only at the end: means of ranks with unequal shares would weigh them wrongly.
         if mesh.world is not None:
             dist.all_reduce(sums, group=mesh.world)
             dist.all_reduce(counts, group=mesh.world)

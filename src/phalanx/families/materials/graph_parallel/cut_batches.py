@@ -116,6 +116,7 @@ def cut_microbatch(batch: GraphBatch, how: Cutting) -> SharePart:
     elsewhere_G = torch.from_numpy(cut.keeper_G != how.rank)
     for name in (label for label in LABELS if label in named and "_G" in label):
         label_G = named[name].cpu().clone()
+        # A structure's label counts on one rank alone: losses are summed over ranks.
         label_G[elsewhere_G] = torch.nan
         named[name] = label_G
     named["positions_N3"] = named["positions_N3"].cpu()[atoms_M]
@@ -239,6 +240,7 @@ class _Cut(NamedTuple):
 def _assign_ranks(cost_A: npt.NDArray[np.floating], size: int) -> Int64Array:
     """Return the rank of each place, such that each rank's places cost about the same."""
     total = float(cost_A.sum())
+    # An atom belongs where its middle lies: runs of places whose costs differ by one atom's at most.
     middles = np.cumsum(cost_A) - cost_A / 2
     ranks: Int64Array = np.minimum((middles * (size / total) if total else middles).astype(np.int64), size - 1)
     return ranks

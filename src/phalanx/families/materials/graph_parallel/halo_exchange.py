@@ -56,23 +56,23 @@ class Halo:
     """What one rank must know of the other ranks' atoms of one micro-batch. Indices are int64."""
 
     atoms: Plan
-    """Of the halo's atoms."""
+    """Way in of the halo's atoms."""
     own: int
-    """Atoms of this rank."""
+    """Number of this rank's atoms."""
     senders: int
-    """Atoms of this rank and of its halo."""
+    """Number of atoms of this rank and of its halo."""
     atoms_G: Tensor
-    """All atoms of each structure."""
+    """Number of atoms of each structure on all ranks."""
     largest: int
     """Most atoms of one structure that this rank holds."""
     edges: Plan = None
-    """Of the edges that end at the halo's atoms; for bodies that ask for them."""
+    """Way in of the edges that end at the halo's atoms; for backbones that ask for them."""
     edge_targets: Tensor | None = None
     """Where those edges end, among the atoms of this rank and its halo."""
     everyone: Gathering | None = None
-    """Of all atoms; for attention that asks for them."""
+    """Way in of all atoms; for attention that asks for them."""
     graph_A: Tensor | None = None
-    """The structure of each of them."""
+    """Structure of each of all atoms."""
 
 
 class HaloExchange(Exchange):
@@ -134,8 +134,7 @@ def _extend_rows(x: Tensor, plan: Plan, axis: Axis) -> Tensor:
 
 
 def _applied(function: type[torch.autograd.Function], x: Tensor, *how: Any) -> Tensor:
-    result = function.apply(x, *how)
-    assert isinstance(result, Tensor)
+    result: Tensor = function.apply(x, *how)
     return result
 
 
@@ -197,6 +196,7 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
+        # A copy: all_reduce writes the sum into its argument, which others may still read.
         total = x.contiguous().clone()
         dist.all_reduce(total, group=axis.group)
         return total
@@ -209,6 +209,7 @@ class _Total(torch.autograd.Function):
 def _fetch_rows(x: Tensor, plan: Gathering | Sending, axis: Axis) -> Tensor:
     """Return rows of other ranks, for this rank's rows `x`."""
     if isinstance(plan, Gathering):
+        # A gather takes as many rows of each rank; those behind a rank's own are never taken.
         padded = x.new_zeros((plan.widest, *x.shape[1:]))
         padded[: len(x)] = x
         return compat.all_gather(padded, axis.group_name, axis.size).flatten(0, 1).index_select(0, plan.taken)

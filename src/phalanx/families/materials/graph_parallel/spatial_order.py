@@ -30,6 +30,7 @@ def spatial_order(positions_N3: npt.NDArray[Any], cells_G33: npt.NDArray[Any], g
     first_G = np.flatnonzero(np.diff(graph_N, prepend=-1))
     dense_N = np.cumsum(np.diff(graph_N, prepend=graph_N[0]) != 0)
     low = np.minimum.reduceat(places, first_G)
+    # One scale for all three axes, so that steps along the curve are of equal length in space.
     extent = (np.maximum.reduceat(places, first_G) - low).max(1).clip(min=1e-9)
     steps = ((places - low[dense_N]) / extent[dense_N, None] * 2**_BITS).astype(np.int64).clip(max=2**_BITS - 1)
     return np.lexsort((hilbert_numbers(steps, _BITS), graph_N)).astype(np.int64)
@@ -70,6 +71,7 @@ def hilbert_numbers(steps_N3: Int64Array, bits: int) -> Int64Array:
             swapped = np.where(mirrored == 1, 0, (axes[0] ^ axes[axis]) & mask)
             axes[axis] ^= swapped
             axes[0] ^= np.where(mirrored == 1, mask, swapped)
+    # Gray encoding, then the transposed bits are woven into one number.
     axes[1] ^= axes[0]
     axes[2] ^= axes[1]
     turned = np.zeros_like(axes[0])

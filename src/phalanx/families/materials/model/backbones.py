@@ -1,4 +1,4 @@
-"""The message-passing bodies by name: what each prepares of a batch's geometry, how it begins, and its blocks."""
+"""The message-passing backbones by name: what each prepares of a batch's geometry, how it begins, and its blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BuildBlock = Callable[[MaterialsModel, int], nn.Module]
 
 
 class AtomEmbedding(nn.Module):
-    """Scalars from a table of elements; vectors, where a body has them, begin at 0."""
+    """Scalars from a table of elements; vectors, where a backbone has them, begin at 0."""
 
     def __init__(self, config: MaterialsModel, vectors: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class AtomEmbedding(nn.Module):
 
 
 class Backbone(NamedTuple):
-    """How one body is built."""
+    """How one backbone is built."""
 
     block: BuildBlock
     embedding: Callable[[MaterialsModel], nn.Module]
@@ -44,7 +44,7 @@ class Backbone(NamedTuple):
     vectors: Callable[[MaterialsModel], int] = lambda _: 0
     """Vector channels behind the last block."""
     prepare: Callable[[MaterialsModel, Geometry], Geometry] = lambda _, geometry: geometry
-    """Adds what all blocks of this body need of the geometry."""
+    """Adds what all blocks of this backbone need of the geometry."""
 
 
 def backbone_of(config: MaterialsModel) -> Backbone:
@@ -61,6 +61,7 @@ def _with_triplets(_config: MaterialsModel, geometry: Geometry) -> Geometry:
 
 
 def _mace_backbone() -> Backbone:
+    # Its constants come from e3nn, which is an optional extra.
     try:
         from phalanx.families.materials.model.mace import MaceBlock, outgoing_degree, spherical_harmonics  # noqa: PLC0415
     except ModuleNotFoundError as error:

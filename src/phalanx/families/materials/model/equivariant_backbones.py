@@ -27,6 +27,7 @@ class PaiNNBlock(nn.Module):
         self.scale = 1.0 / config.mean_neighbors
         self.inward = Mlp(width, width, 3 * width)
         self.filter = Linear(config.n_radial, 3 * width, bias=True)
+        # No bias: a constant vector would not turn with the atoms.
         self.mix = Linear(width, 2 * width, bias=False)
         self.update = Mlp(2 * width, width, 3 * width)
 
@@ -71,6 +72,7 @@ def _painn_message(
 
 
 _LENGTH_EPS = 1e-8
+"""Added to a squared length (cutoffs^2) under its root: an atom that meets another has finite derivatives."""
 
 
 class EgnnBlock(nn.Module):
@@ -88,6 +90,7 @@ class EgnnBlock(nn.Module):
         # Behind the last block nobody asks where atoms went, unless a dipole does.
         self.moves = number < config.n_layers - 1 or config.dipole is not None
         self.scale = 1.0 / config.mean_neighbors
+        # Lengths in cutoffs are of order 1, whatever the unit of the data.
         self.inverse_cutoff = 1.0 / config.cutoff
         self.ends = Linear(width, 2 * width, bias=True)
         self.distances = Linear(config.n_radial + 1, width, bias=False)

@@ -96,9 +96,9 @@ class Geometry(NamedTuple):
     radial_ER: Tensor
     """Functions of the distance, without the envelope."""
     harmonics_ES: Tensor | None = None
-    """Spherical harmonics of the direction; of bodies that use them."""
+    """Spherical harmonics of the direction; for backbones that use them."""
     triplets: Triplets | None = None
-    """Pairs of edges that meet; of bodies that use them."""
+    """Pairs of edges that meet; for backbones that use them."""
     graphs: int = 1
     """Number of graphs."""
     max_atoms: int | None = None
@@ -127,6 +127,7 @@ class Triplets(NamedTuple):
 
 def edge_vectors(positions_N3: Tensor, edges_2E: Tensor, shifts_E3: Tensor) -> Tensor:
     """Return vectors from source to target, in at least float32: pos[target] + shift - pos[source] (angstrom)."""
+    # Differences of large coordinates: half formats would lose the digits that distances are made of.
     wide = torch.promote_types(positions_N3.dtype, torch.float32)
     positions = positions_N3.to(wide)
     return positions.index_select(0, edges_2E[1]) - positions.index_select(0, edges_2E[0]) + shifts_E3.to(wide)
@@ -173,8 +174,10 @@ def cutoff_envelope(config: MaterialsModel, distance: Tensor) -> Tensor:
     if config.envelope == "cosine":
         value = 0.5 * (torch.cos(math.pi * x) + 1.0)
     else:
+        # Two vanishing derivatives make forces (first) and their gradients (second) continuous as atoms cross the cutoff.
         x_6 = x.square() * x.square() * x.square()
         value = 1.0 - x_6 * (28.0 - 48.0 * x + 21.0 * x.square())
+    # Padded edges lie beyond the cutoff, where the polynomial grows without bound.
     return torch.where(x < 1.0, value, 0.0)
 
 
@@ -186,6 +189,7 @@ def radial_functions(config: MaterialsModel, distance_E1: Tensor) -> Tensor:
     """
     dtype, device = distance_E1.dtype, distance_E1.device
     if config.radial == "bessel":
+        # In the format of the distances, at least float32: n pi d/c reaches 60, which bfloat16 resolves to a quarter.
         order_R = torch.arange(1, config.n_radial + 1, dtype=dtype, device=device)
         return torch.sin(order_R * (math.pi / config.cutoff) * distance_E1) * (math.sqrt(config.cutoff) / distance_E1)
     center_R = torch.linspace(0.0, config.cutoff, config.n_radial, dtype=dtype, device=device)
@@ -200,6 +204,7 @@ def find_triplets(geometry: Geometry) -> Triplets:
     incoming_T, outgoing_T = _meeting_edges(geometry.source_E, target_F, atoms)
     # An edge and its own reverse enclose no angle: k and i are one atom at one place.
     closed_T3 = exchange.edges(vector_E3).index_select(0, incoming_T) + vector_E3.index_select(0, outgoing_T)
+    # By position, not by index: in a crystal k and i may be one atom in different cells, which is a real angle.
     kept = (closed_T3.abs().amax(dim=1) > 1e-3).nonzero().squeeze(1)
     incoming_T, outgoing_T = incoming_T[kept], outgoing_T[kept]
     unit_F3 = exchange.edges(geometry.unit_E3)
@@ -209,6 +214,7 @@ def find_triplets(geometry: Geometry) -> Triplets:
 
 def _meeting_edges(source_E: Tensor, target_F: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
     """Return all pairs (edge k -> j, edge j -> i), those with k = i included. target_F: where the edges k -> j end."""
+    # Edges sorted by where they end: those that arrive at one atom are a run, found by its first place.
     order_F = torch.argsort(target_F, stable=True)
     arriving_N = torch.zeros(atoms, dtype=torch.int64, device=source_E.device).index_add_(
         0, target_F, torch.ones_like(target_F)

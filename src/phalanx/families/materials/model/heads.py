@@ -30,6 +30,7 @@ class Heads(nn.Module):
         super().__init__()
         self.config = config
         self.units = units
+        # Attributes under the names of the run file: they are part of the names in checkpoints.
         for name, outputs in head_outputs(config).items():
             options = getattr(config, name)
             self.add_module(name, build_head(config, options.layers, outputs, shared=options.shared))
@@ -44,6 +45,7 @@ class Heads(nn.Module):
         """Predict everything but forces and stress. Sums over atoms are float64."""
         graph_N, graphs, exchange = geometry.graph_N, geometry.graphs, geometry.exchange
         branch_N = branch_G.index_select(0, graph_N)
+        # Float64 from here on: sums over many atoms, and total energies of 10^5 eV whose differences count.
         raw = {
             name: module(atoms.scalars_NC, branch_N).double()
             for name, module in self.named_children()
@@ -100,6 +102,7 @@ class Heads(nn.Module):
             found["charges_N"] = charges_N
         if self.config.dipole is not None:
             if "dipole" in raw:
+                # Charges of its own must be conserved too: a dipole of charges that add up wrongly depends on the origin.
                 charges_N = conserve_charge(raw["dipole"].squeeze(1), total_charge_G, graph_N, atoms_G, exchange)
             dipole_G3 = dipole_of_charges(charges_N, positions_N3, graph_N, atoms_G, exchange)
             if self.dipole_vectors is not None:
@@ -154,6 +157,7 @@ class DatasetMlp(nn.Module):
 def _apply_own_layer(layers: Sequence[nn.Module], x_NC: Tensor, branch_N: Tensor) -> Tensor:
     """Apply all data sets' layers at once, and keep of each row its own data set's result."""
     linears = [layer for layer in layers if isinstance(layer, Linear)]
+    # One matmul for all data sets: picking rows by data set would wait for the device, and split its work.
     weight = torch.cat([layer.weight for layer in linears])
     bias = torch.cat([layer.bias for layer in linears if layer.bias is not None])
     all_NBC: Tensor = cast_linear(x_NC, weight, bias).unflatten(-1, (len(linears), -1))
@@ -209,5 +213,6 @@ def dipole_of_charges(
     origin."""
     graphs, positions = atoms_G.shape[0], positions_N3.to(charges_N.dtype)
     mean_G3 = exchange.over_graphs(sum_by_graph(positions, graph_N, graphs)) / atoms_G.clamp(min=1)[:, None]
+    # About the mean position: of a charged structure the dipole would otherwise change as it is moved.
     moments_N3 = charges_N[:, None] * (positions - mean_G3.index_select(0, graph_N))
     return exchange.over_graphs(sum_by_graph(moments_N3, graph_N, graphs))

@@ -103,6 +103,7 @@ class SchNetBlock(nn.Module):
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
         """Return the next features."""
         edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1)
+        # Scaled before it is sent: the sum over neighbours then needs no pass of its own.
         given_MC = geometry.exchange.atoms(self.inward(atoms.scalars_NC) * self.scale)
         shared = (given_MC, *self.filter.parameters())
         sums_NC = sum_messages(_schnet_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
@@ -177,6 +178,7 @@ def _weigh_values(seen: Tensor, given: Tensor, score_HE: Tensor) -> Tensor:
     """Return the weight of each head, then the weighted values: [rows, H, 1 + C/H]."""
     heads = len(score_HE)
     raw = (silu(seen).unflatten(-1, (heads, -1)) * score_HE.to(seen.dtype)).sum(-1, keepdim=True)
+    # No maximum over neighbours is taken off, which a softmax usually needs: it has a corner where two tie.
     weight = (_LARGEST_SCORE * torch.tanh(raw / _LARGEST_SCORE)).exp()
     return torch.cat((weight, weight * given.unflatten(-1, (heads, -1))), dim=-1)
 
@@ -202,6 +204,7 @@ class PnaBlock(nn.Module):
         self.source = Linear(width, width, bias=True)
         self.target = Linear(width, width, bias=False)
         self.edge = Linear(config.n_radial, width, bias=False)
+        # Begins at 1: between a mean (0) and an extremum (large).
         self.sharpness = nn.Parameter(torch.empty(width))
         self.update = Linear(13 * width, width, bias=True)
 
@@ -220,6 +223,7 @@ class PnaBlock(nn.Module):
         spread_NC = (variance_NC + _SPREAD_FLOOR**2).sqrt()
         found = torch.cat((mean_NC, large / (large_weight + 1.0), small / (small_weight + 1.0), spread_NC), dim=-1)
         # Without neighbours the published attenuation, 1 / more, has no value.
+        # Of a degree that counts neighbours with their envelope, so that it is smooth and no whole number.
         more_N1 = torch.log1p(degree_N1) / self.mean_log_degree
         scaled = torch.cat((x_NC, found, found * more_N1, found * (2.0 / (1.0 + more_N1))), dim=-1)
         change_NC: Tensor = self.update(scaled)

@@ -1,4 +1,5 @@
-"""Layers that several bodies share. Plain PyTorch for one device; parameters are cast where they are used."""
+"""Layers that several backbones share, global attention among them. Plain PyTorch for one device; parameters are cast
+where they are used."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Block = TypeVar("Block", bound=nn.Module)
 
 
 class Atoms(NamedTuple):
-    """What flows from block to block."""
+    """Features of atoms (and edges), as they flow from block to block."""
 
     scalars_NC: Tensor
     """Invariant features of atoms."""
@@ -62,6 +63,7 @@ class Constant:
     """Fixed numbers that a layer multiplies by; no parameter, no buffer, so nothing to save, shard or initialise."""
 
     def __init__(self, values: Tensor) -> None:
+        # Numpy, which no mode of PyTorch (fake tensors, the meta device) turns into something without values.
         self._values = values.numpy(force=True)
         self._placed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -97,6 +99,11 @@ def shifted_softplus(x: Tensor) -> Tensor:
 
 
 class _Silu(torch.autograd.Function):
+    """SiLU whose first derivative is one kernel with a derivative of its own.
+
+    PyTorch's own backward pass, differentiated again, is a chain of pointwise kernels that keep a tensor of edges each.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -126,7 +133,10 @@ class _SiluGradient(torch.autograd.Function):
 
 
 class InvariantAttention(nn.Module):
-    """What attention and an MLP add to the scalars of atoms; no atom sees another structure's."""
+    """What attention and an MLP add to the scalars of atoms (Rampasek et al. 2022, GPS); no atom sees another structure's.
+
+    Vectors are left out: softmax weights of invariants are invariant, so adding values of scalars breaks no symmetry.
+    """
 
     def __init__(self, config: MaterialsModel, options: GlobalAttention) -> None:
         super().__init__()
@@ -154,6 +164,7 @@ class InvariantAttention(nn.Module):
 def _mix_linear(query_NHE: Tensor, key_NHE: Tensor, value_NHE: Tensor, geometry: Geometry) -> Tensor:
     """Mix values linearly (Katharopoulos et al. 2020): phi(q) sum(phi(k) v) / phi(q) sum(phi(k)), phi = elu + 1."""
     query, key = F.elu(query_NHE) + 1.0, F.elu(key_NHE) + 1.0
+    # A 1 beside the values gives the denominator in the same sums.
     value = torch.cat((value_NHE, torch.ones_like(value_NHE[..., :1])), dim=-1)
     products_NHEF = key[..., :, None] * value[..., None, :]
     sums_GHEF = products_NHEF.new_zeros((geometry.graphs, *products_NHEF.shape[1:])).index_add(
@@ -172,8 +183,10 @@ def _mix_softmax(query_NHE: Tensor, key_NHE: Tensor, value_NHE: Tensor, geometry
     asked = _Padding(exchange.graph_of_everyone(geometry.graph_N), graphs, geometry.max_atoms)
     key_AHE, value_AHE = exchange.everyone(torch.stack((key_NHE, value_NHE), dim=1)).unbind(1)
     query, key, value = asking.padded(query_NHE), asked.padded(key_AHE), asked.padded(value_AHE)
+    # Written out rather than by a fused kernel: those have no second derivative, which forces need.
     scores_GHLM = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
     empty_G11M = asked.empty_GL[:, None, None, :]
+    # Not -inf: rows of a structure without atoms would be NaN, and their gradients too.
     weights_GHLM = scores_GHLM.masked_fill(empty_G11M, -torch.finfo(scores_GHLM.dtype).max).softmax(-1)
     return asking.rows(weights_GHLM @ value)
 

@@ -112,9 +112,11 @@ def summed_losses(
     for task in learned_tasks(config):
         label, value = getattr(labels, task.label), getattr(predicted, task.label)
         if label is None:
+            # A loss for every task on every rank, so that sums over ranks pair up.
             sums.append(torch.zeros((), dtype=torch.float64, device=branch_G.device))
             continue
         branch = branch_N if task.by_atom else branch_G
+        # Chosen before any loss is formed: 0 * NaN would be NaN in the gradient.
         error = torch.where(label.isnan(), 0.0, value.double() - label.double())
         if task.label == "energy_G" and config.energy is not None and config.energy.per_atom:
             error = error / atoms_G.clamp(min=1)

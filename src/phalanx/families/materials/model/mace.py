@@ -1,4 +1,4 @@
-"""A MACE-class body (Batatia et al. 2022): equivariant messages, then products of up to three of them on every atom.
+"""A MACE-class backbone (Batatia et al. 2022): equivariant messages, then products of up to three of them on every atom.
 
 Differs from the reference in what is mixed where: elements weigh the products and the skip connection channel by channel.
 
@@ -47,6 +47,7 @@ class MaceBlock(nn.Module):
     def __init__(self, config: MaterialsModel, number: int) -> None:
         super().__init__()
         width, options = config.d_model, config.mace
+        # Before the first block atoms are scalars from a table of elements.
         inside = 0 if number == 0 else options.hidden_degree
         self.outside = outgoing_degree(config, number)
         self.scale = 1.0 / config.mean_neighbors
@@ -114,6 +115,7 @@ class SymmetricContraction(nn.Module):
         totals: list[Tensor | None] = [None] * (self.outside + 1)
         for order, (weight, bases) in enumerate(zip(self.weights, self.basis, strict=True)):
             if order:
+                # Products of one more factor, each distinct one once: far fewer than all, since factors commute.
                 shorter, factor = (index.on(device, torch.int64) for index in self.indices[order - 1])
                 products_NPC = products_NPC.index_select(1, shorter) * features_NSC.index_select(1, factor)
             weight_NKC, start = weight(species_N, dtype), 0
@@ -132,6 +134,7 @@ class DegreeLinear(nn.Module):
 
     def __init__(self, inside: list[int], outside: int) -> None:
         super().__init__()
+        self.widths = inside
         for degree, width in enumerate(inside):
             self.add_module(str(degree), Linear(width, outside, bias=False))
 
@@ -147,9 +150,8 @@ class DegreeLinear(nn.Module):
         """Map several paths a degree, [N, Q, C], mixed with each other, to [N, S, C']."""
         results, start = [], 0
         for degree, layer in enumerate(self.children()):
-            assert isinstance(layer, Linear)
             size = 2 * degree + 1
-            count = layer.weight.shape[1] // x_NQC.shape[2]
+            count = self.widths[degree] // x_NQC.shape[2]
             part = x_NQC[:, start : start + count * size].unflatten(1, (count, size))
             results.append(layer(part.transpose(1, 2).flatten(2)))
             start += count * size
@@ -200,8 +202,10 @@ def _mace_message(
     weight_2: Tensor,
     bias_2: Tensor,
 ) -> Tensor:
+    # The envelope fades the weights, not the products: one narrow multiplication instead of a wide one.
     weights_EK = cast_linear(silu(cast_linear(radial_ER, weight_1, bias_1)), weight_2, bias_2) * envelope_E1
     weights_EKC: Tensor = weights_EK.unflatten(-1, (-1, features_NSC.shape[-1]))
+    # Directions meet the coupling coefficients first: [Q, S] of an edge is small beside its [S, C] features.
     coupled_EQS: Tensor = (harmonics_ES @ couplings).unflatten(-1, (len(path_Q), -1))
     message_EQC = torch.bmm(coupled_EQS, features_NSC.index_select(0, source_E))
     return message_EQC * weights_EKC.index_select(1, path_Q)
@@ -335,6 +339,7 @@ def _orthonormal_basis(vectors: list[Tensor]) -> list[Tensor]:
         if norm < _SAME:
             continue
         rest = vector / norm
+        # Once leaves rounding of the order of what is kept where vectors are nearly dependent; twice is enough.
         for _ in range(2):
             for basis in kept:
                 rest = rest - (basis @ rest) * basis

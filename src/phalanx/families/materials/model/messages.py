@@ -38,6 +38,7 @@ def sum_messages(
     if chunk is None or len(target_E) <= chunk:
         return sums(target_E, *edges, *shared)[0]
     rows = [slice(start, start + chunk) for start in range(0, len(target_E), chunk)]
+    # Chunks one after another: each holds its messages only while it is computed, forward and backward.
     parts = (recompute_function(sums, target_E[some], *(edge[some] for edge in edges), *shared)[0] for some in rows)
     return reduce(torch.add, parts)
 
@@ -72,6 +73,7 @@ class _RecomputedGradient(torch.autograd.Function):
     def forward(ctx: Any, function: Message, wanted: tuple[bool, ...], *tensors: Tensor) -> tuple[Tensor | None, ...]:
         ctx.function, ctx.wanted = function, wanted
         ctx.save_for_backward(*tensors)
+        # A gradient that nobody asks for stays None, not zeros of the size of all edges.
         ctx.set_materialize_grads(False)
         inputs = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=False)]
         return _input_gradients(function, inputs, tensors[len(wanted) :], differentiable=False)
@@ -82,6 +84,7 @@ class _RecomputedGradient(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("recomputed messages have no third derivative; set edge_chunk to None")
         tensors, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        # Leaves of a graph of their own: only this chunk's forward and first backward pass are formed again.
         leaves = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
         count = len(ctx.wanted)
         for leaf, want in zip(leaves, ctx.wanted, strict=False):

@@ -207,6 +207,7 @@ def with_derivatives(
     """
     assert predicted.atom_energies_N is not None
     vector_E3, graph_N, exchange = geometry.vector_E3, geometry.graph_N, geometry.exchange
+    # Collectives of this derivative are differentiated again, and must come in one order on all ranks.
     with exchange.in_order():
         gradient_E3 = _energy_gradient(predicted.atom_energies_N, vector_E3, differentiable=differentiable)
     forces_N3 = stress_G33 = None
@@ -217,10 +218,12 @@ def with_derivatives(
     if stress:
         pull_E33 = vector_E3[:, :, None] * gradient_E3[:, None, :]
         graph_E = graph_N.index_select(0, geometry.target_E)
+        # Symmetric: an antisymmetric strain is a rotation, which changes no energy.
         virial_G33 = sum_by_graph(0.5 * (pull_E33 + pull_E33.transpose(1, 2)), graph_E, geometry.graphs)
         virial_G33 = exchange.over_graphs(virial_G33)
         volume_G11 = cell_volumes(cells_G33).to(virial_G33.dtype)[:, None, None]
         periodic = volume_G11 > 0.0
+        # Divided by 1 where there is no volume: NaN gradients of a branch not taken would spread through `where`.
         stress_G33 = torch.where(periodic, virial_G33 / torch.where(periodic, volume_G11, 1.0), torch.nan)
     return replace(predicted, forces_N3=forces_N3, stress_G33=stress_G33)
 
@@ -235,6 +238,7 @@ def cell_volumes(cells_G33: Tensor) -> Tensor:
 def _energy_gradient(energy_N: Tensor, vector_E3: Tensor, *, differentiable: bool) -> Tensor:
     """Return dE/dv, zeros where the energy does not depend on any edge. Of atoms at hand: a graph's energy may be others'
     too."""
+    # A batch without edges, or of lone atoms.
     if not energy_N.requires_grad:
         return torch.zeros_like(vector_E3)
     (gradient_E3,) = torch.autograd.grad(
