@@ -53,10 +53,29 @@ def assembly_of(
     return str(compiled.asm[ASSEMBLY[target]])
 
 
+BOUNDS_OF_LOOPS = """
+import triton.runtime.interpreter as _interpreter
+
+_patch = _interpreter._patch_lang_tensor
+
+def _patch_with_bounds(tensor, scope):
+    # Triton 3.6 asks NumPy for the whole number in an array of one element, which NumPy 2.4 refuses.
+    _patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+_interpreter._patch_lang_tensor = _patch_with_bounds
+"""
+
+
 def run_interpreted(code: str) -> None:
     """Run `code` in a process that chooses the interpreter, as it must before it first sees a kernel."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", BOUNDS_OF_LOOPS + code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr

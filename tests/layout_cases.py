@@ -27,12 +27,41 @@ MODELS: dict[str, dict[str, Any]] = {
     "mpt": {**SIZE, "positions": "alibi", "norm": "layernorm", "mlp": "gelu"},
 }
 
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        **SIZE,
+        "n_kv_heads": 4,
+        "experts": {"count": 8, "active": 2, "d_ff": 24, "balance_weight": 0.1, "z_loss": 0.01},
+    },
+    "deepseek": {
+        **SIZE,
+        "n_kv_heads": 4,
+        "dropout": 0.1,
+        "experts": {
+            "count": 8,
+            "active": 3,
+            "d_ff": 24,
+            "shared": 1,
+            "shared_d_ff": 32,
+            "dense_layers": 1,
+            "scoring": "sigmoid",
+            "scale": 1.5,
+            "groups": 4,
+            "active_groups": 2,
+            "bias_rate": 0.05,
+            "balance": "global_batch",
+            "balance_weight": 0.1,
+        },
+    },
+}
+"""Mixtures of experts; see `verification/test_expert_parity.py`."""
+
 
 def run_of(model: str, world: int, precision: str, **layout: Any) -> LanguageRun:
     """A run whose sequence and batch every factorisation of `world` can share out."""
     return LanguageRun.model_validate(
         {
-            "model": MODELS[model],
+            "model": {**MODELS, **MIXTURES}[model],
             "data": {"sources": ["nowhere"], "sequence_length": 32, "document_mask": model == "mpt"},
             "layout": {"global_batch": 2 * world, "microbatch": 1, "precision": precision, **layout},
             "optimizer": {"lr": 0.01, "eps": 1e-3, "grad_clip": 0.5, "schedule": "constant"},

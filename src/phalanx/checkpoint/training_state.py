@@ -94,14 +94,14 @@ def materialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def placed_tensors(
-    parameters: Mapping[str, nn.Parameter], splits: TensorSplits, optimizer: torch.optim.Optimizer | None = None
+    tensors: Mapping[str, Tensor], splits: TensorSplits, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Place]:
     """Return the tensors of a model in any layout, by names in the whole model, as `collect_tensors` does for one rank.
 
     Each comes as this rank's part and its place in the whole; so does optimizer state that is shaped like its parameter.
     """
-    placed = {f"model.{name}": place_of(parameter, splits.get(name)) for name, parameter in parameters.items()}
-    for name, parameter in parameters.items():
+    placed = {f"model.{name}": place_of(tensor, splits.get(name)) for name, tensor in tensors.items()}
+    for name, parameter in tensors.items():
         state = {} if optimizer is None else optimizer.state.get(parameter, {})
         for what, value in state.items():
             key = f"optimizer.{name}.{what}"

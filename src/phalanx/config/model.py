@@ -10,6 +10,7 @@ place in `nn`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -56,6 +57,70 @@ class RopeScaling(Section):
                 f"low_freq_factor={self.low_freq_factor} must be less than high_freq_factor={self.high_freq_factor}"
             )
         return self
+
+
+class Experts(Section):
+    """A mixture of experts in place of the MLP of most blocks: each token is computed by a few of many SwiGLU networks."""
+
+    count: Annotated[int, Field(ge=2, le=4096)]
+    """Routed experts of a block."""
+    active: Annotated[int, Field(ge=1, le=256)]
+    """Routed experts that compute a token."""
+    d_ff: HiddenWidth | None = None
+    """Hidden width of an expert; null means the model's d_ff."""
+    shared: Annotated[int, Field(ge=0, le=256)] = 0
+    """Experts that compute every token besides, as one network of `shared` times the width of an expert."""
+    shared_d_ff: HiddenWidth | None = None
+    """Hidden width of the shared network; null means shared times d_ff."""
+    shared_gate: bool = False
+    """Whether a sigmoid of the token weighs the shared network (Qwen2-MoE)."""
+    dense_layers: Annotated[int, Field(ge=0)] = 0
+    """First blocks that keep an MLP of the model's d_ff (DeepSeek)."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become scores, in float32."""
+    normalize: bool = True
+    """Whether the weights of a token's experts are divided by their sum (Mixtral, Qwen3, DeepSeek-V3; not OLMoE)."""
+    scale: Annotated[float, Field(gt=0.0)] = 1.0
+    """Factor of the weights (DeepSeek's routed_scaling_factor)."""
+    groups: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Groups of experts of which a token may use a few (DeepSeek's n_group)."""
+    active_groups: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Groups that a token may use; the best by their group_score."""
+    group_score: Literal["top2_sum", "max"] = "top2_sum"
+    """What a group counts by: the sum of its two best scores (DeepSeek-V3), or its best (DeepSeek-V2)."""
+    bias_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Step by which an expert's selection bias rises each optimizer step while it gets less than its share, and falls while
+    it gets more (Wang et al. 2024, arXiv:2408.15664); 0 keeps it."""
+    selection_bias: bool = False
+    """Whether selection adds a bias for each expert; follows from bias_rate above 0."""
+    balance: Literal["none", "sequence", "global_batch"] = "sequence"
+    """Over what the balance loss wants experts to be used alike: each sequence, or the global batch of the step before."""
+    balance_weight: Annotated[float, Field(ge=0.0)] = 0.01
+    """Factor of the balance loss (Switch Transformer, arXiv:2101.03961, equation 4)."""
+    z_loss: Annotated[float, Field(ge=0.0)] = 0.0
+    """Factor of the squared log-sum of the router's exponentials (ST-MoE, arXiv:2202.08906, equation 5)."""
+    capacity_factor: Annotated[float, Field(gt=0.0)] | None = None
+    """Tokens of a sequence that an expert takes, over its even share, first come first served; null drops none."""
+
+    @model_validator(mode="after")
+    def _choices_exist(self) -> Experts:
+        if self.count % self.groups:
+            raise ValueError(f"groups={self.groups} does not divide count={self.count}")
+        if self.active_groups > self.groups:
+            raise ValueError(f"active_groups={self.active_groups} is more than groups={self.groups}")
+        if self.active > self.count // self.groups * self.active_groups:
+            raise ValueError(
+                f"active={self.active} is more than the {self.count // self.groups * self.active_groups} experts that "
+                f"active_groups={self.active_groups} of groups={self.groups} hold"
+            )
+        if self.groups > 1 and self.group_score == "top2_sum" and self.count // self.groups < 2:
+            raise ValueError(f"group_score=top2_sum needs two experts a group: groups={self.groups} leaves one")
+        return self
+
+    @property
+    def biased(self) -> bool:
+        """Whether selection adds a bias for each expert."""
+        return self.selection_bias or self.bias_rate > 0.0
 
 
 @dataclass(frozen=True)
@@ -159,18 +224,43 @@ class MLPConfig:
 
 
 @dataclass(frozen=True)
+class MixtureConfig:
+    """Mixture of experts in place of the MLP of one layer. Experts are SwiGLU networks without biases."""
+
+    width: int
+    """Features of the residual stream."""
+    hidden: int
+    """Hidden features of an expert."""
+    settings: Experts
+    shared: MLPConfig | None
+    """The network that every token goes through besides; None where there is none."""
+
+    def matrix_parameters(self) -> int:
+        """Return the parameters that multiply a token: the router's, and those of the experts that it is sent to."""
+        return self._count_parameters(self.settings.active)
+
+    def parameter_count(self) -> int:
+        """Return all parameters."""
+        return self._count_parameters(self.settings.count)
+
+    def _count_parameters(self, experts: int) -> int:
+        shared = 0 if self.shared is None else self.shared.parameter_count() + self.settings.shared_gate * self.width
+        return self.width * (self.settings.count + 3 * experts * self.hidden) + shared
+
+
+@dataclass(frozen=True)
 class LayerConfig:
     """One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     norm: NormConfig
     """Both norms."""
     attention: AttentionConfig
-    mlp: MLPConfig
+    mlp: MLPConfig | MixtureConfig
     dropout: float
     """Chance that an element of a residual branch is dropped."""
 
     def matrix_parameters(self) -> int:
-        """Return the parameters that multiply every token."""
+        """Return the parameters that multiply a token."""
         return self.attention.matrix_parameters() + self.mlp.matrix_parameters()
 
     def parameter_count(self) -> int:
@@ -213,6 +303,8 @@ class LanguageModel(BlockModel):
     """Term under the square root of the normalisation."""
     mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"
     """MLP: GELU (exact or tanh form) with two matrices, or SwiGLU with three."""
+    experts: Experts | None = None
+    """Mixture of experts in place of MLPs; null has none."""
     bias: bool = False
     """Whether linear layers and LayerNorms have biases."""
     tied_head: bool = False
@@ -240,8 +332,20 @@ class LanguageModel(BlockModel):
             raise ValueError(f"rope_scaling has no effect with positions={self.positions}; set it to null")
         return self
 
+    @model_validator(mode="after")
+    def _experts_fit(self) -> LanguageModel:
+        if self.experts is None:
+            return self
+        if self.mlp != "swiglu" or self.bias:
+            raise ValueError("experts are SwiGLU networks without biases; set mlp=swiglu and bias=false")
+        if self.experts.dense_layers >= self.n_layers:
+            raise ValueError(
+                f"experts.dense_layers={self.experts.dense_layers} leaves no block with experts of n_layers={self.n_layers}"
+            )
+        return self
+
     def layer(self, number: int) -> LayerConfig:
-        """Return what layer `number` is; as yet all are alike."""
+        """Return what layer `number` (from 0) is."""
         rope = RopeConfig(self.head_size, self.rope_theta, self.rope_scaling)
         alibi = AlibiConfig(self.n_heads, self.alibi_bias_max)
         return LayerConfig(
@@ -257,13 +361,27 @@ class LanguageModel(BlockModel):
                 rope=rope if self.positions == "rope" else None,
                 alibi=alibi if self.positions == "alibi" else None,
             ),
-            mlp=MLPConfig(width=self.d_model, hidden=self.ff_size, activation=self.mlp, bias=self.bias),
+            mlp=self._mlp(number),
             dropout=self.dropout,
         )
 
+    def _mlp(self, number: int) -> MLPConfig | MixtureConfig:
+        """Return the MLP of layer `number`, or the mixture of experts in its place."""
+        experts = self.experts
+        if experts is None or number < experts.dense_layers:
+            return MLPConfig(width=self.d_model, hidden=self.ff_size, activation=self.mlp, bias=self.bias)
+        hidden = experts.d_ff or self.ff_size
+        shared = experts.shared_d_ff or experts.shared * hidden
+        return MixtureConfig(
+            width=self.d_model,
+            hidden=hidden,
+            settings=experts,
+            shared=MLPConfig(width=self.d_model, hidden=shared, activation="swiglu", bias=False) if shared else None,
+        )
+
     def layer_kinds(self) -> Mapping[LayerConfig, int]:
-        """Return the layers that differ, each with how many there are of it."""
-        return {self.layer(0): self.n_layers}
+        """Return the layers that differ, each with how many there are of it, in their order in the model."""
+        return Counter(self.layer(number) for number in range(self.n_layers))
 
     @property
     def residual_norm(self) -> NormConfig:

@@ -37,6 +37,7 @@ from phalanx.layout.stage_assignment import model_chunks
 from phalanx.layout.streamed_weights.streamed_sharding import StreamedSharding
 from phalanx.nn.layers import choose_products, separate_gradients
 from phalanx.nn.precision import PRECISIONS
+from phalanx.torch_compat import common as compat
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class ParallelModel:
     """Run forward and backward, in the order of the model."""
     parameters: dict[str, nn.Parameter]
     """Main parameters by their names in the whole model: what is initialised, updated and saved, with its gradients."""
+    state: dict[str, Tensor]
+    """What stages keep beside parameters and save with them, by name in the whole model; alike on all data ranks."""
     splits: TensorSplits
     """Which part of its parameter a rank's is, over `tp`; data-parallel shards are parts of that part."""
     pipeline: Pipeline | None
@@ -75,6 +78,23 @@ class ParallelModel:
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of the gradients of the whole model, equal on every rank."""
         return gradient_norm_over_ranks(self.mesh, self.parameters, self.splits, self.tied, self.branch)
+
+    @property
+    def saved(self) -> dict[str, Tensor]:
+        """Parameters and state by name: what a checkpoint of the model holds."""
+        return {**self.parameters, **self.state}
+
+    def finish_step(self, skip: Tensor) -> None:
+        """Let the stages update what they keep beside parameters. skip: 1 where the step changed nothing, 0-dim."""
+        for stage in self.stages:
+            stage.finish_step(skip, self._sum_over_copies)
+
+    def _sum_over_copies(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over all ranks that hold the same stages."""
+        for axis in (self.mesh.tp, self.mesh.shards, self.mesh.replicas):
+            if axis.size > 1:
+                x = compat.all_reduce(x, axis.group_name)
+        return x
 
     def refresh(self, written: Collection[Tensor] = ()) -> None:
         """Let the stages compute with the present main parameters; to be called whenever these have changed.
@@ -110,12 +130,13 @@ def apply_layout(
     compiled = compiles_blocks(model, layout, device)
     stages: list[Stage] = []
     parameters: dict[str, nn.Parameter] = {}
+    state: dict[str, Tensor] = {}
     splits: TensorSplits = {}
     for index, chunk in model_chunks(layout, mesh.pp.rank, run.model.n_layers, model.block_costs()).items():
         stage, kept = model.build_stage(context, chunk, index)
         module = stage.part
         splits |= {whole_name(name, names): split for name, split in kept.items()}
-        module.to(precision.compute_dtype if low_precision else precision.main_dtype)
+        cast_parameters(module, precision.compute_dtype if low_precision else precision.main_dtype)
         recompute_stage(stage, run.layout.recompute)
         choose_products(module, precision)
         if layout.splits_backward:
@@ -123,14 +144,16 @@ def apply_layout(
         if compiled:
             compile_stage(stage)
         sharding.shard_stage(stage)
-        main = model.build(context, chunk)[0].to(precision.main_dtype) if low_precision else module
+        main = cast_parameters(model.build(context, chunk)[0], precision.main_dtype) if low_precision else module
         named = named_parameters(main.to_empty(device=device), names)
-        if fill:
-            initialise_parameters(named, model.initial_rules(), run.training.seed, splits)
         if low_precision:
             stage.low_precision = LowPrecisionParameters(main, module.to_empty(device=device))
+        kept_state = empty_state(module)
+        if fill:
+            initialise_parameters({**named, **kept_state}, model.initial_rules(), run.training.seed, splits)
         stages.append(stage)
         parameters |= named
+        state |= kept_state
     apart = {parameter for stage in stages for parameter in stage.branch_parameters()}
     applied = ParallelModel(
         layout,
@@ -138,6 +161,7 @@ def apply_layout(
         sharding,
         stages,
         parameters,
+        state,
         splits,
         pipeline=Pipeline(stages, layout, mesh.pp, device) if layout.pp > 1 else None,
         compiled=compiled,
@@ -146,6 +170,21 @@ def apply_layout(
     )
     applied.refresh()
     return applied
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Bring the parameters of `module` into `dtype`, and leave its buffers in the formats that it counts in."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return module
+
+
+def empty_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of `module` that are saved, by name, after setting all buffers to 0: their memory is fresh."""
+    for buffer in module.buffers():
+        buffer.zero_()
+    saved = module.state_dict(keep_vars=True).keys() - dict(module.named_parameters()).keys()
+    return {compat.full_name(name): buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def make_context(

@@ -8,6 +8,7 @@ declares about itself as data is in `families.family`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,6 +175,13 @@ class Stage(nn.Module, ABC):
         By default that is all of it, of which `forward` takes the rank's positions.
         """
         return batch
+
+    def finish_step(self, skip: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Update what the part keeps beside its parameters, after an optimizer step; by default nothing.
+
+        skip: 1 where the step left the parameters alone, 0-dim. sum_over_ranks: adds up a tensor over all ranks that hold
+        this part, whose samples or positions together are the global batch.
+        """
 
     def branch_parameters(self) -> set[nn.Parameter]:
         """Return the parameters of task heads that not all ranks hold (`data_parallel.task_heads`); FSDP2 skips them."""

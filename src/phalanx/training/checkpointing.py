@@ -122,7 +122,7 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
     source = store if elsewhere is None else open_checkpoints(elsewhere)
     # Most optimizers make their state in the first step; a checkpoint needs a place to load it into.
     materialise_optimizer_state(step.optimizer)
-    tensors = placed_tensors(applied.parameters, applied.splits, step.optimizer)
+    tensors = placed_tensors(applied.saved, applied.splits, step.optimizer)
     if run.checkpoint.asynchronous and run.checkpoint.every is not None:
         # Pages of fresh memory cost several times the copy: they are touched while the model loads and compiles.
         store.reserve(tensors)
@@ -162,7 +162,7 @@ def load_weights(path: Path, applied: ParallelModel, how_to_import: Callable[[Pa
     newest = store.newest()
     if newest is None:
         raise _no_weights(path, how_to_import)
-    store.load(newest, placed_tensors(applied.parameters, applied.splits), prefix="model.")
+    store.load(newest, placed_tensors(applied.saved, applied.splits), prefix="model.")
 
 
 def find_trained_run(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, Run]:

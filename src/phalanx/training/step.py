@@ -111,6 +111,7 @@ class TrainStep:
         if self.scaler is not None:
             # The norm goes over all ranks: where one overflows, all skip the update and lower the scale alike.
             compat.update_loss_scale(self.scaler, ~torch.isfinite(norm))
+        self.applied.finish_step(skip)
         # None instead of zeros: gradients take no memory between steps, and the first micro-batch adds to nothing.
         self.optimizer.zero_grad(set_to_none=True)
         self.applied.refresh(self.kind.written_copies(self.optimizer))

@@ -313,7 +313,7 @@ class Checkpointer:
             parts.store.wait()
             return 0.0
         start = time.perf_counter()
-        tensors = placed_tensors(applied.parameters, applied.splits, parts.step.optimizer)
+        tensors = placed_tensors(applied.saved, applied.splits, parts.step.optimizer)
         if not all_finite(tensors.values(), parts.place.device):
             found = f"step {step}: weights or optimizer state are not finite; they are not saved"
             self._guard.give_up(Divergence(found, "or with optimizer.grad_clip"), step)

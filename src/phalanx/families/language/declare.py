@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fnmatch import fnmatchcase
 
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import LanguageModel, MixtureConfig, MLPConfig
 from phalanx.families.family import DeclaredModel
 from phalanx.families.language.sizes import block_flops_per_token, head_flops_per_token
 from phalanx.nn.attention import attention_splits
@@ -33,11 +33,16 @@ class DeclaredLanguage(DeclaredModel):
         that the stream's variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
         """
         residual = self.model.init_std / math.sqrt(2 * self.model.n_layers)
+        experts = self.model.experts
         return [
             ("*norm.weight", InitRule.constant(1.0)),
             ("*.bias", InitRule.constant(0.0)),
             ("*.attention.output.weight", InitRule.normal(residual)),
             ("*.mlp.down.weight", InitRule.normal(residual)),
+            ("*.mlp.experts.down", InitRule.normal(residual)),
+            ("*.mlp.shared.down.weight", InitRule.normal(residual)),
+            # State of routers: each expert's share of the choices, until the first step has counted.
+            ("*.mlp.router.load", InitRule.constant(1.0 if experts is None else 1.0 / experts.count)),
             ("*", InitRule.normal(self.model.init_std)),
         ]
 
@@ -47,24 +52,29 @@ class DeclaredLanguage(DeclaredModel):
 
     def splits(self) -> Splits:
         """Return how modules may be split over tensor-parallel ranks; see `nn.splits`."""
-        layer = self.model.layer(0)
+        layers = self.model.layer_kinds()
         return [
             ("embedding", Split("lookup")),
-            *name_splits("blocks.*.attention", attention_splits(layer.attention)),
-            *name_splits("blocks.*.mlp", mlp_splits(layer.mlp)),
+            *(
+                split
+                for layer in layers
+                for split in name_splits("blocks.*.attention", attention_splits(layer.attention))
+            ),
+            *(split for layer in layers for split in _splits_of_mlp(layer.mlp)),
             ("head", Split("logits")),
         ]
 
     def split_counts(self) -> list[SplitCount]:
         """Return what a tensor-parallel degree must divide. Parts of the vocabulary may be uneven, so it is not among
         them."""
-        model = self.model
-        unit = mlp_unit(model.layer(0).mlp)
-        return [
-            SplitCount("model.n_heads", model.n_heads),
-            SplitCount("model.n_kv_heads", model.kv_heads),
-            SplitCount("model.d_ff", model.ff_size // unit, unit),
-        ]
+        counts = [SplitCount("model.n_heads", self.model.n_heads), SplitCount("model.n_kv_heads", self.model.kv_heads)]
+        for layer in self.model.layer_kinds():
+            dense = isinstance(layer.mlp, MLPConfig)
+            split = layer.mlp if isinstance(layer.mlp, MLPConfig) else layer.mlp.shared
+            if split is not None:
+                field = "model.d_ff" if dense else "model.experts.shared_d_ff"
+                counts.append(SplitCount(field, split.hidden // mlp_unit(split), mlp_unit(split)))
+        return counts
 
     def block_costs(self) -> tuple[float, float]:
         """Return the floating-point operations of the embedding and of the head, in those of one block.
@@ -76,3 +86,13 @@ class DeclaredLanguage(DeclaredModel):
     def tied(self) -> dict[str, str]:
         """Return the output head's copy of the token table, which it keeps where the table is in another model chunk."""
         return {"head.weight": "embedding.weight"} if self.model.tied_head else {}
+
+
+def _splits_of_mlp(mlp: MLPConfig | MixtureConfig) -> Splits:
+    """Return how an MLP is split; of a mixture the shared network alone.
+
+    Routed experts are whole on every tensor-parallel rank, which sends them the positions that it holds.
+    """
+    if isinstance(mlp, MLPConfig):
+        return name_splits("blocks.*.mlp", mlp_splits(mlp))
+    return [] if mlp.shared is None else name_splits("blocks.*.mlp.shared", mlp_splits(mlp.shared))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.model import AttentionConfig, LanguageModel, LayerConfig
+from phalanx.config.model import AttentionConfig, LanguageModel, LayerConfig, MixtureConfig
 from phalanx.counter_random import CounterDropout, DropoutContext
 from phalanx.nn.attention import (
     Attention,
@@ -16,6 +16,7 @@ from phalanx.nn.attention import (
     attention_context,
 )
 from phalanx.nn.cross_entropy import LossSum
+from phalanx.nn.experts import MixtureOfExperts, RoutingPass
 from phalanx.nn.layers import NumberedBlocks, build_mlp, build_norm
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
@@ -23,14 +24,14 @@ from phalanx.nn.vocabulary import OutputHead, TokenEmbedding
 
 
 class Block(nn.Module):
-    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)); the MLP may be a mixture of experts."""
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
         self.attention_norm = build_norm(config.norm)
         self.attention = Attention(config.attention)
         self.mlp_norm = build_norm(config.norm)
-        self.mlp = build_mlp(config.mlp)
+        self.mlp = MixtureOfExperts(config.mlp) if isinstance(config.mlp, MixtureConfig) else build_mlp(config.mlp)
         self.attention_dropout = CounterDropout(config.dropout, site=0)
         self.mlp_dropout = CounterDropout(config.dropout, site=1)
 
@@ -40,13 +41,16 @@ class Block(nn.Module):
         context: RotaryContext,
         dropout: DropoutContext | None = None,
         cache: KeyValueCache | None = None,
+        routing: RoutingPass | None = None,
     ) -> Tensor:
-        """Map activations [B, S, D] to [B, S, D]."""
+        """Map activations [B, S, D] to [B, S, D]. routing: what routers need to know in training."""
         mixed = self.attention(self.attention_norm(x_BSD), context, cache)
         # Pre-norm: the residual stream itself is never normalised, which keeps deep models trainable.
         x_BSD = x_BSD + self.attention_dropout(mixed, dropout)
-        hidden: Tensor = self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)), dropout)
-        return x_BSD + hidden
+        normed = self.mlp_norm(x_BSD)
+        hidden = self.mlp(normed, routing) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normed)
+        dropped: Tensor = self.mlp_dropout(hidden, dropout)
+        return x_BSD + dropped
 
 
 class Decoder(nn.Module):
@@ -114,6 +118,7 @@ class Decoder(nn.Module):
         *,
         document_ids_BS: Tensor | None = None,
         dropout: DropoutContext | None = None,
+        routing: RoutingPass | None = None,
     ) -> Tensor:
         """Return the activations behind the last block of this model chunk, [B, S, D].
 
@@ -124,7 +129,7 @@ class Decoder(nn.Module):
         x_BSD = self.embedding(inputs, positions.rows_S, dropout) if self.part.first else inputs
         for number, layer, block in zip(self.part.blocks, self.layer_configs, self.blocks, strict=True):
             dropped = None if dropout is None else dropout.at_layer(number)
-            x_BSD = block(x_BSD, contexts[layer.attention], dropped)
+            x_BSD = block(x_BSD, contexts[layer.attention], dropped, routing=routing)
         return x_BSD
 
     def loss(self, x_BSD: Tensor, targets_BS: Tensor) -> LossSum:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from phalanx.layout.context_parallel.split_context import SequenceShare, split_c
 from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, TrainingPass
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn.experts import Router, RoutingPass
 from phalanx.nn.splits import ModelChunk
 from phalanx.torch_compat import common as compat
 
@@ -40,7 +43,12 @@ class LanguageStage(Stage):
         if self.part.config.dropout and training is not None:
             width = self.part.config.d_model
             dropout = DropoutContext.of_step(self.seed, training.step, sample_indices_B, positions.rows_S, width)
-        hidden: Tensor = self.part.hidden(x, positions, document_ids_BS=inputs.get("document_ids_BS"), dropout=dropout)
+        routing = None
+        if self.part.config.experts is not None and training is not None:
+            routing = RoutingPass(training.scale, self.share.sum_over_ranks)
+        hidden: Tensor = self.part.hidden(
+            x, positions, document_ids_BS=inputs.get("document_ids_BS"), dropout=dropout, routing=routing
+        )
         if not self.part.part.last:
             return hidden
         targets = targets_BS if whole else targets_BS[:, positions.tokens_S]
@@ -49,6 +57,15 @@ class LanguageStage(Stage):
     def example_input(self, samples: int) -> Tensor:
         """Token ids."""
         return torch.empty((samples, self.length), dtype=torch.int64)
+
+    def finish_step(self, skip: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Move the selection biases of routers by what experts got of the whole global batch."""
+        routers = [module for module in self.part.modules() if isinstance(module, Router)]
+        if routers:
+            # One exchange for the routers of all layers.
+            tokens_LE = sum_over_ranks(torch.stack([router.tokens for router in routers]))
+            for router, tokens_E in zip(routers, tokens_LE, strict=True):
+                router.finish_step(tokens_E, skip)
 
     def compile_loss(self) -> None:
         """The loss of one chunk of logits."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import LanguageModel, MixtureConfig
 
 FlopsConvention = Literal["causal", "palm"]
 
@@ -20,6 +20,16 @@ def parameter_count(model: LanguageModel) -> int:
     return embedding_parameters(model) + layers + model.residual_norm.parameter_count() + untied_head
 
 
+def active_parameter_count(model: LanguageModel) -> int:
+    """Return the parameters that compute a token: all but those of the experts that it is not sent to."""
+    unused = sum(
+        count * (layer.mlp.parameter_count() - layer.mlp.matrix_parameters())
+        for layer, count in model.layer_kinds().items()
+        if isinstance(layer.mlp, MixtureConfig)
+    )
+    return parameter_count(model) - unused
+
+
 def embedding_parameters(model: LanguageModel) -> int:
     """Return the parameters of the lookup tables: tokens, and positions where they are learned."""
     positions = model.max_positions if model.positions == "learned" else 0
@@ -27,7 +37,7 @@ def embedding_parameters(model: LanguageModel) -> int:
 
 
 def matmul_parameters(model: LanguageModel) -> int:
-    """Return the parameters that multiply every token: all weight matrices, and the output head whether tied or not."""
+    """Return the parameters that multiply a token: its weight matrices, and the output head whether tied or not."""
     layers = sum(count * layer.matrix_parameters() for layer, count in model.layer_kinds().items())
     return layers + _head_parameters(model)
 
@@ -48,8 +58,8 @@ def model_flops_per_token(model: LanguageModel, sequence_length: int, convention
 
 
 def block_flops_per_token(model: LanguageModel, sequence_length: int) -> int:
-    """Return the share of one block in `model_flops_per_token`, causal convention."""
-    layer = model.layer(0)
+    """Return the share of one block in `model_flops_per_token`, causal convention; where blocks differ, of the last."""
+    layer = model.layer(model.n_layers - 1)
     return 6 * layer.matrix_parameters() + 3 * layer.attention.products_per_token(sequence_length)
 
 
@@ -61,7 +71,10 @@ def head_flops_per_token(model: LanguageModel) -> int:
 def in_words(model: LanguageModel) -> str:
     """Return the shape for a person."""
     heads = f"{model.n_heads} heads" + ("" if model.kv_heads == model.n_heads else f" ({model.kv_heads} kv)")
-    return f"{model.n_layers} layers x {model.d_model}, {heads}, vocabulary {model.vocab_size:,}"
+    shape = f"{model.n_layers} layers x {model.d_model}, {heads}, vocabulary {model.vocab_size:,}"
+    if model.experts is None:
+        return shape
+    return f"{shape}, {model.experts.active} of {model.experts.count} experts a token"
 
 
 def _head_parameters(model: LanguageModel) -> int:

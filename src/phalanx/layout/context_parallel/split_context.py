@@ -29,6 +29,7 @@ from phalanx.nn.attention import (
     attention_context,
 )
 from phalanx.nn.positions import Positions, alibi_slopes, rope_tables
+from phalanx.torch_compat import common as compat
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ class SequenceShare:
     tp: Axis
     context: str
     """ring or all_to_all."""
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over the ranks that hold other positions of the same samples; no gradient."""
+        for axis in (self.cp, self.tp):
+            if axis.size > 1:
+                x = compat.all_reduce(x, axis.group_name)
+        return x
 
     def positions(self, length: int, device: torch.device) -> Positions:
         """Return global positions of this rank's tokens, and of the rows of its residual stream."""

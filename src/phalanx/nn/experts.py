@@ -1,0 +1,258 @@
+"""Mixtures of experts: a router sends each token to a few of many SwiGLU networks. Plain PyTorch for one device.
+
+A token's rows are copied to its experts sorted by expert, multiplied by the matrices of their groups, and summed back with
+the router's weights. Nothing is dropped unless a capacity is asked for, nothing is padded, and nothing waits for the host.
+
+Letters: T tokens, K experts a token, R = T K rows, E experts, D width, F hidden width of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from phalanx.config.model import Experts, MixtureConfig
+from phalanx.kernels.grouped_products import GatedGroupedLinear, GroupedLinear
+from phalanx.kernels.routed_rows import CombineRows, SortRows
+from phalanx.nn.layers import Linear, SwigluMLP, gate_block
+
+
+@dataclass(frozen=True)
+class RoutingPass:
+    """What routers need to know of a training pass."""
+
+    loss_scale: Tensor | float
+    """Factor of the model's loss before gradients are formed; balance losses get the same."""
+    sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
+    """Adds up counts over the ranks that hold other positions of the same sequences; one device holds them all."""
+
+
+class Routing(NamedTuple):
+    """Where tokens go."""
+
+    experts_TK: Tensor
+    """Numbers of the experts, int64; E for a token that its expert has no room for."""
+    weights_TK: Tensor
+    """Factors of the experts' results, in the router's format; 0 for a token that was dropped."""
+
+
+class Router(nn.Module):
+    """Scores of every expert for every token, and the choice of the best few. Computes in at least float32."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.settings: Experts = config.settings
+        self.weight = nn.Parameter(torch.empty(self.settings.count, config.width))
+        # Counted and moved by the training step, not by gradients: state, but no parameter.
+        self.register_buffer("bias", torch.zeros(self.settings.count) if self.settings.biased else None)
+        self.register_buffer("load", torch.full((self.settings.count,), 1.0 / self.settings.count))
+        self.register_buffer("tokens", torch.zeros(self.settings.count, dtype=torch.int64), persistent=False)
+        self.bias: Tensor | None
+        """Added to scores where experts are chosen, not where they are weighed; float32 [E]."""
+        self.load: Tensor
+        """Share of the last global batch's choices that each expert got, float32 [E]."""
+        self.tokens: Tensor
+        """Choices of each expert since the step began, on this rank, int64 [E]; doubled where recompute routes again."""
+
+    def forward(self, x_BSD: Tensor, training: RoutingPass | None) -> Routing:
+        """Return the experts of every token, [B S, K]. training: None outside training."""
+        batch, length, _ = x_BSD.shape
+        # Near-ties would be decided by rounding in 16 bits, and the softmax of hundreds of experts needs the digits.
+        wide = torch.promote_types(x_BSD.dtype, torch.float32)
+        logits_TE = F.linear(x_BSD.flatten(0, 1).to(wide), self.weight.to(wide))
+        scores_TE = logits_TE.softmax(-1) if self.settings.scoring == "softmax" else logits_TE.sigmoid()
+        experts_TK = self.choose_experts(scores_TE.detach())
+        weights_TK = scores_TE.gather(1, experts_TK)
+        if self.settings.normalize and self.settings.active > 1:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        weights_TK = weights_TK * self.settings.scale
+        # Comparing with every number counts without atomics, so the same on every device.
+        chosen_TE = (experts_TK[:, :, None] == torch.arange(self.settings.count, device=x_BSD.device)).any(1)
+        if training is not None:
+            self.tokens.add_(chosen_TE.sum(0))
+            loss = self._balance_loss(logits_TE, scores_TE, chosen_TE, batch, training)
+            if loss is not None:
+                weights_TK = AddLoss.apply(weights_TK, loss, training.loss_scale)
+        if self.settings.capacity_factor is not None:
+            kept_TK = self._within_capacity(
+                chosen_TE.view(batch, length, -1), experts_TK, self.settings.capacity_factor
+            )
+            weights_TK = torch.where(kept_TK, weights_TK, 0.0)
+            experts_TK = torch.where(kept_TK, experts_TK, self.settings.count)
+        return Routing(experts_TK, weights_TK)
+
+    def choose_experts(self, scores_TE: Tensor) -> Tensor:
+        """Return the numbers of each token's experts, [T, K], best first.
+
+        With groups only experts of the best groups are candidates, which bounds the nodes that a token is sent to
+        (DeepSeek-V2, arXiv:2405.04434, section 2.2.2; DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+        """
+        settings = self.settings
+        ranked_TE = scores_TE if self.bias is None else scores_TE + self.bias
+        if settings.groups > 1:
+            ranked_TGM = ranked_TE.unflatten(-1, (settings.groups, -1))
+            best = 2 if settings.group_score == "top2_sum" else 1
+            group_TG = ranked_TGM.topk(best, dim=-1).values.sum(-1)
+            allowed = torch.zeros_like(group_TG, dtype=torch.bool)
+            allowed.scatter_(1, group_TG.topk(settings.active_groups, dim=-1).indices, True)
+            ranked_TE = ranked_TGM.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+        return ranked_TE.topk(settings.active, dim=-1).indices
+
+    @torch.no_grad()
+    def finish_step(self, tokens_E: Tensor, skip: Tensor) -> None:
+        """Take note of how the experts were used in an optimizer step, and begin to count anew.
+
+        tokens: choices of each expert in the whole global batch. skip: 1 where the step leaves the model as it was, 0-dim.
+        """
+        counts_E = tokens_E.to(self.load.dtype)
+        keep = skip.bool()
+        self.load.copy_(torch.where(keep, self.load, counts_E / counts_E.sum().clamp(min=1)))
+        if self.bias is not None and self.settings.bias_rate:
+            # An expert with less than its share is to be chosen more often (DeepSeek-V3, section 2.1.2).
+            change = self.settings.bias_rate * torch.sign(counts_E.mean() - counts_E)
+            self.bias.add_(torch.where(keep, 0.0, change))
+        self.tokens.zero_()
+
+    def _balance_loss(
+        self, logits_TE: Tensor, scores_TE: Tensor, chosen_TE: Tensor, batch: int, training: RoutingPass
+    ) -> Tensor | None:
+        """Return the summed balance and z losses of these tokens; None where there are none.
+
+        A sum over tokens, like the model's loss, so that whoever divides that by the targets of the global batch divides
+        this alike, whatever part of the tokens is here. The use of experts, which has no gradient, is that of the whole
+        sequence, or of the whole global batch of the step before: then every layout of ranks and micro-batches has the
+        same loss, which a use counted over a micro-batch would not.
+        """
+        settings, losses = self.settings, []
+        if settings.balance != "none" and settings.balance_weight:
+            share_TE = scores_TE / scores_TE.sum(-1, keepdim=True) if settings.scoring == "sigmoid" else scores_TE
+            if settings.balance == "sequence":
+                counts_BE = training.sum_over_sequence(chosen_TE.view(batch, -1, settings.count).sum(1))
+                used_BE = counts_BE.to(share_TE.dtype)
+                used_BE = used_BE / used_BE.sum(-1, keepdim=True)
+            else:
+                used_BE = self.load.to(share_TE.dtype).expand(batch, -1)
+            share_BE = share_TE.view(batch, -1, settings.count).sum(1)
+            # 1 for each token where all experts are used alike (Switch Transformer, equation 4).
+            losses.append(settings.balance_weight * settings.count * (used_BE * share_BE).sum())
+        if settings.z_loss:
+            losses.append(settings.z_loss * logits_TE.logsumexp(-1).square().sum())
+        return torch.stack(losses).sum() if losses else None
+
+    def _within_capacity(self, chosen_BSE: Tensor, experts_TK: Tensor, factor: float) -> Tensor:
+        """Return which choices are among the first that an expert takes of their sequence, bool [T, K]."""
+        length = chosen_BSE.shape[1]
+        capacity = math.ceil(factor * length * self.settings.active / self.settings.count)
+        turn_TE = chosen_BSE.cumsum(1).flatten(0, 1)
+        return turn_TE.gather(1, experts_TK) <= capacity
+
+
+class AddLoss(torch.autograd.Function):
+    """Hand a tensor on and give a loss of its own the gradient `scale` in the backward pass.
+
+    A block deep in a pipeline can add to the model's loss so, without handing it through all that follow.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: Tensor | float) -> Tensor:
+        """Return x."""
+        ctx.scale = scale
+        ctx.like = loss.dtype
+        ctx.device_of_loss = loss.device
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return x's gradient as it came, and the loss's."""
+        scale = torch.as_tensor(ctx.scale, dtype=ctx.like, device=ctx.device_of_loss)
+        return grad, scale.reshape(()), None
+
+
+class ExpertNetworks(nn.Module):
+    """The SwiGLU networks of all experts of a block, each matrix of theirs in one parameter.
+
+    `gate_up`: [E 2F, D], expert after expert, each with its gate and up rows in groups (see `nn.layers.gate_block`); `down`:
+    [E D, F]. A contiguous part of the rows, in whole experts, is what expert parallelism keeps; any part, what ZeRO shards.
+    """
+
+    def __init__(self, count: int, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.d_model, self.d_ff = d_model, d_ff
+        self.block = gate_block(d_ff)
+        self.gate_up = nn.Parameter(torch.empty(count * 2 * d_ff, d_model))
+        self.down = nn.Parameter(torch.empty(count * d_model, d_ff))
+
+    def forward(self, rows_RD: Tensor, ends_E: Tensor, *, complete: bool) -> Tensor:
+        """Return each row's network applied to it, [R, D]; 0 for rows behind the last expert's.
+
+        rows: sorted by expert. ends: int32 [E], one past each expert's last row. complete: whether no row is behind.
+        """
+        gate_up_E2FD = self.gate_up.to(rows_RD.dtype).view(-1, 2 * self.d_ff, self.d_model)
+        down_EDF = self.down.to(rows_RD.dtype).view(-1, self.d_model, self.d_ff)
+        gate_up_R2F = GroupedLinear.apply(rows_RD, gate_up_E2FD, ends_E, complete)
+        out_RD: Tensor = GatedGroupedLinear.apply(gate_up_R2F, down_EDF, ends_E, self.block, complete)
+        return out_RD
+
+
+def compute_here(networks: ExpertNetworks, rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Tensor:
+    """Return what all experts, which this device holds, make of their rows. Expert parallelism puts an exchange here."""
+    result: Tensor = networks(rows_RD, ends_E, complete=complete)
+    return result
+
+
+class MixtureOfExperts(nn.Module):
+    """A mixture of experts in place of an MLP, with the network that every token shares."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.router = Router(config)
+        self.experts = ExpertNetworks(config.settings.count, config.width, config.hidden)
+        self.compute_rows: Callable[[ExpertNetworks, Tensor, Tensor, bool], Tensor] = compute_here
+        self.shared = self.shared_gate = None
+        if config.shared is not None:
+            self.shared = SwigluMLP(config.shared)
+            if config.settings.shared_gate:
+                self.shared_gate = Linear(config.width, 1, bias=False)
+
+    def forward(self, x_BSD: Tensor, training: RoutingPass | None = None) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        routing = self.router(x_BSD, training)
+        order = sort_by_expert(routing.experts_TK, self.router.settings.count)
+        complete = self.router.settings.capacity_factor is None
+        rows_RD = SortRows.apply(x_BSD.flatten(0, 1), order.source_R, order.position_TK)
+        rows_RD = self.compute_rows(self.experts, rows_RD, order.ends_E, complete)
+        out_BSD: Tensor = CombineRows.apply(rows_RD, order.position_TK, routing.weights_TK).view_as(x_BSD)
+        if self.shared is None:
+            return out_BSD
+        shared_BSD: Tensor = self.shared(x_BSD)
+        if self.shared_gate is not None:
+            shared_BSD = shared_BSD * self.shared_gate(x_BSD).sigmoid()
+        return out_BSD + shared_BSD
+
+
+class RowOrder(NamedTuple):
+    """The copies of tokens in the order of their experts."""
+
+    source_R: Tensor
+    """The token that each row is a copy of, int64."""
+    position_TK: Tensor
+    """The row of each copy, int32."""
+    ends_E: Tensor
+    """One past each expert's last row, int32."""
+
+
+def sort_by_expert(experts_TK: Tensor, count: int) -> RowOrder:
+    """Return the order in which the rows of `count` experts follow each other; rows of number `count` come last."""
+    tokens, copies = experts_TK.shape
+    # Stable: an expert's rows stay in the order of their tokens, in every layout.
+    sorted_R, slot_R = experts_TK.flatten().sort(stable=True)
+    position_R = torch.empty_like(slot_R)
+    position_R[slot_R] = torch.arange(tokens * copies, device=slot_R.device)
+    ends_E = torch.searchsorted(sorted_R, torch.arange(count, device=slot_R.device), right=True)
+    return RowOrder(slot_R // copies, position_R.view(tokens, copies).int(), ends_E.int())
