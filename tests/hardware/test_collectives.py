@@ -22,7 +22,7 @@ from phalanx.hardware.collectives import (
     send,
 )
 from phalanx.hardware.machine import described_names, load_machine
-from phalanx.hardware.topology import Placement, place
+from phalanx.hardware.topology import Placement, place_groups
 
 MIB, GIB = 2.0**20, 2.0**30
 NETWORKED = [name for name in described_names() if load_machine(name).network is not None]
@@ -30,7 +30,7 @@ NETWORKED = [name for name in described_names() if load_machine(name).network is
 
 def placed(name: str, size: int, stride: int = 1) -> tuple[Placement, Constants]:
     machine = load_machine(name)
-    return place(machine, size, stride), default_constants(machine)
+    return place_groups(machine, size, stride), default_constants(machine)
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,7 +58,7 @@ def test_more_members_on_a_switch_never_take_less(collective: str, multicast: bo
     sizes = np.array([1, 2, 4, 8, 16, 32, 64, 128, 1024, 8192])
     for stride in (1, 8):
         for data in (1e3, 1e6, 1e9):
-            times = COLLECTIVES[collective](data, place(machine, sizes, stride), constants)
+            times = COLLECTIVES[collective](data, place_groups(machine, sizes, stride), constants)
             assert times[0] == 0 and np.all(np.diff(times) >= 0) and np.all(times[1:] >= constants.launch_s)
 
 
@@ -73,14 +73,14 @@ def test_one_member_and_no_bytes_take_no_time() -> None:
 
 def test_bytes_and_groups_broadcast() -> None:
     machine = load_machine("frontier")
-    groups, constants = place(machine, [2, 8, 64], [1, 1, 8]), default_constants(machine)
+    groups, constants = place_groups(machine, [2, 8, 64], [1, 1, 8]), default_constants(machine)
     data = np.array([[MIB], [GIB]])
     for function in COLLECTIVES.values():
         times = function(data, groups, constants)
         assert times.shape == (2, 3) and times.dtype == np.float64
         for row, column in np.ndindex(2, 3):
             size, stride = [(2, 1), (8, 1), (64, 8)][column]
-            assert times[row, column] == function(data[row, 0], place(machine, size, stride), constants)
+            assert times[row, column] == function(data[row, 0], place_groups(machine, size, stride), constants)
 
 
 @pytest.mark.parametrize(("name", "size", "stride"), [("selene", 8, 1), ("selene", 64, 8), ("frontier", 8, 1)])
@@ -124,7 +124,7 @@ def test_sharing_an_interface_divides_its_rate() -> None:
     alone, shared = (switched(network=infiniband(8, nics, 25)) for nics in (8, 2))
     constants = default_constants(alone)
     for function in COLLECTIVES.values():
-        fast, slow = (function(8 * GIB, place(machine, 16, 8), constants) for machine in (alone, shared))
+        fast, slow = (function(8 * GIB, place_groups(machine, 16, 8), constants) for machine in (alone, shared))
         assert slow == pytest.approx(4 * fast, rel=0.01)
 
 
@@ -141,9 +141,9 @@ def test_tapers_slow_rings_that_leave_with_every_step_and_every_all_to_all() -> 
     )
     constants = default_constants(full)
     for name, function in COLLECTIVES.items():
-        leaving = [function(64 * GIB, place(machine, 4, 32), constants) for machine in (tapered, full)]
+        leaving = [function(64 * GIB, place_groups(machine, 4, 32), constants) for machine in (tapered, full)]
         assert leaving[0] == pytest.approx(2 * leaving[1], rel=0.01), name
-        around = [function(64 * GIB, place(machine, 128, 1), constants) for machine in (tapered, full)]
+        around = [function(64 * GIB, place_groups(machine, 128, 1), constants) for machine in (tapered, full)]
         assert around[0] == pytest.approx((2 if name == "all_to_all" else 1) * around[1], rel=0.01), name
 
 
@@ -187,7 +187,7 @@ def test_published_rates_between_nodes_of_a100(nodes: int, gib: float, measured:
     """NVIDIA/nccl-tests issues 100, 119 and 175: 8 A100 and 4 interfaces of 25 GB/s a node."""
     machine = switched(network=infiniband(8, 4, 25))
     size = 8 * nodes
-    seconds = all_reduce(gib * GIB, place(machine, size, 1), default_constants(machine))
+    seconds = all_reduce(gib * GIB, place_groups(machine, size, 1), default_constants(machine))
     assert float(bus_bandwidth("all_reduce", gib * GIB, size, seconds)) / 1e9 == pytest.approx(measured, rel=0.15)
 
 

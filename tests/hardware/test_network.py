@@ -13,7 +13,7 @@ from phalanx.errors import ConfigError
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import described_names, load_machine, machine_names, parse_machine
-from phalanx.hardware.topology import place
+from phalanx.hardware.topology import place_groups
 from phalanx.launch.job_script import Job, launch_script
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "clusters.md"
@@ -25,7 +25,7 @@ def test_every_machine_can_be_planned_for(name: str) -> None:
     assert machine.name == name
     assert device_facts(machine.node.device).peak_tflops["bf16"] > 0
     assert default_constants(machine).launch_s > 0
-    groups = place(machine, [1, machine.node.devices], 1)
+    groups = place_groups(machine, [1, machine.node.devices], 1)
     assert np.all(groups.nodes == 1) and np.isfinite(groups.ring_b_s[1])
     described = [part for part in (machine.node, machine.links, machine.network) if part is not None]
     for part in described:
@@ -73,7 +73,7 @@ def test_the_example_of_the_document_is_a_description() -> None:
     (example,) = [block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if block.startswith("name:")]
     machine = parse_machine(example, "example.yaml")
     assert machine.links is not None and machine.network is not None and machine.slurm is None
-    groups = place(machine, [8, 64], [1, 8])
+    groups = place_groups(machine, [8, 64], [1, 8])
     assert list(groups.nodes) == [1, 64] and default_constants(machine).efficiency_across < 1
     mesh = re.search(r"```yaml\n(links:.*?)```", text, re.DOTALL)
     assert mesh is not None
@@ -129,9 +129,12 @@ def test_kinds_without_constants_are_refused_when_they_are_needed() -> None:
 
 def test_what_a_description_lacks_is_missed_when_a_group_needs_it() -> None:
     with pytest.raises(ConfigError, match="a group of 16 ranks, 1 apart, needs 2 nodes of 8 devices"):
-        place(switched(), [8, 16], 1)
+        place_groups(switched(), [8, 16], 1)
     unlinked = parse_machine(re.sub("links:.*\n", "", MESH), "pair.yaml")
-    assert place(unlinked, 4, 2).nodes == 4
+    assert place_groups(unlinked, 4, 2).nodes == 4
     with pytest.raises(ConfigError, match="pair describes no links within a node"):
-        place(unlinked, 2, 1)
-    assert place(switched(network=infiniband(8, 4, 25)), 16, 1).nodes == 2 and place(cube_mesh(), 8, 1).nodes == 1
+        place_groups(unlinked, 2, 1)
+    assert (
+        place_groups(switched(network=infiniband(8, 4, 25)), 16, 1).nodes == 2
+        and place_groups(cube_mesh(), 8, 1).nodes == 1
+    )

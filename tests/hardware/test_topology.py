@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from described import cube_mesh, infiniband, switched
 from phalanx.hardware.machine import load_machine
-from phalanx.hardware.topology import join, place
+from phalanx.hardware.topology import join_placements, place_groups
 
 
 def nodes_of_groups(devices: int, size: int, stride: int, blocks: int) -> list[set[int]]:
@@ -29,10 +29,10 @@ def test_nodes_are_those_of_the_worst_group(devices: int, size: int, stride: int
     machine = switched(devices, network=infiniband(devices, devices, 25))
     blocks = math.lcm(size * stride, devices) // (size * stride)
     everywhere = nodes_of_groups(devices, size, stride, blocks)
-    placed = place(machine, size, stride)
+    placed = place_groups(machine, size, stride)
     assert int(placed.nodes) == max(map(len, everywhere))
     assert int(placed.per_node) == -(-size // int(placed.nodes))
-    alone = place(machine, size, stride, world=size * stride)
+    alone = place_groups(machine, size, stride, world=size * stride)
     assert int(alone.nodes) == max(map(len, nodes_of_groups(devices, size, stride, 1)))
 
 
@@ -41,14 +41,14 @@ def test_nodes_are_those_of_the_worst_group(devices: int, size: int, stride: int
 def test_arrays_are_the_same_as_one_after_the_other(groups: list[tuple[int, int]]) -> None:
     machine = load_machine("frontier")
     sizes, strides = np.array(groups).T
-    together = place(machine, sizes, strides)
-    single = join([place(machine, size, stride) for size, stride in groups])
+    together = place_groups(machine, sizes, strides)
+    single = join_placements([place_groups(machine, size, stride) for size, stride in groups])
     for field, value in vars(together).items():
         np.testing.assert_array_equal(value, getattr(single, field), err_msg=field)
 
 
 def ring(machine_name: str, size: int, stride: int = 1) -> float:
-    return float(place(load_machine(machine_name), size, stride).ring_b_s) / 1e9
+    return float(place_groups(load_machine(machine_name), size, stride).ring_b_s) / 1e9
 
 
 def test_rings_on_an_mi250x_node_are_those_that_rccl_lays() -> None:
@@ -72,32 +72,32 @@ def test_rings_on_a_full_mesh_use_only_the_links_among_the_members() -> None:
 @pytest.mark.parametrize(("size", "links"), [(2, 1), (3, 2), (4, 4), (6, 2), (7, 4), (8, 6)])
 def test_rings_on_a_cube_mesh_are_as_wide_as_measured_ones(size: int, links: int) -> None:
     """The rates that V100 reach with so many devices are 0.85 to 0.92 of this (`test_fit`)."""
-    assert float(place(cube_mesh(), size, 1, world=size).ring_b_s) == links * 25e9
+    assert float(place_groups(cube_mesh(), size, 1, world=size).ring_b_s) == links * 25e9
 
 
 def test_neighbours_have_the_widest_way_of_the_worst_pair() -> None:
     frontier = load_machine("frontier")
-    pairs = place(frontier, [2, 8, 2, 2], [1, 1, 2, 4]).pair_b_s / 1e9
+    pairs = place_groups(frontier, [2, 8, 2, 2], [1, 1, 2, 4]).pair_b_s / 1e9
     assert list(pairs) == [200, 50, 50, 50]
-    assert float(place(load_machine("mi300x"), 8, 1).pair_b_s) == 64e9
+    assert float(place_groups(load_machine("mi300x"), 8, 1).pair_b_s) == 64e9
 
 
 def test_all_groups_of_an_axis_share_the_interfaces() -> None:
     frontier = load_machine("frontier")
     # Whole nodes: all four interfaces. One member a node: eight groups share them, two an interface.
-    groups = place(frontier, [512, 64, 64, 128, 16], [1, 8, 64, 4, 2])
+    groups = place_groups(frontier, [512, 64, 64, 128, 16], [1, 8, 64, 4, 2])
     assert list(groups.per_node) == [8, 1, 1, 2, 4]
     assert list(groups.nic_b_s / 1e9) == [100, 12.5, 12.5, 25, 50]
     assert list(groups.groups_per_nic) == [1, 2, 2, 2, 2]
-    dgx = place(load_machine("dgx-h100"), [64, 8], [1, 8])
+    dgx = place_groups(load_machine("dgx-h100"), [64, 8], [1, 8])
     assert list(dgx.nic_b_s / 1e9) == [400, 50] and list(dgx.groups_per_nic) == [1, 1]
     # One interface for all eight devices.
-    narrow = place(switched(network=infiniband(8, 1, 25)), [16, 2], [1, 8])
+    narrow = place_groups(switched(network=infiniband(8, 1, 25)), [16, 2], [1, 8])
     assert list(narrow.nic_b_s / 1e9) == [25, 3.125] and list(narrow.groups_per_nic) == [1, 8]
 
 
 def test_one_member_a_node_sees_no_links_and_one_node_no_interface() -> None:
-    groups = place(load_machine("dgx-h100"), [4, 8, 1], [8, 1, 1])
+    groups = place_groups(load_machine("dgx-h100"), [4, 8, 1], [8, 1, 1])
     assert np.isinf(groups.ring_b_s[0]) and np.isinf(groups.pair_b_s[0]) and np.isfinite(groups.nic_b_s[0])
     assert np.isfinite(groups.ring_b_s[1]) and np.isinf(groups.nic_b_s[1]) and groups.groups_per_nic[1] == 0
     assert list(groups.multicast) == [False, True, False]
@@ -107,7 +107,7 @@ def test_tiers_slow_those_who_leave_them() -> None:
     tiers = "[{name: leaf, nodes: 4, taper: 0.5, latency_us: 1}, {name: hall, nodes: 16, taper: 0.25, latency_us: 2}]"
     machine = switched(network=infiniband(8, 8, 25, tiers))
     #                       in a leaf  rings over leaves  every step leaves  over halls  every step leaves a hall
-    groups = place(machine, [4 * 8, 16 * 8, 4, 64 * 8, 4], [1, 1, 4 * 8, 1, 16 * 8])
+    groups = place_groups(machine, [4 * 8, 16 * 8, 4, 64 * 8, 4], [1, 1, 4 * 8, 1, 16 * 8])
     assert list(groups.nodes) == [4, 16, 4, 64, 4]
     np.testing.assert_allclose(groups.hop_s, [0, 1e-6, 1e-6, 3e-6, 3e-6])
     # Of four neighbouring nodes of a leaf one sends out of it, and half the leaf's bandwidth is enough for that.

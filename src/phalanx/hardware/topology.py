@@ -55,7 +55,7 @@ class Placement:
     """Latency that the tiers add to each step between nodes, seconds."""
 
 
-def place(machine: Machine, size: npt.ArrayLike, stride: npt.ArrayLike, world: int | None = None) -> Placement:
+def place_groups(machine: Machine, size: npt.ArrayLike, stride: npt.ArrayLike, world: int | None = None) -> Placement:
     """Return the placement of groups of `size` ranks, `stride` ranks apart, on `machine`.
 
     size, stride: positive whole numbers, or arrays of them that broadcast. world: ranks of the job; by default so many that
@@ -85,7 +85,7 @@ def place(machine: Machine, size: npt.ArrayLike, stride: npt.ArrayLike, world: i
             f"{machine.name} describes no network between nodes: a group of {sizes.ravel()[worst]} ranks, "
             f"{strides.ravel()[worst]} apart, needs {nodes.ravel()[worst]} nodes of {devices} devices"
         )
-    ring_taper, all_taper, hop = _tiers(machine.network, np.maximum(strides / devices, 1.0), span)
+    ring_taper, all_taper, hop = _tier_effects(machine.network, np.maximum(strides / devices, 1.0), span)
     multicast = machine.links is not None and machine.links.switch is not None and machine.links.switch.multicast
     return Placement(
         size=sizes,
@@ -102,7 +102,7 @@ def place(machine: Machine, size: npt.ArrayLike, stride: npt.ArrayLike, world: i
     )
 
 
-def join(placements: list[Placement]) -> Placement:
+def join_placements(placements: list[Placement]) -> Placement:
     """Return `placements` concatenated into one placement of one dimension."""
     return Placement(
         **{
@@ -153,7 +153,7 @@ def _ring_rate(links: Links, group: tuple[int, ...]) -> float:
     if links.mesh is None:
         return _switch_rate(links)
     members = np.array(group)
-    capacity = _capacity(links)[np.ix_(members, members)]
+    capacity = _link_capacity(links)[np.ix_(members, members)]
     apart = ~np.eye(len(group), dtype=bool)
     if capacity[0, 1] > 0 and np.all(capacity[apart] == capacity[0, 1]):
         # In a fully connected group, rings over all links together use each link in both directions.
@@ -184,7 +184,7 @@ def _lay_rings(capacity: Floats) -> float:
 
 
 @cache
-def _capacity(links: Links) -> Floats:
+def _link_capacity(links: Links) -> Floats:
     """Return the B/s of direct links, [devices, devices]."""
     assert links.mesh is not None
     return np.array(links.mesh.links) * (links.mesh.gb_s * 1e9)
@@ -193,11 +193,11 @@ def _capacity(links: Links) -> Floats:
 @cache
 def _widest_paths(links: Links) -> Floats:
     """Return the B/s of the widest path between each two devices, [devices, devices]; a direct link always counts as it."""
-    width = _capacity(links).copy()
+    width = _link_capacity(links).copy()
     # Floyd-Warshall, where the width of a path is that of its narrowest link.
     for between in range(len(width)):
         width = np.maximum(width, np.minimum(width[:, between, None], width[None, between, :]))
-    direct = _capacity(links)
+    direct = _link_capacity(links)
     return np.where(direct > 0, direct, width)
 
 
@@ -211,7 +211,7 @@ def _share_interfaces(network: Network, groups: Sequence[Sequence[int]]) -> tupl
     return min(sum(share[device] for device in group) for group in groups), sharing
 
 
-def _tiers(network: Network | None, step: Floats, span: Ints) -> tuple[Floats, Floats, Floats]:
+def _tier_effects(network: Network | None, step: Floats, span: Ints) -> tuple[Floats, Floats, Floats]:
     """Return (taper of rings, taper of all-to-all, added seconds per step) for members `step` nodes apart over
     `span` nodes."""
     ring, everywhere, hop = np.ones(span.shape), np.ones(span.shape), np.zeros(span.shape)

@@ -13,7 +13,7 @@ from described import cube_mesh, infiniband, switched
 from phalanx.hardware.calibrate.fit_collectives import SPREAD, Point, fit_constants, make_predictor
 from phalanx.hardware.collectives import COLLECTIVES, Constants, bus_bandwidth, default_constants
 from phalanx.hardware.machine import Machine, load_machine
-from phalanx.hardware.topology import place
+from phalanx.hardware.topology import place_groups
 
 MEASURED = Path(__file__).parents[3] / "shared" / "reference" / "collectives.csv"
 CLUSTER = switched(network=infiniband(8, 4, 25))
@@ -22,7 +22,7 @@ CLUSTER = switched(network=infiniband(8, 4, 25))
 def synthetic(constants: Constants, groups: list[tuple[int, int]], noise: float = 0.0) -> list[Point]:
     generator = np.random.default_rng(0)
     points = [
-        Point(name, size, place(CLUSTER, *group), 1.0)
+        Point(name, size, place_groups(CLUSTER, *group), 1.0)
         for name in COLLECTIVES
         for group in groups
         for size in np.geomspace(1e5, 1e9, 9)
@@ -93,7 +93,7 @@ def measured(gpu: str, machine: Machine, members: set[int]) -> list[Point]:
             size = float(row["size_bytes"])
             bus = 2 * (count - 1) / count * size / (float(row["busbw_gb_s"]) * 1e9)
             seconds = float(row["time_us"]) * 1e-6 if row["time_us"] else bus
-            points.append(Point("all_reduce", size, place(machine, count, 1, world=count), seconds))
+            points.append(Point("all_reduce", size, place_groups(machine, count, 1, world=count), seconds))
     assert points
     return points
 

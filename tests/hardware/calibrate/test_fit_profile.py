@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from phalanx.hardware.calibrate.fit_profile import profile_of
-from phalanx.hardware.calibrate.measure_machine import Measurements, joined
+from phalanx.hardware.calibrate.measure_machine import Measurements, join_measurements
 from phalanx.hardware.calibrate.measured_sizes import ACCELERATOR, Effort, Product, setting_of, shapes_for
 from phalanx.hardware.calibrate.time_exchanges import Beside, Exchanged, HostExchanges
 from phalanx.hardware.calibrate.time_operations import Passed, TimedBlock
 from phalanx.hardware.collectives import COLLECTIVES, Constants, default_constants
 from phalanx.hardware.machine import load_machine
-from phalanx.hardware.topology import place
+from phalanx.hardware.topology import place_groups
 from phalanx.planner.time.framework import COMPILED
 from phalanx.planner.time.operation_time import Cause, Form, OperationTable, Way, compute_seconds
 from phalanx.planner.time.part_time import part_times, parts_of
@@ -84,7 +84,7 @@ def _blocks(profile: Profile, links: Constants, *, compiled: bool) -> list[Timed
 
 def _measured(profile: Profile, links: Constants) -> Measurements:
     exchanged = [
-        Exchanged(name, size, members, float(collective(size, place(MACHINE, members, 1), links)))
+        Exchanged(name, size, members, float(collective(size, place_groups(MACHINE, members, 1), links)))
         for name, collective in COLLECTIVES.items()
         if name != "broadcast"
         for size in EFFORT.exchanged
@@ -220,7 +220,7 @@ def test_all_ranks_go_at_the_pace_of_the_slowest(measured: Measurements) -> None
         blocks = [replace(x, forward_s=x.forward_s * factor) for x in measured.blocks]
         return replace(measured, operations=tuple(map(slower, measured.operations)), blocks=tuple(blocks))
 
-    together = joined([rank(factor) for factor in (1.0, 1.0, 1.1)])
+    together = join_measurements([rank(factor) for factor in (1.0, 1.0, 1.1)])
     pairs = list(zip(together.operations, measured.operations, strict=True))
     assert all(slow.seconds == pytest.approx(1.1 * fast.seconds) for slow, fast in pairs)
     assert together.blocks[0].forward_s == pytest.approx(1.1 * measured.blocks[0].forward_s)

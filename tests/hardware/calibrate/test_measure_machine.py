@@ -10,7 +10,7 @@ import torch
 from distributed_ranks import run_ranks
 from phalanx.hardware.calibrate.clock import Clock
 from phalanx.hardware.calibrate.fit_profile import profile_of
-from phalanx.hardware.calibrate.measure_machine import Measurements, measure, of_all_ranks, plain_machine
+from phalanx.hardware.calibrate.measure_machine import Measurements, gather_measurements, measure_rank, plain_machine
 from phalanx.hardware.calibrate.measured_sizes import PROCESSOR
 from phalanx.hardware.calibrate.time_exchanges import HostExchanges, time_host_exchanges
 from phalanx.hardware.calibrate.time_operations import split_times
@@ -24,7 +24,7 @@ SHORT = replace(
 
 def _measure(seconds: float) -> tuple[Measurements, list[str]]:
     said: list[str] = []
-    return of_all_ranks(measure(torch.device("cpu"), SHORT, 2, seconds, said.append)), said
+    return gather_measurements(measure_rank(torch.device("cpu"), SHORT, 2, seconds, said.append)), said
 
 
 def test_ranks_measure_together_and_agree_on_what_they_found() -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.hardware.calibrate.measured_sizes import ACCELERATOR, PROCESSOR, shapes_for, spread
+from phalanx.hardware.calibrate.measured_sizes import ACCELERATOR, PROCESSOR, shapes_for, spread_points
 
 
 def test_places_far_apart_are_chosen_first() -> None:
-    assert spread([[0.0], [0.1], [10.0], [5.0], [9.9]], 3) == [0, 2, 3]
+    assert spread_points([[0.0], [0.1], [10.0], [5.0], [9.9]], 3) == [0, 2, 3]
 
 
 def test_equal_places_are_chosen_once() -> None:
-    assert spread([[1.0, 2.0], [1.0, 2.0], [3.0, 2.0]], 5) == [0, 2]
+    assert spread_points([[1.0, 2.0], [1.0, 2.0], [3.0, 2.0]], 5) == [0, 2]
 
 
 @pytest.mark.parametrize("effort", [ACCELERATOR, PROCESSOR])

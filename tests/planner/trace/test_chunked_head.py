@@ -56,7 +56,7 @@ def test_ends_cost_what_tracing_them_finds(seed: int) -> None:
     setting, samples = drawn(seed)
     for name in ("embedding", "head"):
         derived = part_costs(name, setting, samples)
-        traced = parts._part_costs(parts._trace(parts._Trace(name, setting, samples)), Scale())
+        traced = parts._part_costs(parts._trace_part(parts._Trace(name, setting, samples)), Scale())
         assert derived.costs == traced.costs
         assert each_time(derived) == each_time(traced)
         assert derived.parameters == traced.parameters
@@ -65,8 +65,8 @@ def test_ends_cost_what_tracing_them_finds(seed: int) -> None:
 def test_few_traces_serve_all_micro_batches() -> None:
     setting = replace(drawn(0)[0], chunk_tokens=40, z_loss=0.25)
     parts.part_costs.cache_clear()
-    before = parts._trace.cache_info().currsize
+    before = parts._trace_part.cache_info().currsize
     for samples in range(1, 40):
         part_costs("head", setting, samples)
     # One sample or several, one chunk or two to four.
-    assert parts._trace.cache_info().currsize - before <= 8
+    assert parts._trace_part.cache_info().currsize - before <= 8

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.planner.schedule.timeline import Costs
-from phalanx.planner.trace.kernel_fusion import Kernel, fuse, name_of
+from phalanx.planner.trace.kernel_fusion import Kernel, fuse_graph, name_of
 from phalanx.planner.trace.operations import Attention, Matmul, Scale, attention_of, kind_of, matmul_of
 from phalanx.planner.trace.recorder import Recorder
 from phalanx.torch_compat.compiler import joint_graph, plain_graph
@@ -101,7 +101,7 @@ def test_lookups_read_rows_not_tables() -> None:
 
 
 def kernels(function: Callable[..., Any], *tensors: Tensor) -> list[Kernel]:
-    return fuse(plain_graph(function, tensors))
+    return fuse_graph(plain_graph(function, tensors))
 
 
 def test_pointwise_work_between_matmuls_is_one_kernel() -> None:
@@ -140,6 +140,6 @@ def test_kernels_run_after_what_they_read() -> None:
 def test_sums_over_rows_do_not_join_work_over_features() -> None:
     x, w = meta(64, 32), meta(32)
     graph = joint_graph(lambda x, w: (x * w) * w, [x.requires_grad_(), w.requires_grad_()]).divide(None)[1]
-    names = [{name_of(node) for node in kernel.nodes} for kernel in fuse(graph)]
+    names = [{name_of(node) for node in kernel.nodes} for kernel in fuse_graph(graph)]
     assert any("sum" in group for group in names)
     assert not any({"sum", "mul"} <= group for group in names)

@@ -20,7 +20,7 @@ from phalanx.families.language.sizes import matmul_parameters, model_flops_per_t
 from phalanx.layout.prepare_blocks import recompute_block
 from phalanx.nn.attention import Attention, attend
 from phalanx.planner.trace import part_costs as parts
-from phalanx.planner.trace.kernel_fusion import elements, source
+from phalanx.planner.trace.kernel_fusion import element_count, source_node
 from phalanx.planner.trace.operations import Scale
 from phalanx.planner.trace.part_costs import part_costs
 from phalanx.planner.trace.traced_model import Kernel, PartParameter, Setting, build_stage, example_batch
@@ -246,8 +246,8 @@ def kept_by_torch_compile(chosen: Setting, samples: int) -> int:
     block.compile(backend=backend, dynamic=False)
     with _no_random_state():
         block(*arguments)
-    kept = {source(node) for node in outputs(graphs[0])[1:] if isinstance(node, fx.Node)}
-    return sum(elements(node) * node.meta["val"].itemsize for node in kept if node.op == "call_function")
+    kept = {source_node(node) for node in outputs(graphs[0])[1:] if isinstance(node, fx.Node)}
+    return sum(element_count(node) * node.meta["val"].itemsize for node in kept if node.op == "call_function")
 
 
 def outputs(graph: fx.Graph) -> list[Any]:
@@ -333,7 +333,7 @@ def test_exchanged_heads_travel_as_queries_keys_values_and_results(compiled: boo
 )
 def test_derived_costs_are_the_traced_ones(changes: dict[str, Any], compiled: bool) -> None:
     chosen = setting(compile=compiled, **{"model": WIDE, **changes})
-    traced = parts._part_costs(parts._trace(parts._Trace("block", chosen, 4)), Scale())
+    traced = parts._part_costs(parts._trace_part(parts._Trace("block", chosen, 4)), Scale())
     derived = part_costs("block", chosen, 4)
     assert derived.costs == traced.costs
     assert derived.costs.operations == traced.costs.operations
@@ -344,9 +344,9 @@ def test_derived_costs_are_the_traced_ones(changes: dict[str, Any], compiled: bo
 def test_a_compiled_loss_of_any_number_of_tokens_is_the_traced_one(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # 512 tokens in chunks of 192: two whole ones, and one of 128.
     chosen = setting(compile=True, tp=tp, chunk_tokens=192)
-    derived = parts._part_costs(parts._trace(parts._Trace("head", chosen, 2)), Scale())
+    derived = parts._part_costs(parts._trace_part(parts._Trace("head", chosen, 2)), Scale())
     monkeypatch.setattr("phalanx.planner.trace.compiled_block._unlike_rows", lambda tensors: len(tensors[0]))
-    traced = parts._part_costs(parts._trace(parts._Trace("head", chosen, 2)), Scale())
+    traced = parts._part_costs(parts._trace_part(parts._Trace("head", chosen, 2)), Scale())
     assert derived.costs == traced.costs
     assert derived.costs.operations == traced.costs.operations
 

@@ -15,7 +15,12 @@ from phalanx.cli.console import print_json, print_lines
 from phalanx.cli.ranks import start_ranks, words_without_nproc
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.calibrate.fit_profile import Found, profile_of
-from phalanx.hardware.calibrate.measure_machine import Measurements, describe_this_machine, measure, of_all_ranks
+from phalanx.hardware.calibrate.measure_machine import (
+    Measurements,
+    describe_this_machine,
+    gather_measurements,
+    measure_rank,
+)
 from phalanx.hardware.calibrate.measured_sizes import effort_for
 from phalanx.hardware.device import choose_device, device_name
 from phalanx.hardware.machine import Machine
@@ -75,7 +80,7 @@ def _measure_here(ranks: Ranks, device: torch.device, per_node: int, seconds: fl
         if ranks.first:
             write_stderr(f"measuring {words}")
 
-    measured = of_all_ranks(measure(device, effort_for(device), per_node, seconds, report))
+    measured = gather_measurements(measure_rank(device, effort_for(device), per_node, seconds, report))
     # not after a failure: ranks that have failed leave the others in exchanges that would never end
     if dist.is_initialized():
         dist.destroy_process_group()

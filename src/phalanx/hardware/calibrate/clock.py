@@ -63,7 +63,7 @@ class Clock:
 
     def _blockers(self, seconds: float) -> int:
         """Return how many products keep the device busy for `seconds`."""
-        blocker = _blocker(self.device)
+        blocker = _blocking_factor(self.device)
         return 1 + math.ceil(seconds / self._on_device(lambda: torch.mm(blocker, blocker), 3, 0))
 
     def host_seconds(self, call: Call, *, calls: int | None = None) -> float:
@@ -86,7 +86,7 @@ class Clock:
 
     def _on_device(self, call: Call, calls: int, blockers: int) -> float:
         if blockers:
-            blocker = _blocker(self.device)
+            blocker = _blocking_factor(self.device)
             for _ in range(blockers):
                 torch.mm(blocker, blocker)
         start = Moment(self.device)
@@ -98,5 +98,5 @@ class Clock:
 
 
 @cache
-def _blocker(device: torch.device) -> torch.Tensor:
+def _blocking_factor(device: torch.device) -> torch.Tensor:
     return torch.randn(_BLOCKER, _BLOCKER, device=device, dtype=torch.bfloat16)

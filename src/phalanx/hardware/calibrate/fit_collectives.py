@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from phalanx.hardware.collectives import COLLECTIVES, Constants
-from phalanx.hardware.topology import Floats, Placement, join
+from phalanx.hardware.topology import Floats, Placement, join_placements
 
 SPREAD: Mapping[str, float] = {
     "launch_s": 0.7,
@@ -114,7 +114,7 @@ def make_predictor(points: Sequence[Point]) -> Callable[[Constants], Floats]:
         rows = [row for row, point in enumerate(points) if point.collective == name]
         if rows:
             size = np.array([points[row].size for row in rows], np.float64)
-            parts.append((rows, collective, size, join([points[row].placement for row in rows])))
+            parts.append((rows, collective, size, join_placements([points[row].placement for row in rows])))
     assert sum(len(rows) for rows, *_ in parts) == len(points), "a point names a collective that is not known"
 
     def seconds(constants: Constants) -> Floats:

@@ -15,7 +15,7 @@ from phalanx.hardware.calibrate.time_exchanges import Beside
 from phalanx.hardware.calibrate.time_operations import TimedBlock
 from phalanx.hardware.collectives import Constants, default_constants
 from phalanx.hardware.machine import Machine
-from phalanx.hardware.topology import place
+from phalanx.hardware.topology import place_groups
 from phalanx.planner.time.framework import COMPILED, EAGER
 from phalanx.planner.time.least_squares import least_squares
 from phalanx.planner.time.operation_time import Cause, Floats, Form, OperationTable, Way, compute_seconds
@@ -84,17 +84,18 @@ class Found:
 
 def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
     """The profile that says what was measured. machine: where it was; source: on what and when, in words."""
-    curves = _with_curves(_prior(machine.node.device, found), found)
+    curves = _with_curves(_prior_profile(machine.node.device, found), found)
     by_curves = np.exp(_operation_errors(curves, found))
     operations = tuple(
         replace(x, ratio=float(1 / ratio)) for x, ratio in zip(found.operations, by_curves.tolist(), strict=False)
     )
-    profile = replace(curves, measured=operations, host_s=found.host_s, optimizer_b_s=_rate(found))
+    profile = replace(curves, measured=operations, host_s=found.host_s, optimizer_b_s=_optimizer_rate(found))
     if (host := found.host_exchanges) is not None:
         profile = replace(profile, exchange_host_s=host.exchange_s, shard_host_s=host.shard_s)
     profile, constants, exchanged = _with_exchanges(profile, found, machine)
     left_out = [
-        _with_blocks(profile, _without(found.blocks, place), machine, _BLOCKS) for place in range(len(found.blocks))
+        _with_blocks(profile, [*found.blocks[:place], *found.blocks[place + 1 :]], machine, _BLOCKS)
+        for place in range(len(found.blocks))
     ]
     blocks = np.array(
         [_block_error(one, block, machine) for one, block in zip(left_out, found.blocks, strict=True)], np.float64
@@ -106,7 +107,7 @@ def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
         profile=_with_blocks(
             _with_blocks(profile, found.blocks, machine, _BLOCKS), found.eager_blocks, machine, _EAGER
         ),
-        fitted=_judged(found, blocks),
+        fitted=_judge_profile(found, blocks),
         collectives=constants,
         beside=found.beside,
     )
@@ -114,7 +115,7 @@ def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
     return Found(named, by_curves[: len(operations)][fitted_to] - 1, exchanged, blocks)
 
 
-def _prior(device: str, found: Measurements) -> Profile:
+def _prior_profile(device: str, found: Measurements) -> Profile:
     """The device's default; for one that nothing is known of, one with the highest rates that were measured."""
     try:
         return default_profile(device).profile
@@ -135,7 +136,7 @@ def _prior_of_unknown(found: Measurements) -> Profile:
     return replace(scaled, memory_b_s=memory, kernel_s=1e-6, eager_share=share)
 
 
-def _fitted(start: Profile, spread: Mapping[str, float], errors: Callable[[Profile], Floats]) -> Profile:
+def _fit_constants(start: Profile, spread: Mapping[str, float], errors: Callable[[Profile], Floats]) -> Profile:
     """`start` with the constants in `spread` moved to where `errors`, in units of their noise, are least."""
     names, widths = tuple(spread), np.array(list(spread.values()))
 
@@ -160,12 +161,12 @@ def _with_curves(prior: Profile, found: Measurements) -> Profile:
     if areas := [x.batch * x.m for x in fitted_to.operations if x.kind not in _WIDTHS]:
         # By default 0, which no factor moves; so little costs the fewest rows a ninth of their rate.
         prior = replace(prior, attention_area=min(areas) / 8)
-    return _fitted(prior, names, lambda profile: _operation_errors(profile, fitted_to) / _NOISE)
+    return _fit_constants(prior, names, lambda profile: _operation_errors(profile, fitted_to) / _NOISE)
 
 
 def _operation_errors(profile: Profile, found: Measurements) -> Floats:
     """Logarithms of predicted over measured seconds: of operations, then of traffic."""
-    rows = [_row(x) for x in found.operations]
+    rows = [_operation_row(x) for x in found.operations]
     start = (0, Way.FORWARD, Cause.MEMORY, Form.TRAFFIC, False)
     rows += [(*start, 1, 1, 1, 1, 0.0, x.bytes, 1) for x in found.traffic]
     measured = [*(x.seconds for x in found.operations), *(x.seconds for x in found.traffic)]
@@ -176,7 +177,7 @@ def _is_whole(x: TimedOperation) -> bool:
     return x.kind.startswith("whole")
 
 
-def _row(x: TimedOperation) -> tuple[float, ...]:
+def _operation_row(x: TimedOperation) -> tuple[float, ...]:
     start = (0, Way.FORWARD, Cause.MATMUL)
     if (width := _WIDTHS.get(x.kind)) is not None:
         traffic = width * x.batch * (x.m * x.n + x.m * x.k + x.n * x.k)
@@ -189,7 +190,7 @@ def _row(x: TimedOperation) -> tuple[float, ...]:
     return (*start, form, False, x.batch, x.m, x.n, x.k, flops, 0.0, 2)
 
 
-def _rate(found: Measurements) -> float:
+def _optimizer_rate(found: Measurements) -> float:
     """Bytes a second of the largest optimizer step."""
     largest = max(found.optimizer, key=lambda x: x.bytes)
     return largest.bytes / largest.seconds
@@ -206,7 +207,7 @@ def _with_exchanges(
     if not collectives:
         return profile, None, np.zeros(0)
     fit = fit_constants(
-        [Point(x.collective, x.size, place(machine, x.members, 1), x.seconds) for x in collectives],
+        [Point(x.collective, x.size, place_groups(machine, x.members, 1), x.seconds) for x in collectives],
         default_constants(machine),
         _COLLECTIVE_SPREAD,
     )
@@ -216,18 +217,18 @@ def _with_exchanges(
     else:
         profile = replace(profile, network_share=1.0)
     # What computing beside them costs is in `slowdown`; exposed collectives run as they were timed.
-    profile = replace(profile, link_share=1.0, slowdown=_slowdown(found.collectives_beside, profile.slowdown))
+    profile = replace(profile, link_share=1.0, slowdown=_slowdown_beside(found.collectives_beside, profile.slowdown))
     copies = [x for x in found.exchanged if x.collective == "copies"]
     if copies:
         largest = max(copies, key=lambda x: x.size)
         rate = largest.size * (largest.members - 1) / largest.members / largest.seconds
-        share = rate / float(place(machine, largest.members, 1).ring_b_s)
-        slowdown = _slowdown(found.copies_beside, profile.copy_slowdown)
+        share = rate / float(place_groups(machine, largest.members, 1).ring_b_s)
+        slowdown = _slowdown_beside(found.copies_beside, profile.copy_slowdown)
         profile = replace(profile, copy_share=min(1.0, share), copy_slowdown=slowdown)
     return profile, constants, fit.errors
 
 
-def _slowdown(beside: Beside | None, known: float) -> float:
+def _slowdown_beside(beside: Beside | None, known: float) -> float:
     """What computing loses beside an exchange, as a share of the time the exchange takes alone."""
     if beside is None:
         return known
@@ -244,7 +245,7 @@ def _with_blocks(
     """`profile` with the constants in `spread` moved to what `blocks` say."""
     if not blocks:
         return profile
-    return _fitted(profile, spread, lambda one: _block_errors(one, blocks, machine) / _BLOCK_NOISE)
+    return _fit_constants(profile, spread, lambda one: _block_errors(one, blocks, machine) / _BLOCK_NOISE)
 
 
 def _block_errors(profile: Profile, blocks: Sequence[TimedBlock], machine: Machine) -> Floats:
@@ -268,11 +269,7 @@ def _block_error(profile: Profile, block: TimedBlock, machine: Machine) -> float
 _NO_COLLECTIVES = Constants(launch_s=0.0, step_s=0.0, efficiency=1.0, pass_b_s=1e12, ramp=0.0)
 
 
-def _without(blocks: Sequence[TimedBlock], place: int) -> list[TimedBlock]:
-    return [block for other, block in enumerate(blocks) if other != place]
-
-
-def _judged(found: Measurements, blocks: Floats) -> dict[str, object] | None:
+def _judge_profile(found: Measurements, blocks: Floats) -> dict[str, object] | None:
     if not len(blocks):
         return None
     errors = np.abs(blocks)

@@ -92,7 +92,7 @@ class Deadline:
         return bool(verdict)
 
 
-def measure(device: torch.device, effort: Effort, per_node: int, seconds: float, report: Report) -> Measurements:
+def measure_rank(device: torch.device, effort: Effort, per_node: int, seconds: float, report: Report) -> Measurements:
     """Measure on this rank. per_node: ranks on each node. seconds: how long it may take, about."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     clock = Clock(device, effort.span_s, effort.samples)
@@ -112,7 +112,7 @@ def measure(device: torch.device, effort: Effort, per_node: int, seconds: float,
     )
     context = _unowned_bytes(device)
     if several:
-        found = _exchanges(clock, effort, per_node, deadline, found, report)
+        found = _measure_exchanges(clock, effort, per_node, deadline, found, report)
     if context is not None:
         groups = len({one.members for one in found.exchanged})
         more = (_unowned_bytes(device) or context) - context
@@ -126,7 +126,7 @@ def measure(device: torch.device, effort: Effort, per_node: int, seconds: float,
     return replace(found, blocks=blocks, eager_blocks=eager)
 
 
-def _exchanges(
+def _measure_exchanges(
     clock: Clock, effort: Effort, per_node: int, deadline: Deadline, found: Measurements, report: Report
 ) -> Measurements:
     groups = groups_of(dist.get_world_size(), per_node)
@@ -165,16 +165,16 @@ def _unowned_bytes(device: torch.device) -> float | None:
 # --- several ranks -----------------------------------------------------------------------------------------------------
 
 
-def of_all_ranks(mine: Measurements) -> Measurements:
+def gather_measurements(mine: Measurements) -> Measurements:
     """What the ranks found, as one: medians over the ranks, slowed down to the slowest, which the others wait for."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return mine
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
-    return joined(every)
+    return join_measurements(every)
 
 
-def joined(every: Sequence[Measurements]) -> Measurements:
+def join_measurements(every: Sequence[Measurements]) -> Measurements:
     """The measurements of several ranks, which each has in the same order, as one."""
     first = every[0]
     times = np.array([[x.seconds for x in one.operations] for one in every])
@@ -184,20 +184,20 @@ def joined(every: Sequence[Measurements]) -> Measurements:
         operations=tuple(
             replace(x, seconds=slowest * s) for x, s in zip(first.operations, typical.tolist(), strict=True)
         ),
-        traffic=_middle([one.traffic for one in every]),
-        optimizer=_middle([one.optimizer for one in every]),
+        traffic=_median_seconds([one.traffic for one in every]),
+        optimizer=_median_seconds([one.optimizer for one in every]),
         host_s=max(one.host_s for one in every),
-        exchanged=_middle([one.exchanged for one in every]),
+        exchanged=_median_seconds([one.exchanged for one in every]),
         host_exchanges=first.host_exchanges,
-        collectives_beside=_slowest([one.collectives_beside for one in every]),
-        copies_beside=_slowest([one.copies_beside for one in every]),
+        collectives_beside=_slowest_beside([one.collectives_beside for one in every]),
+        copies_beside=_slowest_beside([one.copies_beside for one in every]),
         blocks=_slowest_blocks([one.blocks for one in every]),
         eager_blocks=_slowest_blocks([one.eager_blocks for one in every]),
-        beside=_most([one.beside for one in every]),
+        beside=_largest_bytes([one.beside for one in every]),
     )
 
 
-def _middle(every: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+def _median_seconds(every: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     seconds = np.median([[x.seconds for x in one] for one in every], axis=0).tolist()
     return tuple(replace(x, seconds=s) for x, s in zip(every[0], seconds, strict=True))
 
@@ -213,12 +213,12 @@ def _slowest_blocks(every: Sequence[tuple[TimedBlock, ...]]) -> tuple[TimedBlock
     )
 
 
-def _slowest(every: Sequence[Beside | None]) -> Beside | None:
+def _slowest_beside(every: Sequence[Beside | None]) -> Beside | None:
     known = [one for one in every if one is not None]
     return max(known, key=lambda one: one.both, default=None)
 
 
-def _most(every: Sequence[dict[str, float] | None]) -> dict[str, float] | None:
+def _largest_bytes(every: Sequence[dict[str, float] | None]) -> dict[str, float] | None:
     known = [one for one in every if one is not None]
     return {name: max(one[name] for one in known) for name in known[0]} if known else None
 

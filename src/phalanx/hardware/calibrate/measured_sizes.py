@@ -180,8 +180,8 @@ def shapes_for(effort: Effort, memory_bytes: float) -> Shapes:
         for operation in part_costs(name, setting_of(width, length, tp), samples).costs.operations
     ]
     room = memory_bytes / 4
-    found = list(dict.fromkeys(_product(op) for op in operations if op.matmul is not None))
-    products = [product for product in found if _bytes(product.sizes) < room]
+    found = list(dict.fromkeys(_product_of(op) for op in operations if op.matmul is not None))
+    products = [product for product in found if _product_bytes(product.sizes) < room]
     small = [product for product in products if product.sizes.flops < _DOUBLE_FLOPS] or products[:1]
     attentions = list(
         dict.fromkeys(op.attention for op in operations if op.attention is not None and not op.attention.backward)
@@ -194,15 +194,18 @@ def shapes_for(effort: Effort, memory_bytes: float) -> Shapes:
         _spread_out(products, effort.matmuls),
         _spread_out(products, effort.singles),
         _spread_out(small, effort.doubles),
-        (*(attentions[place] for place in spread([_attended(x) for x in attentions], effort.attentions)), *whole),
+        (
+            *(attentions[place] for place in spread_points([_log_attention(x) for x in attentions], effort.attentions)),
+            *whole,
+        ),
     )
 
 
 def _spread_out(products: Sequence[Product], most: int) -> tuple[Product, ...]:
-    return tuple(products[place] for place in spread([_place(x.sizes) for x in products], most))
+    return tuple(products[place] for place in spread_points([_log_sizes(x.sizes) for x in products], most))
 
 
-def spread(places: Sequence[Sequence[float]], most: int) -> list[int]:
+def spread_points(places: Sequence[Sequence[float]], most: int) -> list[int]:
     """Return the indices of at most `most` of `places`, each the farthest from those before it; the first is 0."""
     points = np.asarray(places, np.float64)
     chosen = [0]
@@ -213,7 +216,7 @@ def spread(places: Sequence[Sequence[float]], most: int) -> list[int]:
     return chosen
 
 
-def _product(op: Operation) -> Product:
+def _product_of(op: Operation) -> Product:
     assert op.matmul is not None
     # The head's loss makes gradients in its forward pass; those of its weight are added up in 32 bits.
     if op.weight_gradient or op.dtype == torch.float32:
@@ -221,14 +224,14 @@ def _product(op: Operation) -> Product:
     return Product(op.matmul, "forward" if op.phase == "forward" else "input")
 
 
-def _place(sizes: Matmul) -> list[float]:
+def _log_sizes(sizes: Matmul) -> list[float]:
     return [log2(size) for size in (sizes.batch, sizes.m, sizes.n, sizes.k)]
 
 
-def _attended(sizes: Attention) -> list[float]:
+def _log_attention(sizes: Attention) -> list[float]:
     heads = sizes.samples * sizes.heads
     return [*(log2(size) for size in (sizes.queries, sizes.keys, sizes.head_size)), log2(heads) / 2]
 
 
-def _bytes(sizes: Matmul) -> float:
+def _product_bytes(sizes: Matmul) -> float:
     return 4.0 * sizes.batch * (sizes.m * sizes.n + sizes.m * sizes.k + sizes.n * sizes.k)

@@ -70,16 +70,16 @@ def time_collectives(
         if size != sizes[0] and not more():
             return
         for members, group in groups:
-            for name, call in _calls(size, members, group, clock.device).items():
+            for name, call in _collective_calls(size, members, group, clock.device).items():
                 dist.barrier(group)
-                yield Exchanged(name, size, members, clock.seconds(call, calls=_repeats(size)))
+                yield Exchanged(name, size, members, clock.seconds(call, calls=_repeat_count(size)))
 
 
-def _repeats(size: int) -> int:
+def _repeat_count(size: int) -> int:
     return max(2, min(20, 2**28 // size))
 
 
-def _calls(size: int, members: int, group: Group, device: torch.device) -> dict[str, Callable[[], object]]:
+def _collective_calls(size: int, members: int, group: Group, device: torch.device) -> dict[str, Callable[[], object]]:
     count = size // 2 // members * members
     whole = torch.ones(count, device=device, dtype=torch.bfloat16)
     parts, other, name = whole.view(members, -1), torch.empty_like(whole), group.group_name
@@ -110,11 +110,11 @@ def time_copies(clock: Clock, group: Group, sizes: Sequence[int]) -> Iterator[Ex
     if not reaches_peers(clock.device, group):
         return
     for size in sizes:
-        call = _copying(clock.device, group, size)
-        yield Exchanged("copies", size, group.size(), clock.seconds(call, calls=_repeats(size)))
+        call = _copy_call(clock.device, group, size)
+        yield Exchanged("copies", size, group.size(), clock.seconds(call, calls=_repeat_count(size)))
 
 
-def _copying(device: torch.device, group: Group, size: int) -> Callable[[], object]:
+def _copy_call(device: torch.device, group: Group, size: int) -> Callable[[], object]:
     count = size // 2 // group.size()
     (gather,) = PublishedShards([[count]], torch.bfloat16, device, group).gathers
     shard = torch.ones(count, device=device, dtype=torch.bfloat16)
@@ -138,11 +138,15 @@ def time_beside(clock: Clock, group: Group, rows: int, count: int, size: int, *,
         for _ in range(count):
             torch.mm(a, a, out=out)
 
-    gather = _copying(device, group, size) if copies else _calls(size, group.size(), group, device)["all_gather"]
+    gather = (
+        _copy_call(device, group, size)
+        if copies
+        else _collective_calls(size, group.size(), group, device)["all_gather"]
+    )
     side = _Side(device)
     dist.barrier(group)
     alone = clock.seconds(compute, calls=2)
-    exchange = clock.seconds(gather, calls=_repeats(size))
+    exchange = clock.seconds(gather, calls=_repeat_count(size))
     times = torch.tensor(max(1, int(_COVERED * alone / exchange)))
     # Every rank has to take part in as many.
     dist.all_reduce(times, op=dist.ReduceOp.MIN)
@@ -237,7 +241,7 @@ def _exchange_seconds(clock: Clock) -> float:
 
 def _shard_seconds(clock: Clock) -> float:
     sharded, plain = (
-        clock.host_seconds(_passes(_stack(clock.device, shared)), calls=_CALLS) for shared in (True, False)
+        clock.host_seconds(_training_pass(_build_stack(clock.device, shared)), calls=_CALLS) for shared in (True, False)
     )
     # Forward each is gathered; backward it is gathered again, and its gradient is reduced.
     return max(0.0, sharded - plain) / (3 * _UNITS * _TENSORS)
@@ -254,7 +258,7 @@ class _Unit(nn.Module):
         return x
 
 
-def _stack(device: torch.device, shared: bool) -> nn.Module:
+def _build_stack(device: torch.device, shared: bool) -> nn.Module:
     with torch.device(device):
         stack = nn.Sequential(*(_Unit() for _ in range(_UNITS)))
     if not shared:
@@ -276,7 +280,7 @@ def _stack(device: torch.device, shared: bool) -> nn.Module:
     return stack
 
 
-def _passes(stack: nn.Module) -> Callable[[], object]:
+def _training_pass(stack: nn.Module) -> Callable[[], object]:
     device = next(stack.parameters()).device
     x = torch.zeros(_SIDE, _SIDE, device=device, dtype=torch.bfloat16)
 

@@ -60,17 +60,17 @@ def warm_up(clock: Clock, seconds: float) -> None:
 
 def time_shapes(clock: Clock, shapes: Shapes, more: Callable[[], bool]) -> Iterator[TimedOperation]:
     """Time products and attention calls until `more` returns False; the first of each kind is always timed."""
-    for product in _while(more, shapes.products):
+    for product in _take_while(more, shapes.products):
         yield _time_product(clock, product, torch.bfloat16)
-    for product in _while(more, shapes.singles):
+    for product in _take_while(more, shapes.singles):
         yield _time_product(clock, product, torch.float32)
-    for product in _while(more, shapes.doubles):
+    for product in _take_while(more, shapes.doubles):
         yield _time_product(clock, product, torch.float64)
-    for attention in _while(more, shapes.attentions):
+    for attention in _take_while(more, shapes.attentions):
         yield from _time_attention(clock, attention)
 
 
-def _while(more: Callable[[], bool], wanted: Sequence[T]) -> Iterator[T]:
+def _take_while(more: Callable[[], bool], wanted: Sequence[T]) -> Iterator[T]:
     for number, one in enumerate(wanted):
         if number and not more():
             return
@@ -97,7 +97,7 @@ def _time_product(clock: Clock, product: Product, dtype: torch.dtype) -> TimedOp
 def _time_attention(clock: Clock, x: Attention) -> Iterator[TimedOperation]:
     """Time attention forward and backward, by the kernel that training chooses for this shape."""
     device, dtype = clock.device, torch.bfloat16
-    choice, attended = _causal(x, device) if x.causal else _whole(x, device)
+    choice, attended = _causal_attention(x, device) if x.causal else _whole_attention(x, device)
 
     def random(heads: int) -> Tensor:
         made = torch.randn(x.samples, x.queries, heads, x.head_size, device=device, dtype=dtype)
@@ -119,7 +119,7 @@ Attended = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of queries, keys and values [B, A, S, E]."""
 
 
-def _causal(x: Attention, device: torch.device) -> tuple[AttentionChoice, Attended]:
+def _causal_attention(x: Attention, device: torch.device) -> tuple[AttentionChoice, Attended]:
     model = model_of(x.heads * x.head_size, x.queries)
     model = model.model_copy(update={"n_heads": x.heads, "n_kv_heads": x.kv_heads})
     shape = AttentionShape(x.samples, x.queries, torch.bfloat16, documents=False)
@@ -129,7 +129,7 @@ def _causal(x: Attention, device: torch.device) -> tuple[AttentionChoice, Attend
     return choice, lambda query, key, value: attend(query, key, value, context)
 
 
-def _whole(x: Attention, device: torch.device) -> tuple[AttentionChoice, Attended]:
+def _whole_attention(x: Attention, device: torch.device) -> tuple[AttentionChoice, Attended]:
     shape = (x.samples, x.queries, x.heads, x.head_size)
     return choose_whole_attention(shape, torch.bfloat16, device), attend_whole
 

@@ -134,7 +134,7 @@ def rank_report(
     before = _by_kind(fewer.calls, axes, rank, devices_per_node)
     traffic = []
     for kind, count in _by_kind(more.calls, axes, rank, devices_per_node).items():
-        carried = _carry(fewer, more, before.get(kind, 0), count, wanted)
+        carried = _grow_evenly(fewer, more, before.get(kind, 0), count, wanted)
         assert carried == round(carried), f"{kind} does not grow evenly with micro-batches"
         traffic.append(Traffic(*kind, count=round(carried)))
     traffic.sort(key=lambda t: (t.axis, t.operation, -t.bytes))
@@ -152,14 +152,14 @@ def rank_report(
     )
 
 
-def _carry(fewer: Measured, more: Measured, before: float, after: float, wanted: int) -> float:
+def _grow_evenly(fewer: Measured, more: Measured, before: float, after: float, wanted: int) -> float:
     step = more.microbatches - fewer.microbatches
     return after if not step else after + (after - before) * (wanted - more.microbatches) / step
 
 
 def _peak_of_few_kept(fewer: Measured, more: Measured, wanted: int) -> tuple[int, Moment]:
     """Both steps hold as many activations as any: the peak grows evenly, wherever it is."""
-    return round(_carry(fewer, more, fewer.peak, more.peak, wanted)), more.moment
+    return round(_grow_evenly(fewer, more, fewer.peak, more.peak, wanted)), more.moment
 
 
 def _peak_of_all_kept(fewer: Measured, more: Measured, wanted: int) -> tuple[int, Moment]:
@@ -170,7 +170,7 @@ def _peak_of_all_kept(fewer: Measured, more: Measured, wanted: int) -> tuple[int
     best, found = 0, more.moment
     for key, point in after.items():
         if key in before:
-            peak = round(_carry(fewer, more, before[key].peak, point.peak, wanted))
+            peak = round(_grow_evenly(fewer, more, before[key].peak, point.peak, wanted))
             if peak > best:
                 best, found = peak, point.moment
     return best, found
@@ -198,8 +198,8 @@ def _by_kind(calls: dict[Call, int], axes: dict[str, Axis], rank: int, devices_p
             axis.name,
             axis.size,
             call.bytes,
-            _sent(call, axis.size),
-            _crossing(call, axis, rank, devices_per_node),
+            _bytes_sent(call, axis.size),
+            _crossing_share(call, axis, rank, devices_per_node),
         )
         counts[kind] += count
     return counts
@@ -220,7 +220,7 @@ def group_axes(mesh: Mesh, world_size: int) -> dict[str, Axis]:
     return found
 
 
-def _sent(call: Call, size: int) -> float:
+def _bytes_sent(call: Call, size: int) -> float:
     share = (size - 1) / size
     if call.operation == "send":
         return float(call.bytes)
@@ -229,7 +229,7 @@ def _sent(call: Call, size: int) -> float:
     return call.bytes * share * (2 if call.operation == "all_reduce" else 1)
 
 
-def _crossing(call: Call, axis: Axis, rank: int, devices_per_node: int | None) -> float:
+def _crossing_share(call: Call, axis: Axis, rank: int, devices_per_node: int | None) -> float:
     if devices_per_node is None:
         return 0.0
     nodes = [member // devices_per_node for member in axis.ranks]

@@ -78,7 +78,7 @@ def dry_run(
     who waits, since a large model whose weights are streamed takes minutes: each chunk of a matrix is some operations.
     """
     start = time.perf_counter()
-    model, attention = _prepared(model, layout, accelerator)
+    model, attention = _prepare_model(model, layout, accelerator)
     wanted = layout.accumulation
     few, more = representative_microbatches(layout)
     with fake_rank(layout, rank, accelerator=accelerator) as (mesh, trace), attention.active():
@@ -87,7 +87,7 @@ def dry_run(
         step = build(model, applied, DEVICE).relaid(WatchedExecutor(applied, trace))
         first = measured_step(model, applied, step, trace, tell)
         # The receive buffers of one number of micro-batches must be gone before those of another are made.
-        applied = _relaid(applied, mesh, _with_microbatches(layout, more))
+        applied = _lay_again(applied, mesh, _with_microbatches(layout, more))
         step = step.relaid(WatchedExecutor(applied, trace))
         second = measured_step(model, applied, step, trace, tell)
         return rank_report(
@@ -121,7 +121,9 @@ def representative_microbatches(layout: ResolvedLayout) -> tuple[int, int]:
     return (few, more) if more < wanted else (wanted, wanted)
 
 
-def _prepared(model: TracedModel, layout: ResolvedLayout, accelerator: bool) -> tuple[TracedModel, AttentionChoice]:
+def _prepare_model(
+    model: TracedModel, layout: ResolvedLayout, accelerator: bool
+) -> tuple[TracedModel, AttentionChoice]:
     """The model with what depends on the device decided, and its attention; blocks run uncompiled."""
     run, target = model.run, torch.device("meta" if accelerator else "cpu")
     decided: dict[str, Any] = {"compile": False, **model.dry_run_fields(target, layout.tp)}
@@ -135,7 +137,7 @@ def _with_microbatches(layout: ResolvedLayout, count: int) -> ResolvedLayout:
     return replace(layout, global_batch=count * layout.microbatch * layout.data_ranks)
 
 
-def _relaid(applied: ParallelModel, mesh: Mesh, layout: ResolvedLayout) -> ParallelModel:
+def _lay_again(applied: ParallelModel, mesh: Mesh, layout: ResolvedLayout) -> ParallelModel:
     """The same stages with another number of micro-batches."""
     if layout == applied.layout:
         return applied
@@ -147,13 +149,13 @@ def _relaid(applied: ParallelModel, mesh: Mesh, layout: ResolvedLayout) -> Paral
 
 def _label_state(trace: StepTrace, applied: ParallelModel, step: Step) -> None:
     for stage in applied.stages:
-        trace.label([_local(tensor) for tensor in (*stage.parameters(), *stage.buffers())], "parameters")
-    trace.label([_local(parameter) for parameter in applied.parameters.values()], "parameters")
+        trace.label([_local_part(tensor) for tensor in (*stage.parameters(), *stage.buffers())], "parameters")
+    trace.label([_local_part(parameter) for parameter in applied.parameters.values()], "parameters")
     for state in step.optimizer.state.values():
-        trace.label([_local(value) for value in state.values() if isinstance(value, Tensor)], "optimizer")
+        trace.label([_local_part(value) for value in state.values() if isinstance(value, Tensor)], "optimizer")
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
@@ -162,7 +164,7 @@ def measured_step(
 ) -> Measured:
     """One optimizer step on samples without content, under a trace that has seen all that was made before."""
     _label_state(trace, applied, step)
-    handles = [handle for stage in applied.stages for handle in _watch(stage, trace, tell)]
+    handles = [handle for stage in applied.stages for handle in _watch_modules(stage, trace, tell)]
     gc.collect()
     trace.go_to(Moment("start"))
     trace.begin()
@@ -197,7 +199,7 @@ class WatchedExecutor(Executor):
         return total
 
 
-def _watch(stage: Stage, trace: StepTrace, tell: Tell) -> list[Any]:
+def _watch_modules(stage: Stage, trace: StepTrace, tell: Tell) -> list[Any]:
     """Let the trace know which module runs, forward and backward."""
     part = stage.part
     named: dict[str, nn.Module] = {"stage": stage}

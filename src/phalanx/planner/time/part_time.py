@@ -16,7 +16,7 @@ import numpy as np
 
 from phalanx.hardware.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
 from phalanx.hardware.machine import Machine
-from phalanx.hardware.topology import place
+from phalanx.hardware.topology import place_groups
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.operation_time import (
     Cause,
@@ -175,7 +175,7 @@ def _collective_seconds(parts: Parts, machine: Machine, constants: Constants) ->
     ):
         if not np.any(sizes > 1):
             continue
-        places = place(machine, sizes, strides)
+        places = place_groups(machine, sizes, strides)
         for form, collective in _COLLECTIVES.items():
             rows = np.flatnonzero((table.cause == cause) & (table.form == form))
             if len(rows):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.hardware.machine import Machine
-from phalanx.hardware.topology import Placement, join, place
+from phalanx.hardware.topology import Placement, join_placements, place_groups
 from phalanx.layout.spec import CONTEXTS, RECOMPUTES, SCHEDULES, LayoutTable
 from phalanx.layout.stage_assignment import stage_layer_counts
 from phalanx.nn.precision import PRECISIONS
@@ -176,7 +176,7 @@ class Steps:
                     }
                 )
             elif isinstance(columns[0], Placement):
-                values[field.name] = join(columns)
+                values[field.name] = join_placements(columns)
             elif field.name != "parts":
                 values[field.name] = np.concatenate(columns)
         return cls(**values)  # type: ignore[arg-type]
@@ -346,4 +346,4 @@ def _placed(machine: Machine, size: Ints, stride: Ints) -> tuple[Placement, Ints
     """`place`, computed once for each distinct pair; and which of those each one is."""
     stride = np.where(size > 1, stride, 1)
     first, which = _distinct([size, stride])
-    return at(place(machine, size[first], stride[first]), which), which
+    return at(place_groups(machine, size[first], stride[first]), which), which

@@ -35,25 +35,25 @@ AttentionCore = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 def core_attention(kernel: str) -> AttentionCore:
     """Attention of whole samples as `kernel` computes it; see `language.Kernel`."""
     cores: dict[str, AttentionCore] = {
-        "flash": _flash,
-        "flex": _flash,
-        "cudnn": _cudnn,
-        "efficient": _efficient,
-        "math": _math,
-        "cpu": _cpu,
+        "flash": _flash_attention,
+        "flex": _flash_attention,
+        "cudnn": _cudnn_attention,
+        "efficient": _efficient_attention,
+        "math": _math_attention,
+        "cpu": _cpu_attention,
     }
     return cores[kernel]
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
     # FlexAttention keeps and computes the same, whatever its bias.
     if context.bias is not None:
-        return _efficient(query, key, value, context)
+        return _efficient_attention(query, key, value, context)
     out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
     return out
 
 
-def _cudnn(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+def _cudnn_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
     bias = _whole_bias(query, context)
     out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, bias, True, 0.0, bias is None)[
         0
@@ -61,7 +61,7 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
     return out
 
 
-def _efficient(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+def _efficient_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
     bias = _whole_bias(query, context)
     key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
     operation = torch.ops.aten._scaled_dot_product_efficient_attention
@@ -74,13 +74,13 @@ def _whole_bias(query: Tensor, context: Any) -> Tensor | None:
     return None if bias is None else bias.expand(*query.shape[:3], bias.shape[-1])
 
 
-def _math(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+def _math_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     causal = context.bias is None
     return F.scaled_dot_product_attention(query, key, value, context.bias, is_causal=causal, enable_gqa=grouped)
 
 
-def _cpu(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
     key, value = (repeat_heads(x, query.shape[1]) for x in (key, value))
     operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out: Tensor = operation(query, key, value, 0.0, context.bias is None, attn_mask=context.bias)[0]
@@ -101,7 +101,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, recorder: Recorder | None) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         y, scale = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=wide)
-        _kernel(recorder, "_fused_rms_norm", [x, weight], [y, scale])
+        _record_kernel(recorder, "_fused_rms_norm", [x, weight], [y, scale])
         ctx.save_for_backward(x, weight, scale)
         ctx.recorder = recorder
         return y
@@ -110,11 +110,11 @@ class _FusedRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)
-        _kernel(ctx.recorder, "_fused_rms_norm_backward", [grads[0], x, weight, scale], [grad_x, grad_weight])
+        _record_kernel(ctx.recorder, "_fused_rms_norm_backward", [grads[0], x, weight, scale], [grad_x, grad_weight])
         return grad_x, grad_weight, None
 
 
-def _kernel(recorder: Recorder | None, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
+def _record_kernel(recorder: Recorder | None, name: str, reads: list[Tensor], writes: list[Tensor]) -> None:
     if recorder is None:
         return
     step = Step(name, "reduction", recorder.phase, writes[0].dtype, work=[writes[0].numel()])
@@ -159,10 +159,10 @@ def fused_norms() -> Iterator[None]:
     The function itself is replaced: a mode of PyTorch's would be off where it matters, in a backward pass that computes
     blocks again.
     """
-    with patch.object(F, "rms_norm", _fused):
+    with patch.object(F, "rms_norm", _fused_norm):
         yield
 
 
-def _fused(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _fused_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     assert weight is not None
     return fused_rms_norm(input, weight)

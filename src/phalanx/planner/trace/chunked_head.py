@@ -49,17 +49,17 @@ class Chunks:
 
     def shown(self, tp: int, sizes: frozenset[int]) -> Chunks:
         """What to trace in place of several of these. sizes: of the model and of a sample."""
-        samples = 1 if self.samples == 1 else next(n for n in _primes() if all(size % n for size in sizes))
+        samples = 1 if self.samples == 1 else next(n for n in _prime_numbers() if all(size % n for size in sizes))
         # Scales follow one another: what one leads to, none behind it may take for its own.
         taken = sizes | {2 * tp, samples, self.samples, self.positions, self.tokens, self.last}
-        return _shown(min(self.count, _SHOWN), samples, 2 * tp, taken)
+        return _shown_chunks(min(self.count, _SHOWN), samples, 2 * tp, taken)
 
 
 @cache
-def _shown(count: int, samples: int, unit: int, taken: frozenset[int]) -> Chunks:
+def _shown_chunks(count: int, samples: int, unit: int, taken: frozenset[int]) -> Chunks:
     """So many chunks, whose numbers of positions and tokens are multiples of `unit`, as ranks share positions out, and of
     prime numbers that divide nothing else."""
-    apart = [n for n in _primes() if all(size % n for size in taken)]
+    apart = [n for n in _prime_numbers() if all(size % n for size in taken)]
     known = frozenset(apart)
     for positions in apart:
         whole = samples * positions
@@ -72,7 +72,7 @@ def _shown(count: int, samples: int, unit: int, taken: frozenset[int]) -> Chunks
 
 
 @cache
-def _primes() -> tuple[int, ...]:
+def _prime_numbers() -> tuple[int, ...]:
     return tuple(n for n in range(_LEAST, _MOST) if all(n % d for d in range(2, int(n**0.5) + 1)))
 
 
@@ -95,7 +95,7 @@ class _Scales(Scale):
 @cache
 def _prime_of(traced: int) -> int:
     """The largest prime that divides a number that was traced; 1 of 1."""
-    return max((n for n in (*_primes(), 1) if traced % n == 0), default=1)
+    return max((n for n in (*_prime_numbers(), 1) if traced % n == 0), default=1)
 
 
 def shown_setting(setting: Setting, shown: Chunks) -> Setting:

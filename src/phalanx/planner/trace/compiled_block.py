@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from phalanx.planner.schedule.timeline import Access, Role, Step, Timeline
-from phalanx.planner.trace.kernel_fusion import Kernel, elements, fuse, name_of, source
+from phalanx.planner.trace.kernel_fusion import Kernel, element_count, fuse_graph, name_of, source_node
 from phalanx.planner.trace.operations import Kind, Phase, Scale, attention_of, kind_of, matmul_of
 from phalanx.planner.trace.recorder import Opaque, Recorder, collective_of
 from phalanx.torch_compat.compiler import JointGraph, plain_graph, unseen
@@ -47,31 +47,31 @@ def compiled_timeline(
         warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")
         forward, backward = joint.divide(policy)
     count = joint.options["num_fwd_outputs"]
-    outputs = _outputs(forward)
+    outputs = _graph_outputs(forward)
     timeline = Timeline()
     reader = _Reader(timeline, axes, opaque)
-    for node in _placeholders(forward):
+    for node in _graph_inputs(forward):
         argument = arguments[int(str(node.target).removeprefix("primals_")) - 1]
         reader.place(node, argument.name, argument.role)
     timeline.forward = reader.steps(forward, lambda _: "forward")
     timeline.output = reader.buffers(outputs[:count])
     kept = reader.buffers(outputs[count:])
     timeline.kept = [number for number in kept if timeline.buffers[number].role in ("made", "input")]
-    _drop(timeline, timeline.forward, {*timeline.output, *kept})
+    _free_buffers(timeline, timeline.forward, {*timeline.output, *kept})
 
     saved = {node.name: node for node in forward.nodes}
     behind = _Reader(timeline, axes, opaque)
-    for node in _placeholders(backward):
+    for node in _graph_inputs(backward):
         if node.name in saved:
-            behind.buffer[node] = reader.buffer[source(saved[node.name])]
+            behind.buffer[node] = reader.buffer[source_node(saved[node.name])]
         else:
             behind.place(node, "incoming", "incoming")
-    timeline.backward = behind.steps(backward, _phases(backward))
-    gradients = _outputs(backward)
+    timeline.backward = behind.steps(backward, _phase_by_kernel(backward))
+    gradients = _graph_outputs(backward)
     parameters = [node for node, argument in zip(gradients, arguments, strict=True) if argument.parameter]
     assert all(isinstance(node, fx.Node) for node in parameters), "a parameter without gradient"
     timeline.gradients = behind.buffers(parameters)
-    _drop(timeline, timeline.backward, set(behind.buffers(gradients)), timeline.kept)
+    _free_buffers(timeline, timeline.backward, set(behind.buffers(gradients)), timeline.kept)
     return timeline
 
 
@@ -86,19 +86,19 @@ def fused_steps(function: Callable[..., Any], tensors: Sequence[Tensor], recorde
         traced = [tensor.new_empty((scale.traced, *tensor.shape[1:])) for tensor in tensors]
     graph = _graph_of(function, traced)
     reader = _Reader(recorder.timeline, recorder.axes, recorder.opaque)
-    for node, tensor in zip(_placeholders(graph), tensors, strict=True):
+    for node, tensor in zip(_graph_inputs(graph), tensors, strict=True):
         reader.buffer[node] = recorder.hold(tensor, "made")
     buffers = recorder.timeline.buffers
     before = range(len(buffers))
     steps = [step.scaled(scale) for step in reader.steps(graph, lambda _: recorder.phase)]
     for buffer in buffers[len(before) :]:
         buffer.elements = scale(buffer.elements)
-    outputs = _outputs(graph)
+    outputs = _graph_outputs(graph)
     with unseen():
-        results = [_meta(node.meta["val"], scale) for node in outputs]
-    _drop(recorder.timeline, steps, {*before, *reader.buffers(outputs)})
+        results = [_meta_like(node.meta["val"], scale) for node in outputs]
+    _free_buffers(recorder.timeline, steps, {*before, *reader.buffers(outputs)})
     for node, result in zip(outputs, results, strict=True):
-        recorder.adopt(result, reader.buffer[source(node)])
+        recorder.adopt(result, reader.buffer[source_node(node)])
     recorder.extend(steps)
     return tuple(results)
 
@@ -120,7 +120,7 @@ def _graph_of(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Gra
 
     Functions are alike where they are from the same place in the code and close over equal values.
     """
-    closed = tuple(_identity(cell.cell_contents) for cell in function.__closure__ or ())
+    closed = tuple(_value_key(cell.cell_contents) for cell in function.__closure__ or ())
     key = (function.__code__, closed, tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors))
     if key not in _graphs:
         with unseen():
@@ -128,32 +128,32 @@ def _graph_of(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Gra
     return _graphs[key]
 
 
-def _identity(value: Any) -> Any:
+def _value_key(value: Any) -> Any:
     """What two values have alike that do the same: partial functions of equal arguments are not equal themselves."""
     if isinstance(value, partial):
         return value.func, value.args, tuple(sorted(value.keywords.items()))
     return value
 
 
-def _phases(graph: fx.Graph) -> Callable[[Kernel], Phase]:
+def _phase_by_kernel(graph: fx.Graph) -> Callable[[Kernel], Phase]:
     """recompute for kernels that depend on no gradient, backward for the others."""
-    after = {node for node in _placeholders(graph) if "tangents" in str(node.target)}
+    after = {node for node in _graph_inputs(graph) if "tangents" in str(node.target)}
     for node in graph.nodes:
         if any(argument in after for argument in node.all_input_nodes):
             after.add(node)
     return lambda kernel: "backward" if any(node in after for node in kernel.nodes) else "recompute"
 
 
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
+def _graph_inputs(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "placeholder"]
 
 
-def _outputs(graph: fx.Graph) -> list[Any]:
+def _graph_outputs(graph: fx.Graph) -> list[Any]:
     (results,) = next(iter(reversed(graph.nodes))).args
     return list(results) if isinstance(results, list | tuple) else [results]
 
 
-def _drop(timeline: Timeline, steps: list[Step], staying: set[int], before: Iterable[int] = ()) -> None:
+def _free_buffers(timeline: Timeline, steps: list[Step], staying: set[int], before: Iterable[int] = ()) -> None:
     """Free each buffer after the last step that touches it, except those that stay. before: alive when steps begin."""
     last = dict.fromkeys(before, 0)
     for place, step in enumerate(steps):
@@ -202,15 +202,15 @@ class _Reader:
 
     def buffers(self, nodes: Iterable[Any]) -> list[int]:
         """Buffers of the tensors among `nodes`, each once."""
-        found = [self.buffer.get(source(node)) for node in nodes if isinstance(node, fx.Node)]
+        found = [self.buffer.get(source_node(node)) for node in nodes if isinstance(node, fx.Node)]
         return sorted({number for number in found if number is not None})
 
     def steps(self, graph: fx.Graph, phase: Callable[[Kernel], Phase]) -> list[Step]:
         """The steps of a graph, without what they free."""
         found: list[Step] = []
-        for kernel in fuse(graph):
+        for kernel in fuse_graph(graph):
             first = kernel.nodes[0]
-            name = _name(kernel)
+            name = _kernel_name(kernel)
             for node in kernel.writes:
                 self.place(node, name_of(first) if kernel.alone else name, "made")
             if first.target in self.opaque:
@@ -222,16 +222,18 @@ class _Reader:
     def _step(self, kernel: Kernel, name: str, phase: Phase) -> Step:
         first = kernel.nodes[0]
         written = [node for node in kernel.writes if node in self.buffer]
-        step = Step(name, _kind(kernel), phase, _dtype(written or kernel.nodes))
+        step = Step(name, _kernel_kind(kernel), phase, _result_dtype(written or kernel.nodes))
         step.reads = [
             Access(self.buffer[node], count, in_order=node not in kernel.sliced)
             for node, count in kernel.reads.items()
             if node in self.buffer
         ]
-        step.writes = [Access(self.buffer[node], elements(node)) for node in written]
+        step.writes = [Access(self.buffer[node], element_count(node)) for node in written]
         step.makes = [self.buffer[node] for node in written]
         if not kernel.alone:
-            step.work = [_work(node) for node in kernel.nodes if kind_of(name_of(node)) in ("pointwise", "reduction")]
+            step.work = [
+                _work_of(node) for node in kernel.nodes if kind_of(name_of(node)) in ("pointwise", "reduction")
+            ]
             return step
         arguments: Any = fx.node.map_arg(first.args, lambda node: node.meta.get("val"))
         keywords: Any = fx.node.map_arg(first.kwargs, lambda node: node.meta.get("val"))
@@ -256,8 +258,8 @@ class _Reader:
             value = argument.meta.get("val")
             if not isinstance(value, Tensor):
                 return value
-            tensor = _meta(value)
-            known[recorder.hold(tensor, "given")] = self.buffer[source(argument)]
+            tensor = _meta_like(value)
+            known[recorder.hold(tensor, "given")] = self.buffer[source_node(argument)]
             return tensor
 
         arguments: Any = fx.node.map_arg(node.args, meta)
@@ -281,14 +283,14 @@ class _Reader:
         return step
 
 
-def _meta(tensor: Tensor, scale: Scale | None = None) -> Tensor:
+def _meta_like(tensor: Tensor, scale: Scale | None = None) -> Tensor:
     """A meta tensor like a fake one, of other sizes where `scale` says so."""
     to = scale or Scale()
     shape, stride = ([to(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
 
 
-def _kind(kernel: Kernel) -> Kind:
+def _kernel_kind(kernel: Kernel) -> Kind:
     kinds = {kind_of(name_of(node)) for node in kernel.nodes}
     if kernel.alone:
         return kinds.pop()
@@ -296,18 +298,18 @@ def _kind(kernel: Kernel) -> Kind:
     return next(kind for kind in order if kind in kinds)
 
 
-def _name(kernel: Kernel) -> str:
+def _kernel_name(kernel: Kernel) -> str:
     """The names of a fused kernel's operations, casts and copies only where there is nothing else."""
     names = list(dict.fromkeys(name_of(node) for node in kernel.nodes))
     telling = [name for name in names if kind_of(name) != "copy"] or names
     return "+".join(telling)
 
 
-def _work(node: fx.Node) -> int:
-    return max(elements(other) for other in (node, *node.all_input_nodes))
+def _work_of(node: fx.Node) -> int:
+    return max(element_count(other) for other in (node, *node.all_input_nodes))
 
 
-def _dtype(nodes: Sequence[fx.Node]) -> torch.dtype:
+def _result_dtype(nodes: Sequence[fx.Node]) -> torch.dtype:
     value = nodes[0].meta["val"]
     first = value if isinstance(value, Tensor) else value[0]
     assert isinstance(first, Tensor)

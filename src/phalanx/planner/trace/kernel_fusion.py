@@ -35,24 +35,24 @@ class Kernel:
     """Those it reads in another order than they are in, or in parts."""
 
 
-def fuse(graph: fx.Graph) -> list[Kernel]:
+def fuse_graph(graph: fx.Graph) -> list[Kernel]:
     """The kernels of a graph whose nodes carry meta tensors, in an order in which they can run."""
     return _Fusion(graph).kernels()
 
 
-def source(node: fx.Node) -> fx.Node:
+def source_node(node: fx.Node) -> fx.Node:
     """The node that made the memory `node` is a view of."""
     while _is_view(node):
         (node,) = node.all_input_nodes[:1]
     return node
 
 
-def elements(node: fx.Node) -> int:
+def element_count(node: fx.Node) -> int:
     """Elements of a node's result, all results together where it has several."""
     return sum(tensor.numel() for tensor in tensors_in(node.meta.get("val")))
 
 
-def runs(node: fx.Node) -> bool:
+def does_work(node: fx.Node) -> bool:
     """Whether a node stands for work, not for a view or for one of several results."""
     return node.op == "call_function" and not _is_getitem(node) and not _is_view(node)
 
@@ -75,20 +75,20 @@ def _is_view(node: fx.Node) -> bool:
     return bool(getattr(node.target, "is_view", False)) or (name_of(node) in FREE and bool(node.all_input_nodes))
 
 
-def _viewed(node: fx.Node) -> int:
-    """Elements that are read of `source(node)` through `node`: a slice of it, or all of it however often repeated."""
-    smallest = elements(node)
+def _viewed_elements(node: fx.Node) -> int:
+    """Elements that are read of `source_node(node)` through `node`: a slice of it, or all of it however often repeated."""
+    smallest = element_count(node)
     while _is_view(node):
         node = node.all_input_nodes[0]
-        smallest = min(smallest, elements(node))
+        smallest = min(smallest, element_count(node))
     return smallest
 
 
 _IN_ORDER = frozenset(["view", "_unsafe_view", "alias", "detach", "unsqueeze", "squeeze", "wait_tensor"])
 
 
-def _reordered(node: fx.Node) -> bool:
-    """Whether `node` is more than another shape of `source(node)`."""
+def _is_reordered(node: fx.Node) -> bool:
+    """Whether `node` is more than another shape of `source_node(node)`."""
     while _is_view(node):
         if _is_getitem(node) or name_of(node) not in _IN_ORDER:
             return True
@@ -100,7 +100,7 @@ class _Fusion:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.order = {node: place for place, node in enumerate(graph.nodes)}
-        self.working = [node for node in graph.nodes if runs(node)]
+        self.working = [node for node in graph.nodes if does_work(node)]
         self.inputs = {
             node: [(s, n) for n in node.all_input_nodes for s in _tensor_sources(n)] for node in self.working
         }
@@ -114,7 +114,7 @@ class _Fusion:
         for kernel in kernels:
             for node in kernel.nodes:
                 for origin, through in self.inputs[node]:
-                    if home.get(_maker(origin)) is not kernel:
+                    if home.get(_making_node(origin)) is not kernel:
                         self._read(kernel, origin, through)
         wanted = {origin for kernel in kernels for origin in kernel.reads} | self.demanded
         for kernel in kernels:
@@ -132,15 +132,15 @@ class _Fusion:
         for node in self.working:
             before = 0
             for origin, _ in self.inputs[node]:
-                maker = _maker(origin)
+                maker = _making_node(origin)
                 if maker in level:
-                    before = max(before, level[maker] + (not _fusible(maker)))
+                    before = max(before, level[maker] + (not _is_fusible(maker)))
             level[node] = before + _over_rows(node)
         return level
 
     def _demanded(self) -> set[fx.Node]:
         """What must be in memory whatever is fused: results of the graph, and what kernels read that stand alone."""
-        found = {origin for node in self.working if not _fusible(node) for origin, _ in self.inputs[node]}
+        found = {origin for node in self.working if not _is_fusible(node) for origin, _ in self.inputs[node]}
         output = next(iter(reversed(self.graph.nodes)))
         return found | {origin for node in output.all_input_nodes for origin in _tensor_sources(node)}
 
@@ -149,29 +149,31 @@ class _Fusion:
         group: dict[fx.Node, list[fx.Node]] = {}
         for node in self.working:
             group[node] = [node]
-            if not _fusible(node):
+            if not _is_fusible(node):
                 continue
             for origin, _ in self.inputs[node]:
-                if origin in group and _fusible(origin) and self.level[origin] == self.level[node]:
+                if origin in group and _is_fusible(origin) and self.level[origin] == self.level[node]:
                     mine, other = group[node], group[origin]
                     if mine is not other:
                         mine.extend(other)
                         for member in other:
                             group[member] = mine
         unique = {id(nodes): nodes for nodes in group.values()}
-        return [Kernel(sorted(nodes, key=self.order.__getitem__), not _fusible(nodes[0])) for nodes in unique.values()]
+        return [
+            Kernel(sorted(nodes, key=self.order.__getitem__), not _is_fusible(nodes[0])) for nodes in unique.values()
+        ]
 
     def _read(self, kernel: Kernel, origin: fx.Node, through: fx.Node) -> None:
-        found = {origin: _viewed(through)}
+        found = {origin: _viewed_elements(through)}
         if not kernel.alone and self._inlined(origin):
             found = self._behind(origin)
-        elif _reordered(through):
+        elif _is_reordered(through):
             kernel.sliced.add(origin)
         for node, count in found.items():
-            kernel.reads[node] = min(kernel.reads.get(node, 0) + count, elements(node))
+            kernel.reads[node] = min(kernel.reads.get(node, 0) + count, element_count(node))
 
     def _inlined(self, node: fx.Node) -> bool:
-        cheap = node in self.inputs and _fusible(node) and kind_of(name_of(node)) in ("pointwise", "copy")
+        cheap = node in self.inputs and _is_fusible(node) and kind_of(name_of(node)) in ("pointwise", "copy")
         return cheap and node not in self.demanded and len(self._behind(node)) <= _INLINED_READS
 
     def _behind(self, node: fx.Node) -> dict[fx.Node, int]:
@@ -179,9 +181,9 @@ class _Fusion:
         if node not in self._leaves:
             found: dict[fx.Node, int] = {}
             for origin, through in self.inputs[node]:
-                more = self._behind(origin) if self._inlined(origin) else {origin: _viewed(through)}
+                more = self._behind(origin) if self._inlined(origin) else {origin: _viewed_elements(through)}
                 for leaf, count in more.items():
-                    found[leaf] = min(found.get(leaf, 0) + count, elements(leaf))
+                    found[leaf] = min(found.get(leaf, 0) + count, element_count(leaf))
             self._leaves[node] = found
         return self._leaves[node]
 
@@ -208,16 +210,16 @@ class _Fusion:
 
 def _tensor_sources(node: fx.Node) -> Iterator[fx.Node]:
     if isinstance(node.meta.get("val"), Tensor):
-        yield source(node)
+        yield source_node(node)
 
 
-def _maker(node: fx.Node) -> Any:
+def _making_node(node: fx.Node) -> Any:
     """The operation that a buffer comes from."""
     return node.all_input_nodes[0] if _is_getitem(node) else node
 
 
-def _fusible(node: fx.Node) -> bool:
-    if not runs(node):
+def _is_fusible(node: fx.Node) -> bool:
+    if not does_work(node):
         return False
     name = name_of(node)
     known = node.target.namespace in ("aten", "prims")  # type: ignore[union-attr]

@@ -89,8 +89,8 @@ def part_costs(name: PartName, setting: Setting, microbatch: int) -> PartCosts:
     A part is traced once for one sample and once for any other number: its sizes are exact multiples. Tracing a block takes
     a few tenths of a second; of a compiled one the choices of recompute share most of it.
     """
-    trace = _needed(name, setting, microbatch)
-    traced, scale = _trace(trace), Scale(trace.samples, microbatch)
+    trace = _choose_trace(name, setting, microbatch)
+    traced, scale = _trace_part(trace), Scale(trace.samples, microbatch)
     if trace.shown:
         return _streamed_costs(setting, traced, scale)
     if traced.chunks and trace.setting.chunk_tokens < _ALL:
@@ -125,11 +125,11 @@ class _Traced:
 
 
 @cache
-def _needed(name: PartName, setting: Setting, microbatch: int) -> _Trace:
+def _choose_trace(name: PartName, setting: Setting, microbatch: int) -> _Trace:
     """What is traced to know the costs of a part."""
     if name != "block":
-        setting = _whole(setting)
-    alike = replace(_whole(setting), tp=1, cp=1) if name == "block" else setting
+        setting = _plain_setting(setting)
+    alike = replace(_plain_setting(setting), tp=1, cp=1) if name == "block" else setting
     samples = 1 if microbatch == 1 else _unlike_sizes(name, alike)
     if name == "embedding":
         # It computes no loss, and nothing that would be compiled.
@@ -141,7 +141,7 @@ def _needed(name: PartName, setting: Setting, microbatch: int) -> _Trace:
         whole, wanted = replace(setting, chunk_tokens=_ALL), Chunks.of(setting, microbatch)
         if wanted.count == 1:
             return _Trace(name, whole, samples)
-        few = wanted.shown(setting.tp, _sizes(name, whole))
+        few = wanted.shown(setting.tp, _fixed_sizes(name, whole))
         return _Trace(name, shown_setting(setting, few), few.samples)
     return _Trace(name, setting, samples)
 
@@ -150,7 +150,7 @@ _ALL = 2**62
 """Tokens of a chunk that holds all of any micro-batch."""
 
 
-def _whole(setting: Setting) -> Setting:
+def _plain_setting(setting: Setting) -> Setting:
     """The setting without what neither ends of the model nor shapes of parameters depend on."""
     return replace(setting, recompute="none", streamed=1, peer_copies=False, joint_gradients=True)
 
@@ -170,11 +170,11 @@ _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 @cache
 def _unlike_sizes(name: PartName, setting: Setting) -> int:
     """A number of samples that no size of a part is a multiple of, so that what it divides is known to grow with it."""
-    return next(prime for prime in _PRIMES if all(size % prime for size in _sizes(name, setting)))
+    return next(prime for prime in _PRIMES if all(size % prime for size in _fixed_sizes(name, setting)))
 
 
 @cache
-def _sizes(name: PartName, setting: Setting) -> frozenset[int]:
+def _fixed_sizes(name: PartName, setting: Setting) -> frozenset[int]:
     """Sizes that do not depend on the micro-batch: of parameters, and of one sample of what the part is called with."""
     stage = build_stage(name, setting)
     shapes = [parameter.shape for parameter in stage.part.parameters()]
@@ -183,7 +183,7 @@ def _sizes(name: PartName, setting: Setting) -> frozenset[int]:
 
 
 @cache
-def _trace(trace: _Trace) -> _Traced:
+def _trace_part(trace: _Trace) -> _Traced:
     """Trace a part."""
     if trace.shown:
         stage, ring, units = traced_stage(trace.setting, trace.shown, trace.samples)
@@ -202,7 +202,7 @@ def _streamed_costs(setting: Setting, traced: _Traced, scale: Scale) -> PartCost
     names = frozenset(name for chain in chains for name in chain.names)
     return PartCosts(
         streamed_costs(traced.timeline, traced.middles, traced.units, chains, scale),
-        _block_parameters(_whole(setting), names),
+        _block_parameters(_plain_setting(setting), names),
         _kept_together(traced, scale),
         chains,
     )
@@ -247,14 +247,14 @@ def _block_graph(setting: Setting, samples: int) -> tuple[JointGraph, list[Argum
 
     x, *rest = [inputs[place] for place in places]
     arguments = [Argument(name, "given", parameter=True) for name in parameters]
-    arguments += [Argument("input", "input"), *(Argument(name, "given") for name in _shared(called_with))]
+    arguments += [Argument("input", "input"), *(Argument(name, "given") for name in _shared_inputs(called_with))]
     return joint_graph(run, [*parameters.values(), x, *rest]), arguments
 
 
 _SHARED = "shared "
 
 
-def _shared(arguments: tuple[Any, ...]) -> dict[str, Tensor]:
+def _shared_inputs(arguments: tuple[Any, ...]) -> dict[str, Tensor]:
     """What a block is called with besides its input, by where it stands: `shared rope[0]`, say."""
     leaves, _ = tree_flatten_with_path(arguments[1:])
     return {_SHARED + keystr(path[1:]).lstrip("."): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
@@ -303,8 +303,8 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
         (block,) = blocks
         arguments = block_arguments(stage, example_batch("block", stage, setting, samples))
         x = arguments[0]
-        shared = [recorder.hold(tensor, "given", name) for name, tensor in _shared(arguments).items()]
-        _mark(block, recorder)
+        shared = [recorder.hold(tensor, "given", name) for name, tensor in _shared_inputs(arguments).items()]
+        _mark_forward(block, recorder)
         recompute_block(block, setting.recompute)
 
         def run() -> Tensor:
@@ -324,15 +324,15 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
 
     number = recorder.hold(x, "input", "input")
     streamed = streamed_parameters(stage)
-    _run(recorder, run, [parameter for parameter in stage.parameters() if parameter not in streamed])
-    _mark_coming(recorder, streamed)
+    _record_passes(recorder, run, [parameter for parameter in stage.parameters() if parameter not in streamed])
+    _mark_pending(recorder, streamed)
     if not stage.part.part.first:
         # What the embedding is called with are samples, which are there all the time.
         recorder.timeline.kept.append(number)
     return _Traced(recorder.timeline, named, tuple(sorted(set(shared))), tuple(chunks))
 
 
-def _run(recorder: Recorder, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> None:
+def _record_passes(recorder: Recorder, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> None:
     timeline = recorder.timeline
     with recorder:
         result = run()
@@ -346,7 +346,7 @@ def _run(recorder: Recorder, run: Callable[[], Tensor], parameters: Sequence[nn.
     recorder.close()
 
 
-def _mark_coming(recorder: Recorder, streamed: Iterable[nn.Parameter]) -> None:
+def _mark_pending(recorder: Recorder, streamed: Iterable[nn.Parameter]) -> None:
     """Tell the gradients of `streamed` matrices from what every micro-batch makes."""
     timeline = recorder.timeline
     coming = {recorder.hold(p.grad, "made") for p in streamed if p.grad is not None}
@@ -356,7 +356,7 @@ def _mark_coming(recorder: Recorder, streamed: Iterable[nn.Parameter]) -> None:
             step.kind = "free"
 
 
-def _mark(block: nn.Module, recorder: Recorder) -> None:
+def _mark_forward(block: nn.Module, recorder: Recorder) -> None:
     """Let the recorder know what belongs to the block's forward pass, even where it runs a second time."""
     kind: Any = type(block)
 

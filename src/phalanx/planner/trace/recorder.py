@@ -206,13 +206,13 @@ def on_meta(operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
     if not _makes_all(operation):
         return operation(*arguments, **keywords)
     try:
-        key = operation, _signature(arguments), _signature(tuple(keywords.items()))
+        key = operation, _format_key(arguments), _format_key(tuple(keywords.items()))
     except _Unclear:
         return operation(*arguments, **keywords)
     formats = _known.get(key)
     if formats is not None:
         single, each = formats
-        made = tuple(None if one is None else _empty(one) for one in each)
+        made = tuple(None if one is None else _empty_meta(one) for one in each)
         return made[0] if single else made
     result = operation(*arguments, **keywords)
     if key not in _known:
@@ -231,7 +231,7 @@ def _makes_all(operation: Any) -> bool:
     return all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
 
 
-def _signature(value: Any) -> Any:
+def _format_key(value: Any) -> Any:
     """All of an argument that formats of results depend on."""
     if isinstance(value, Tensor):
         if not value.dim():
@@ -239,7 +239,7 @@ def _signature(value: Any) -> Any:
             raise _Unclear
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, tuple | list):
-        return tuple([_signature(each) for each in value])
+        return tuple([_format_key(each) for each in value])
     # True is 1 and 1.0 for a dictionary.
     return type(value), value
 
@@ -254,20 +254,20 @@ def _formats_of(result: Any, arguments: list[Tensor]) -> _Formats | None:
         return None
     if not all(each is None or (isinstance(each, Tensor) and _is_whole(each)) for each in every):
         return None
-    return single, tuple(None if each is None else _format(each) for each in every)
+    return single, tuple(None if each is None else _format_of(each) for each in every)
 
 
 def _is_whole(tensor: Tensor) -> bool:
     """Whether a tensor on meta is all of its memory."""
     if tensor.device.type != "meta" or tensor.storage_offset():
         return False
-    return tensor.untyped_storage().nbytes() == _empty(_format(tensor)).untyped_storage().nbytes()
+    return tensor.untyped_storage().nbytes() == _empty_meta(_format_of(tensor)).untyped_storage().nbytes()
 
 
-def _format(tensor: Tensor) -> _Format:
+def _format_of(tensor: Tensor) -> _Format:
     return tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _empty(form: _Format) -> Tensor:
+def _empty_meta(form: _Format) -> Tensor:
     shape, stride, dtype = form
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")

@@ -75,7 +75,7 @@ def chain_sizes(setting: Setting) -> tuple[ChainSize, ...]:
 
 @cache
 def _chain_sizes(setting: Setting) -> tuple[ChainSize, ...]:
-    stage = build_stage("block", setting, _stream(setting, setting.streamed))
+    stage = build_stage("block", setting, _silent_stream(setting, setting.streamed))
     found = []
     for name, module in stage.part.named_modules():
         if isinstance(module, Streamed):
@@ -138,7 +138,7 @@ class SilentRing(WeightRing):
         return Transfer([], [x for _, x in (*sent, *received)])
 
 
-def _stream(setting: Setting, ranks: int) -> Stream:
+def _silent_stream(setting: Setting, ranks: int) -> Stream:
     shards = Axis("dp_shard", 0, ranks, None, tuple(range(ranks)), "dp_shard")
     cp = Axis("cp", 0, setting.cp, None, tuple(range(setting.cp)), "cp")
     return Stream(shards, Axis("dp_replicate"), cp, SilentRing(shards, beside=setting.peer_copies))
@@ -154,7 +154,7 @@ def traced_setting(setting: Setting) -> tuple[Setting, tuple[Shown, ...]]:
 
 def traced_stage(setting: Setting, shown: tuple[Shown, ...], samples: int) -> tuple[Stage, SilentRing, tuple[int, ...]]:
     """A block to be traced, its chains as `shown`; its ring; and how many units a rank holds of each chain's chunks."""
-    stream = _stream(setting, setting.streamed)
+    stream = _silent_stream(setting, setting.streamed)
     stage, ring = build_stage("block", setting, stream), stream.ring
     assert isinstance(ring, SilentRing)
     sizes = {setting.length, samples, *(size for parameter in stage.parameters() for size in parameter.shape)}
@@ -169,11 +169,11 @@ def traced_stage(setting: Setting, shown: tuple[Shown, ...], samples: int) -> tu
             module.pair.plan = ChunkPlan(plan.matrices, ranks * units[-1], ranks, chunks)
             ring.order[id(module.pair.plan)] = len(units) - 1
             for matrix in plan.matrices:
-                _resize(module, matrix, units[-1] * matrix.unit, setting.precision)
+                _resize_parameter(module, matrix, units[-1] * matrix.unit, setting.precision)
     return stage, ring, tuple(units)
 
 
-def _resize(module: Streamed, matrix: Matrix, rows: int, precision: str) -> None:
+def _resize_parameter(module: Streamed, matrix: Matrix, rows: int, precision: str) -> None:
     """Give the module a piece of so many rows, in the format of masters."""
     path, _, name = matrix.name.rpartition(".")
     owner = module.get_submodule(path)

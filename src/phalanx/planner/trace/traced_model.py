@@ -226,7 +226,7 @@ def sdpa_choice(requested: str, precision: str, *, biased: bool, rocm: bool) -> 
 
 def build_stage(name: PartName, setting: Setting, stream: Stream | None = None) -> Stage:
     """A stage that consists of one part, as the first rank of every axis has it, with parameters as they are used."""
-    stage = part_tracer(setting).build_stage(name, _share(setting), stream)
+    stage = part_tracer(setting).build_stage(name, _sequence_share(setting), stream)
     if not setting.joint_gradients:
         separate_gradients(stage)
     return stage
@@ -269,7 +269,7 @@ def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]
     )
 
 
-def _share(setting: Setting) -> SequenceShare:
+def _sequence_share(setting: Setting) -> SequenceShare:
     tp, cp = (
         Axis(name, 0, size, None, tuple(range(size)), name) for name, size in (("tp", setting.tp), ("cp", setting.cp))
     )
