@@ -32,7 +32,7 @@ class DeclaredModel(ABC):
     """Section of the run file; a family's class declares this attribute with the type of its own."""
 
     def __init__(self, model: Model, length: int) -> None:
-        """length: positions of a sample in the residual stream."""
+        """Keep the shape. length: positions of a sample in the residual stream."""
         self.model = model
         self.length = length
 
@@ -87,7 +87,7 @@ class BoundModel(DeclaredModel):
 
     @property
     def precision(self) -> Precision:
-        """The number formats that `layout.precision` names."""
+        """Return the number formats that `layout.precision` names."""
         return PRECISIONS[self.run.layout.precision]
 
     def rebind(self, run: Run) -> Self:

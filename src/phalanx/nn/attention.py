@@ -176,7 +176,7 @@ def causal_block_mask(length: int, device: torch.device) -> BlockMask:
 
 
 def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: AttentionContext) -> Tensor:
-    """softmax(q k^T / sqrt(E) + bias) v by the kernel the context was built for: [B, H, S, E]."""
+    """Return softmax(q k^T / sqrt(E) + bias) v by the kernel the context was built for: [B, H, S, E]."""
     if context.block_mask is not None:
         return _flex(query_BHSE, key_BKSE, value_BKSE, context)
     if context.flash4:
@@ -191,6 +191,7 @@ def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: At
         key_BKSE,
         value_BKSE,
         attn_mask=context.bias,
+        # A single query is the last position, which sees all keys; `is_causal` would align it with the first key.
         is_causal=context.bias is None and query_BHSE.shape[2] > 1,
         enable_gqa=heads != key_BKSE.shape[1],
     )
@@ -224,7 +225,7 @@ def _heads_can_share(query: Tensor, bias: Tensor | None) -> bool:
 
 
 def repeat_heads(x_BKSE: Tensor, heads: int) -> Tensor:
-    """Keys or values [B, K, S, E] for each of `heads` query heads, [B, heads, S, E]; gradients of a group are summed."""
+    """Return keys or values [B, K, S, E] for each query head, [B, heads, S, E]; gradients of a group are summed."""
     kv_heads = x_BKSE.shape[1]
     if kv_heads == heads:
         return x_BKSE
@@ -280,6 +281,7 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.group = config.group
         self.clip = config.clip
+        # An attribute, so that context parallelism and the planner can put their own attention in its place.
         self.attend: AttentionCore = attend
         width = config.heads * config.head_size
         self.qkv = Linear(config.width, width + 2 * config.kv_heads * config.head_size, bias=config.bias)
@@ -289,10 +291,12 @@ class Attention(nn.Module):
             self.query_norm, self.key_norm = build_norm(config.head_norm), build_norm(config.head_norm)
 
     def forward(self, x_BSD: Tensor, context: RotaryContext, cache: KeyValueCache | None = None) -> Tensor:
-        """[B, S, D] -> [B, S, D]. With `cache`, keys and values of earlier positions are attended to as well."""
+        """Map [B, S, D] -> [B, S, D]. With `cache`, keys and values of earlier positions are attended to as well."""
         query, key, value = self._project(x_BSD)
+        # Before keys are cached: a rotation depends on the key's own position alone, so it is done once.
         if context.rope is not None:
             query, key = rotate(query, *context.rope), rotate(key, *context.rope)
+        # Views: kernels take strided heads, and a copy would cost as much memory as the projection.
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if cache is not None:
             key, value = cache.append(key, value)

@@ -36,11 +36,11 @@ class Linear(nn.Module):
             self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., in] -> [..., out]."""
+        """Map x: [..., in] -> [..., out]."""
         return self.product(x, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + `bias`, which is None where the bias joins later. x: [..., in] -> [..., out]."""
+        """Return x W^T + `bias`, which is None where the bias joins later. x: [..., in] -> [..., out]."""
         multiply = self.multiply or F.linear
         return multiply(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
@@ -56,7 +56,7 @@ class GatedLinear(Linear):
         self.block = block
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """swiglu(x) W^T + `bias`. x: [..., 2 in] -> [..., out]."""
+        """Return swiglu(x) W^T + `bias`. x: [..., 2 in] -> [..., out]."""
         # The fused kernel forms its product itself: a precision with another one gets the activation and the product apart.
         if not self.joint_gradients or self.multiply is not None:
             return super().product(swiglu(x, self.block), bias)
@@ -93,7 +93,7 @@ class Norm(nn.Module):
             self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., width] -> same shape and format."""
+        """Normalise x: [..., width] -> same shape and format."""
         weight = self.weight.to(x.dtype)
         if self.kind == "rmsnorm":
             return F.rms_norm(x, weight.shape, weight, self.eps)
@@ -121,7 +121,7 @@ class GeluMLP(nn.Module):
         self.down = Linear(config.hidden, config.width, bias=config.bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
+        """Map [B, S, D] -> [B, S, D]."""
         hidden: Tensor = self.down(F.gelu(self.up(x_BSD), approximate=self.approximate))
         return hidden
 
@@ -135,7 +135,7 @@ class SwigluMLP(nn.Module):
         self.down = GatedLinear(config.hidden, config.width, bias=config.bias, block=gate_block(config.hidden))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
+        """Map [B, S, D] -> [B, S, D]."""
         hidden: Tensor = self.down(self.gate_up(x_BSD))
         return hidden
 

@@ -26,6 +26,7 @@ def rope_frequencies(rope: RopeConfig, device: torch.device) -> Tensor:
     With a scaling, frequencies whose wavelength exceeds the pre-training context are divided by `factor`, short ones
     kept, and those between blended linearly (Llama 3.1).
     """
+    # In float32, as published weights were trained: in float64 the angles of far positions would differ.
     exponents = torch.arange(0, rope.size, 2, dtype=torch.float32, device=device) / rope.size
     frequencies = rope.theta**-exponents
     scaling = rope.scaling
@@ -39,6 +40,7 @@ def rope_frequencies(rope: RopeConfig, device: torch.device) -> Tensor:
 
 def rope_tables(rope: RopeConfig, positions_S: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles at integer `positions_S`: two float32 [S, E/2]."""
+    # float32 even beside bfloat16 activations, whose 8 bits would round positions beyond 256.
     angles = positions_S.to(torch.float32)[:, None] * rope_frequencies(rope, positions_S.device)
     return angles.cos(), angles.sin()
 

@@ -20,7 +20,7 @@ class TokenEmbedding(nn.Module):
     def __init__(
         self, vocab_size: int, width: int, *, learned_positions: int | None, dropout: float, dtype: torch.dtype
     ) -> None:
-        """learned_positions: rows of the table of positions; None has none. dtype: of the activations."""
+        """Make the tables. learned_positions: rows of the table of positions; None has none. dtype: of the activations."""
         super().__init__()
         self.dtype = dtype
         self.weight = nn.Parameter(torch.empty(vocab_size, width))

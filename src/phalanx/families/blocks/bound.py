@@ -164,7 +164,7 @@ class BoundBlocks(DeclaredBlocks, TracedModel, TrainableModel, VerifiableModel):
         return "flash"
 
     def sample_bytes(self) -> int:
-        """Inputs and targets."""
+        """Return the bytes of inputs and targets."""
         return sum(spec.sample_bytes(self.length) for spec in self.network.specs(self.model))
 
     def example_batch(self, samples: int, device: torch.device) -> SampleBatch:
@@ -209,8 +209,10 @@ class BoundBlocks(DeclaredBlocks, TracedModel, TrainableModel, VerifiableModel):
     # --- verification --------------------------------------------------------------------------------------------------
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> SampleBatch:
-        """Random inputs and targets; some targets are left out, more in some samples than in others, so that an average over
-        ranks in place of a sum over targets shows."""
+        """Return random inputs and targets, of which some targets are left out.
+
+        Some samples have more of these than others, so that an average over ranks in place of a sum over targets shows.
+        """
         numbers = torch.arange(first, first + count) + (step - 1) * global_batch
         length = self.length
         inputs, targets = (
@@ -224,12 +226,15 @@ class BoundBlocks(DeclaredBlocks, TracedModel, TrainableModel, VerifiableModel):
         return SampleBatch(inputs, targets, numbers)
 
     def reduced(self, world_size: int) -> dict[str, dict[str, Any]]:
-        """Fewer blocks; widths and positions as they are. Override it for a model that is too wide for the CPU."""
+        """Return fields of a run with fewer blocks; widths and positions stay.
+
+        Override it for a model that is too wide for the CPU.
+        """
         layers = min(self.model.n_layers, max(3, most_stages(self.run, world_size) + 1))
         return {"model": {**self.model.model_dump(), "preset": None, "n_layers": layers}}
 
     def in_words(self) -> str:
-        """Sizes of the network."""
+        """Return the sizes of the network."""
         model = self.model
         return (
             f"{model.family}: {model.n_layers} blocks, width {model.d_model}, {self.run.data.sequence_length} positions"
@@ -267,7 +272,7 @@ class BlockStage(Stage):
         return torch.stack((loss,))
 
     def example_input(self, samples: int) -> Tensor:
-        """Samples."""
+        """Return samples."""
         return torch.empty((samples, self.length, *self.inputs.shape), dtype=self.inputs.dtype)
 
 
@@ -286,7 +291,7 @@ class HeldOutEvaluator:
     device: torch.device
 
     def evaluate(self, executor: Executor) -> list[Finding]:
-        """The mean loss a target over items spread evenly over the validation split; every rank calls it."""
+        """Return the mean loss a target over items spread evenly over the validation split; every rank calls it."""
         held_out = self.reader.source.count_items("validation")
         if not held_out:
             return []
@@ -367,6 +372,7 @@ def part_flops(model: BlockModel, positions: int) -> tuple[int, int, int]:
     """Return the FLOPs of one sample in the embedding, a block and the head, forward and backward, by PyTorch's count."""
 
     def count(compute: Callable[[], Tensor]) -> int:
+        # Forward and backward: some blocks recompute or skip work that a factor of 3 would not know of.
         with FlopCounterMode(display=False) as counter:
             compute().backward()
         return int(counter.get_total_flops())

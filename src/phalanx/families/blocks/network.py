@@ -28,7 +28,7 @@ class BlockNetwork(nn.Module):
     def __init__(
         self, config: BlockModel, *, dtype: torch.dtype = torch.float32, part: ModelChunk | None = None
     ) -> None:
-        """dtype: of the activations between blocks. part: None builds all of it."""
+        """Build the chunk `part`. dtype: of the activations between blocks. part: None builds all of it."""
         super().__init__()
         self.part = part = part or ModelChunk(range(config.n_layers))
         self.config = config

@@ -95,8 +95,10 @@ def _check_sequence(run: LanguageRun) -> Iterator[Problem]:
 
 
 def _check_attention(run: LanguageRun) -> Iterator[Problem]:
-    """Kernels that do not give way to another: FlashAttention-4 has no bias, no mask but the causal one, and two formats;
-    FlexAttention adds up in 32 bits."""
+    """Yield a problem where a named kernel cannot compute the run and gives way to no other.
+
+    FlashAttention-4 has no bias, no mask but the causal one, and two formats; FlexAttention adds up in 32 bits.
+    """
     kernel, precision = run.training.attention, run.layout.precision
     unfit = {
         "flash4": {
@@ -127,9 +129,9 @@ def _check_evaluation(run: LanguageRun) -> Iterator[Problem]:
 
 
 def require_language(run: Run, what: str) -> LanguageRun:
-    """`run` as one of a language model. what: the thing that only these can do, as the subject of a sentence.
+    """Return `run` as one of a language model. Raises ConfigError for other families.
 
-    Raises ConfigError for other families.
+    what: the thing that only language models can do, as the subject of a sentence.
     """
     if not isinstance(run, LanguageRun):
         raise ConfigError(f"{what} works for model.family=language, not for model.family={run.model.family}")

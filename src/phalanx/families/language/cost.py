@@ -50,6 +50,7 @@ class LanguageParts(DeclaredLanguage, PartTracer):
                 part=MODEL_PARTS[name],
             )
         stream_matrices(part, self.splits(), share.tp, stream)
+        # PyTorch takes attention apart on meta: the kernel of the accelerator is put in its place, so that its costs show.
         core = core_attention(self.setting.attention)
         for module in part.modules():
             if isinstance(module, Attention):
@@ -75,7 +76,7 @@ class LanguageParts(DeclaredLanguage, PartTracer):
             return Decoder(self.model, part=part)
 
     def example_batch(self, name: PartName, stage: Stage, samples: int) -> dict[str, Tensor]:
-        """What a stage of this part is called with, on meta."""
+        """Return what a stage of this part is called with, on meta."""
         shape = (samples, self.setting.length)
         x = torch.empty(shape, dtype=torch.int64, device="meta")
         if name != "embedding":
@@ -102,7 +103,7 @@ class LanguageTracing(TracedModel):
     tracer = LanguageParts
 
     def gathered_setting(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
-        """The setting of `run` in `layout` on accelerators."""
+        """Return the setting of `run` in `layout` on accelerators."""
         return Setting(
             model=self.run.model,
             length=self.run.data.sequence_length,
@@ -119,7 +120,7 @@ class LanguageTracing(TracedModel):
         )
 
     def likely_kernel(self, *, rocm: bool) -> Kernel:
-        """The attention kernel a run will use: the one it names, or what `auto` finds fastest on such devices as a rule."""
+        """Return the attention kernel a run will use: the one it names, or what `auto` mostly finds fastest there."""
         requested, precision = self.run.training.attention, self.run.layout.precision
         biased = self.run.model.positions == "alibi" or self.run.data.document_mask
         measured = requested == "auto" and not rocm and precision != "fp64"
@@ -132,7 +133,7 @@ class LanguageTracing(TracedModel):
         return loss_chunk_tokens(self.run, torch.device("meta"), tp)
 
     def sample_bytes(self) -> int:
-        """Token ids, targets and, where attention heeds them, documents."""
+        """Return the bytes of token ids, targets and, where attention heeds them, documents."""
         return self.run.data.sequence_length * (8 + 8 + 4 * self.run.data.document_mask)
 
     def dry_run_fields(self, device: torch.device, tp: int) -> dict[str, Any]:
@@ -146,7 +147,7 @@ class LanguageTracing(TracedModel):
 
 
 def _math_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
-    """Attention in separate operations, which PyTorch would not choose for CPU tensors."""
+    """Compute attention in separate operations, which PyTorch would not choose for CPU tensors."""
     out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
         query,
         key,

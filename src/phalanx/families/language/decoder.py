@@ -74,6 +74,7 @@ class Decoder(nn.Module):
         self.config = config
         self.dtype = dtype
         self.kernel: AttentionKernel = kernel
+        # An attribute, so that context parallelism can build what its own attention needs.
         self.attention_context: ContextBuilder = attention_context
         if part.first:
             self.embedding = TokenEmbedding(
@@ -83,6 +84,7 @@ class Decoder(nn.Module):
                 dropout=config.dropout,
                 dtype=dtype,
             )
+        # Numbers of the whole model, so that a chunk of a pipeline builds the layers that are its own.
         self.layer_configs = [config.layer(number) for number in part.blocks]
         """What each block is."""
         self.blocks = NumberedBlocks(lambda number: Block(config.layer(number)), part.blocks)
@@ -161,6 +163,7 @@ class Decoder(nn.Module):
         self, positions_S: Tensor, kernel: AttentionKernel, *, document_ids_BS: Tensor | None = None, past: int = 0
     ) -> dict[AttentionConfig, RotaryContext]:
         """Return masks and rotary tables for each kind of attention of this chunk, made once for all layers of the kind."""
+        # A mask of S x S numbers is far larger than what one layer keeps of it: layers of a kind share it.
         return {
             attention: self.attention_context(
                 attention, positions_S, self.dtype, kernel=kernel, document_ids_BS=document_ids_BS, past=past

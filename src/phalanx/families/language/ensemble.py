@@ -43,7 +43,7 @@ class LanguageEnsemble:
     """Of the mean of their probabilities."""
 
     def summary(self) -> dict[str, Any]:
-        """Everything as plain values."""
+        """Return everything as plain values."""
         return {
             "family": "language",
             "members": [
@@ -64,7 +64,7 @@ class LanguageEnsemble:
         }
 
     def document(self, folder: Path) -> EnsembleFile:
-        """What is written into `folder`."""
+        """Return the document that is written into `folder`."""
         members = member_entries(self.members, [1.0 / len(self.members)] * len(self.members), folder)
         return EnsembleFile(family="language", members=members, facts=self.summary())
 
@@ -85,7 +85,7 @@ def build_language(
     if len(members) < 2:
         raise ConfigError("an ensemble has at least two members; name more runs")
     require_one_family(members)
-    runs = [_language(member) for member in members]
+    runs = [_as_language(member) for member in members]
     _require_same_text(members, runs)
     models = [load_for_inference(member.checkpoint, device).model for member in members]
     opened = [open_source(Path(source.path), "validation") for source in runs[0].data.sources]
@@ -128,14 +128,14 @@ class _MeanOfProbabilities:
         self._nats_M = torch.zeros(len(models), dtype=torch.float64, device=device)
 
     def __call__(self, batch: TokenBatch) -> Tensor:
-        """The summed loss of the mean (nats, 0-dim)."""
+        """Return the summed loss of the mean (nats, 0-dim)."""
         there_N = batch.targets.flatten() != IGNORED
         logs_MN = torch.stack([target_logs(model, batch)[there_N] for model in self._models])
         self._nats_M -= logs_MN.sum(1)
         return -(logs_MN.logsumexp(0) - math.log(len(self._models))).sum()
 
     def losses(self, tokens: int) -> list[float]:
-        """Mean loss of each model over all ranks' tokens."""
+        """Return the mean loss of each model over all ranks' tokens."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(self._nats_M)
         found: list[float] = (self._nats_M / tokens).tolist()
@@ -143,7 +143,7 @@ class _MeanOfProbabilities:
 
 
 def target_logs(model: Decoder, batch: TokenBatch) -> Tensor:
-    """Logarithm of the probability of each target [B * S], float64; anything where there is none."""
+    """Return the logarithm of the probability of each target [B * S], float64; anything where there is none."""
     positions_S = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     hidden = model.hidden(batch.tokens, Positions(positions_S, positions_S), document_ids_BS=batch.document_ids)
     hidden_ND, targets_N1 = hidden.flatten(0, 1), batch.targets.flatten().clamp(min=0)[:, None]
@@ -157,16 +157,16 @@ def target_logs(model: Decoder, batch: TokenBatch) -> Tensor:
     return torch.cat(parts)
 
 
-def _language(member: Member) -> LanguageRun:
+def _as_language(member: Member) -> LanguageRun:
     assert isinstance(member.run, LanguageRun)
     return member.run
 
 
 def _require_same_text(members: Sequence[Member], runs: Sequence[LanguageRun]) -> None:
-    """Raises ConfigError where members do not score the same tokens, given the same tokens before them."""
+    """Raise ConfigError where members do not score the same tokens, given the same tokens before them."""
     for member, run in zip(members, runs, strict=True):
         for what, ours, theirs in (
-            ("data.sources", _paths(runs[0]), _paths(run)),
+            ("data.sources", _source_paths(runs[0]), _source_paths(run)),
             ("data.sequence_length", runs[0].data.sequence_length, run.data.sequence_length),
             ("data.document_mask", runs[0].data.document_mask, run.data.document_mask),
             ("model.vocab_size", runs[0].model.vocab_size, run.model.vocab_size),
@@ -178,5 +178,5 @@ def _require_same_text(members: Sequence[Member], runs: Sequence[LanguageRun]) -
                 )
 
 
-def _paths(run: LanguageRun) -> str:
+def _source_paths(run: LanguageRun) -> str:
     return ", ".join(source.path for source in run.data.sources)

@@ -40,7 +40,7 @@ class TextInputs(Inputs):
     """Of the model."""
 
     def write(self, run_dir: Path) -> None:
-        """The tokenizer."""
+        """Write the tokenizer."""
         folder = run_dir / TOKENIZER_FOLDER
         folder.mkdir(exist_ok=True)
         self.tokenizer.write(folder, self.max_positions)
@@ -52,7 +52,7 @@ class LanguageInputs(TrainableModel):
     run: LanguageRun
 
     def how_to_import(self, path: Path) -> str:
-        """Where `path` is a Hugging Face folder, which `phalanx convert` reads."""
+        """Say that `phalanx convert` reads `path`, where that is a Hugging Face folder."""
         if not is_huggingface_folder(path):
             return ""
         return (
@@ -132,7 +132,7 @@ def _in_words(training: list[TokenSource]) -> str:
 
 
 def _require_room(run: LanguageRun, tokenizer: TextTokenizer | None) -> None:
-    """Raises ConfigError for a prompt after which the model has no position left."""
+    """Raise ConfigError for a prompt after which the model has no position left."""
     prompt, most = run.evaluation.prompt, run.model.max_positions
     if prompt is None or tokenizer is None:
         return
@@ -145,7 +145,7 @@ def _require_room(run: LanguageRun, tokenizer: TextTokenizer | None) -> None:
 
 
 def _held_out(run: LanguageRun) -> list[TokenSource]:
-    """The validation splits that hold anything to predict."""
+    """Open the validation splits that hold anything to predict."""
     opened = [open_source(Path(source.path), "validation") for source in run.data.sources]
     return [source for source in opened if source is not None and source.tokens > 1]
 
@@ -172,7 +172,7 @@ class TextEvaluator:
     device: torch.device
 
     def evaluate(self, executor: Executor) -> list[Finding]:
-        """Scores over `evaluation.samples` held-out samples, and what the model writes after `evaluation.prompt`."""
+        """Return scores over `evaluation.samples` held-out samples, and what the model writes after `evaluation.prompt`."""
         held_out, text, prompt = self._scores(executor), self._continue(executor), self.run.evaluation.prompt
         found = []
         if held_out is not None:

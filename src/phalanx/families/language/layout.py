@@ -36,6 +36,7 @@ class LanguageStage(Stage):
         """See `Stage`. x: token ids [B, S] in the first stage. inputs: targets_BS and, at will, document_ids_BS."""
         targets_BS = inputs["targets_BS"]
         positions = self.share.positions(targets_BS.shape[1], x.device)
+        # Ranks of `cp` read whole samples, so that the order of data is that of any layout, and take their positions.
         whole = self.share.cp.size == 1
         if self.part.part.first and not whole:
             x = x[:, positions.tokens_S]
@@ -55,7 +56,7 @@ class LanguageStage(Stage):
         return torch.stack((self.part.loss(hidden, targets).total,))
 
     def example_input(self, samples: int) -> Tensor:
-        """Token ids."""
+        """Return token ids."""
         return torch.empty((samples, self.length), dtype=torch.int64)
 
     def finish_step(self, skip: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
@@ -68,7 +69,7 @@ class LanguageStage(Stage):
                 router.finish_step(tokens_E, skip)
 
     def compile_loss(self) -> None:
-        """The loss of one chunk of logits."""
+        """Compile the loss of one chunk of logits."""
         options = compat.compile_options(self.part.dtype)
         self.part.head.loss_kernel = torch.compile(self.part.head.loss_kernel, options=options)
 
@@ -81,8 +82,9 @@ class LanguageLayout(LayoutModel):
     compiles_blocks = True
 
     def build(self, building: BuildContext, part: ModelChunk) -> tuple[Decoder, TensorSplits]:
-        """A part of the decoder."""
+        """Return a chunk of the decoder on meta, split over `tp` and `cp`, and which part of each parameter a rank keeps."""
         run = self.run
+        # On meta: a rank never holds more than its shards, which are filled in after splitting and sharding.
         with torch.device("meta"):
             model = Decoder(
                 run.model,
@@ -103,7 +105,7 @@ class LanguageLayout(LayoutModel):
         return LanguageStage(decoder, index, building.share, self.run.training.seed, length), splits
 
     def example_batch(self, samples: int, device: torch.device) -> TokenBatch:
-        """Tokens, targets and, where attention heeds them, documents."""
+        """Return tokens, targets and, where attention heeds them, documents; all are 0."""
         run = self.run
         shape = (samples, run.data.sequence_length)
         documents = torch.zeros(shape, dtype=torch.int32, device=device) if run.data.document_mask else None
@@ -111,7 +113,7 @@ class LanguageLayout(LayoutModel):
         return TokenBatch(tokens, targets, documents, torch.arange(samples, device=device))
 
     def choose_attention(self, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
-        """The kernel that the run file names, or the fastest."""
+        """Return the kernel that the run file names, or the fastest."""
         run = self.run
         dtype = self.precision.compute_dtype
         shape = AttentionShape(layout.microbatch, run.data.sequence_length, dtype, run.data.document_mask)
@@ -119,7 +121,7 @@ class LanguageLayout(LayoutModel):
 
 
 def loss_chunk_tokens(run: LanguageRun, device: torch.device, tp: int = 1) -> int:
-    """Tokens whose logits are held at once; `auto` keeps a rank's logits near 2^29 elements (2^24 on the CPU)."""
+    """Return the tokens whose logits are held at once; `auto` keeps a rank's logits near 2^29 elements (2^24 on the CPU)."""
     if run.training.loss_chunk_tokens != "auto":
         return run.training.loss_chunk_tokens
     elements = 2**24 if device.type == "cpu" else 2**29

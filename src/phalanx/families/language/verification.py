@@ -25,33 +25,36 @@ class LanguageVerification(VerifiableModel):
     run: LanguageRun
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> TokenBatch:
-        """Random tokens, with uneven targets and documents.
+        """Return random tokens, with uneven targets and documents.
 
         Some targets are left out, more in some samples than in others, so that an average over ranks in place of a sum
         over targets shows.
         """
         length = self.run.data.sequence_length
         numbers = torch.arange(first, first + count) + (step - 1) * global_batch
-        tokens = _draw("tokens", numbers, length + 1) % self.run.model.vocab_size
+        tokens = _draw_integers("tokens", numbers, length + 1) % self.run.model.vocab_size
         targets = tokens[:, 1:].clone()
         # Between an eighth and a half of a sample's targets, by its number.
-        left_out = _draw("left out", numbers, length) % 8 < 1 + numbers[:, None] % 4
+        left_out = _draw_integers("left out", numbers, length) % 8 < 1 + numbers[:, None] % 4
         targets[left_out] = IGNORED
         documents = None
         if self.run.data.document_mask:
-            begins = _draw("documents", numbers, length) % _LONGEST_DOCUMENT == 0
+            begins = _draw_integers("documents", numbers, length) % _LONGEST_DOCUMENT == 0
             documents = begins.cumsum(1).to(torch.int32)
         return TokenBatch(tokens[:, :-1].contiguous(), targets, documents, numbers)
 
     def reduced(self, world_size: int) -> dict[str, dict[str, Any]]:
-        """Small widths, heads, layers, vocabulary and sequence; every kind of layer, the number of query heads a
-        key/value head, evenness of the vocabulary, dropout and masks as they are."""
+        """Return fields of a small run: widths, heads, layers, vocabulary and sequence shrink.
+
+        Kinds of layers, query heads a key/value head, evenness of the vocabulary, dropout and masks stay.
+        """
+        # Two runs of positions a rank, as a ring assigns them, in any layout of so many ranks.
         length = max(2, math.ceil(32 / (2 * world_size))) * 2 * world_size
         model = _reduced_model(self.run.model, world_size, length, most_stages(self.run, world_size))
         return {"model": model.model_dump(), "data": {"sequence_length": length}}
 
     def in_words(self) -> str:
-        """Sizes of the decoder."""
+        """Return the sizes of the decoder."""
         model = self.run.model
         return (
             f"{model.n_layers} layers, width {model.d_model}, {model.n_heads} heads ({model.kv_heads} key/value), "
@@ -59,8 +62,8 @@ class LanguageVerification(VerifiableModel):
         )
 
 
-def _draw(what: str, numbers: Tensor, length: int) -> Tensor:
-    """Non-negative random integers [samples, length]."""
+def _draw_integers(what: str, numbers: Tensor, length: int) -> Tensor:
+    """Return non-negative random integers [samples, length]: a function of the samples' numbers alone."""
     counter = numbers[:, None] * (1 << 32) + torch.arange(length)
     return random_bits(stream_key("verify", what), counter).bitwise_and((1 << 62) - 1)
 

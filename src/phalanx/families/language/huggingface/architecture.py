@@ -103,6 +103,7 @@ class ConfigFields(KnownKeys):
 
     def to_model(self) -> LanguageModel:
         """Return the decoder that computes the same."""
+        # Alternatives are told apart by `to_others`, which comes last.
         needed = {field: value for field, value in self.needs.items() if not isinstance(value, tuple)}
         same = {field: getattr(self, key) for field, key in self.same.items()}
         return LanguageModel.model_validate({**needed, **same, **self.to_others()})
@@ -118,7 +119,10 @@ class ConfigFields(KnownKeys):
         """Return the fields of `model` without a counterpart, as in "model.norm=rmsnorm (it has layernorm)"."""
         found = resolved_fields(model)
         spoken_of = cls.same.keys() | cls.needs.keys() | cls.others | _unused_fields(model)
-        needs = {**cls.needs, **{field: value for field, value in _defaults(model).items() if field not in spoken_of}}
+        needs = {
+            **cls.needs,
+            **{field: value for field, value in _default_fields(model).items() if field not in spoken_of},
+        }
         return [
             f"model.{field}={_show_value(found[field])} (it has {_show_value(needed)})"
             for field, needed in needs.items()
@@ -160,7 +164,7 @@ def resolved_fields(model: LanguageModel) -> dict[str, object]:
     return {**model.model_dump(), "n_kv_heads": model.kv_heads, "head_dim": model.head_size, "d_ff": model.ff_size}
 
 
-def _defaults(model: LanguageModel) -> dict[str, object]:
+def _default_fields(model: LanguageModel) -> dict[str, object]:
     """Return the default of every field that has one, with the sizes that null stands for filled in."""
     defaults = {name: field.default for name, field in LanguageModel.model_fields.items() if not field.is_required()}
     sizes = {"n_kv_heads": model.n_heads, "head_dim": model.d_model // model.n_heads, "d_ff": 4 * model.d_model}
