@@ -44,9 +44,9 @@ class _Piece:
 
     file: FieldFile
     slot: Slot
+    times: TimeAxis
     first: int
     """Frame of the store that the piece begins with."""
-    frames: int
     block: int
     """Frames that are best read together."""
 
@@ -82,7 +82,7 @@ class XarrayStore(FieldStore):
             _require_same_times(variables[0], self.times, name, axis, opened)
         self._pieces = pieces
         self._starts = [np.array([piece.first for piece in parts], dtype=np.int64) for parts in pieces]
-        self.segments = tuple(Segment(p.file.path, p.first, p.first + p.frames) for p in pieces[0])
+        self.segments = tuple(Segment(p.file.path, p.first, p.first + len(p.times)) for p in pieces[0])
         static_files = opened if source.static_path is None else [open_file(Path(source.static_path), source)]
         self._static = [self._static_slot(name, static_files) for name in statics]
         self.fingerprint = hash_of(
@@ -124,14 +124,16 @@ class XarrayStore(FieldStore):
 
     def _read_block(self, variable: int, piece: _Piece, first: int) -> Float32Array:
         """Read the frames of a piece, [n, H, W], that are best read together with frame `first` of it."""
-        end = min(first + piece.block, piece.frames)
+        end = min(first + piece.block, len(piece.times))
         return self._naming.convert(self.variables[variable], piece.file.read(piece.slot, first, end))
 
     def _pieces_of(self, name: str, files: Sequence[FieldFile]) -> list[_Piece]:
         """Return the parts of a variable in the order of their times."""
         stored = self._naming.stored_name(name)
         found = [
-            (file, slot) for file in files if (slot := file.find(stored)) is not None and file.depends_on_time(slot)
+            (file.times, file, slot)
+            for file in files
+            if file.times is not None and (slot := file.find(stored)) is not None and file.depends_on_time(slot)
         ]
         if not found:
             if any(file.find(stored) for file in files):
@@ -141,20 +143,19 @@ class XarrayStore(FieldStore):
                 f"{_list_known(stored, files)}"
             )
         # By time and not by name: names sort months or years in many orders.
-        found.sort(key=lambda item: int(item[0].times.seconds[0]) if item[0].times else 0)
+        found.sort(key=lambda item: int(item[0].seconds[0]))
         pieces: list[_Piece] = []
-        for file, slot in found:
-            assert file.times is not None
+        for times, file, slot in found:
             # Of overlapping files it would be unclear which holds the frame that is meant.
-            before = pieces[-1].file.times if pieces else None
-            if before is not None and before.seconds[-1] >= file.times.seconds[0]:
+            before = pieces[-1].times if pieces else None
+            if before is not None and before.seconds[-1] >= times.seconds[0]:
                 raise DataError(
                     f"{pieces[-1].file.path} and {file.path} overlap in time: {name} goes to "
-                    f"{before.text(len(before) - 1)} in the first and begins at {file.times.text(0)} in the second; "
+                    f"{before.text(len(before) - 1)} in the first and begins at {times.text(0)} in the second; "
                     f"leave one of them out"
                 )
-            first = pieces[-1].first + pieces[-1].frames if pieces else 0
-            pieces.append(_Piece(file, slot, first, len(file.times), file.block_frames(slot)))
+            first = pieces[-1].first + len(pieces[-1].times) if pieces else 0
+            pieces.append(_Piece(file, slot, times, first, file.block_frames(slot)))
         return pieces
 
     def _static_slot(self, name: str, files: Sequence[FieldFile]) -> tuple[FieldFile, Slot]:
@@ -174,14 +175,14 @@ class XarrayStore(FieldStore):
 
 def _join_times(name: str, pieces: Sequence[_Piece]) -> TimeAxis:
     """Return the times of a variable over all its files."""
-    axes = [piece.file.times for piece in pieces if piece.file.times is not None]
-    for piece, axis in zip(pieces, axes, strict=True):
-        if axis.calendar != axes[0].calendar:
+    calendar = pieces[0].times.calendar
+    for piece in pieces:
+        if piece.times.calendar != calendar:
             raise DataError(
-                f"{piece.file.path}: calendar {axis.calendar}, but {pieces[0].file.path} has {axes[0].calendar}; "
+                f"{piece.file.path}: calendar {piece.times.calendar}, but {pieces[0].file.path} has {calendar}; "
                 f"{name} needs one calendar, make two sources of them"
             )
-    return TimeAxis(axes[0].calendar, np.concatenate([axis.seconds for axis in axes]))
+    return TimeAxis(calendar, np.concatenate([piece.times.seconds for piece in pieces]))
 
 
 def _require_same_times(
