@@ -18,6 +18,7 @@ LARGE = 1 << 20
 @cache
 def triton_module(name: str) -> ModuleType | None:
     """Return `phalanx.kernels.<name>`, or None where Triton is not installed."""
+    # Looked for before it is imported: without Triton the module's own import would fail.
     if importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module(f"phalanx.kernels.{name}")

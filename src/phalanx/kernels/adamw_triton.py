@@ -36,12 +36,16 @@ def adamw_kernel(
     EVEN: tl.constexpr,
     COPY: tl.constexpr,
 ) -> None:
-    """TILE of `n` elements, all float32 but for `rounded`. corrections: [2], see `run_adamw`. EVEN: whether TILE divides
-    `n`. COPY: whether `rounded` is written."""
+    """Update TILE of `n` elements, all float32 but for `rounded`.
+
+    corrections: [2], see `run_adamw`. EVEN: whether TILE divides `n`. COPY: whether `rounded` is written.
+    """
     if tl.load(skip) != 0.0:
         return
+    # 64 bits: parameters of over 2^31 elements exist.
     start = tl.program_id(0).to(tl.int64) * TILE
     place = tl.arange(0, TILE)
+    # Without a mask the compiler emits loads of whole 16 bytes: a mask only where the last program is not full.
     if EVEN:
         inside = None
     else:
@@ -57,11 +61,13 @@ def adamw_kernel(
     p -= lr * decay * p
     m += (1.0 - beta1) * (g - m)
     v = beta2 * v + (1.0 - beta2) * g * g
+    # Rounded to nearest, as PyTorch's own kernel does: Triton's plain root is an approximation.
     denominator = tl.sqrt_rn(v) / tl.load(corrections + 1) + eps
     p -= lr / tl.load(corrections) * m / denominator
     tl.store(parameter + place, p, mask=inside)
     tl.store(first_moment + place, m, mask=inside)
     tl.store(second_moment + place, v, mask=inside)
+    # In the same pass, while the parameter is in a register: casting later would read it once more.
     if COPY:
         tl.store(rounded + start + place, p.to(rounded.dtype.element_ty), mask=inside)
 
@@ -87,6 +93,7 @@ def run_adamw(
     is 0.
     """
     n = parameter.numel()
+    # Triton launches on the current device, whichever the tensors are on.
     with torch.cuda.device(parameter.device):
         adamw_kernel[(triton.cdiv(n, TILE),)](
             parameter,

@@ -48,7 +48,10 @@ def why_not_flash4(device: torch.device) -> str | None:
 
 
 def flash4_attention(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor) -> Tensor:
-    """Causal softmax(q k^T / sqrt(E)) v in bfloat16 or float16, with gradients: [B, H, S, E], in memory as [B, S, H, E]."""
+    """Compute causal softmax(q k^T / sqrt(E)) v in bfloat16 or float16, with gradients.
+
+    Returns [B, H, S, E], in memory as [B, S, H, E].
+    """
     out: Tensor = flash4_forward(query_BHSE, key_BKSE, value_BKSE, True)[0]
     return out
 
@@ -61,6 +64,7 @@ def flash4_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> t
     """
     forward = import_flash4().forward
     assert forward is not None, import_flash4().reason
+    # Detached: the package's functions would record a graph of their own.
     query, key, value = (x.detach().transpose(1, 2) for x in (query, key, value))
     out, log_z = forward(query, key, value, causal=causal, return_lse=True)[:2]
     return out.transpose(1, 2), log_z
@@ -90,6 +94,7 @@ def flash4_backward(
     grad_query, grad_key, grad_value = (x.transpose(1, 2) for x in grads)
     backward(
         *inputs,
+        # A gradient may come in any order of dims, expanded even; the kernel reads rows.
         grad.transpose(1, 2).contiguous(),
         log_z,
         causal=causal,
@@ -117,6 +122,7 @@ def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     query, key, value, ctx.causal = inputs
     ctx.save_for_backward(query, key, value, *output)
     ctx.mark_non_differentiable(output[1])
+    # Nobody asks for gradients of log-partitions: zeros in their place would be memory for nothing.
     ctx.set_materialize_grads(False)
 
 

@@ -32,6 +32,7 @@ def add_gradient(gradient: Tensor, total: Tensor | None, dtype: torch.dtype) -> 
     first = total is None
     if total is None:
         total = torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+    # Views as flat rows need contiguous memory; a small gradient is not worth a launch of its own.
     if gradient.numel() >= LARGE and gradient.is_contiguous() and total.is_contiguous():
         sum_parts(gradient.view(1, -1), total.view(-1), add=not first)
     elif first:

@@ -26,7 +26,8 @@ def sum_parts_kernel(
     EVEN: tl.constexpr,
     ADD: tl.constexpr,
 ) -> None:
-    """TILE of the `n` elements of each part. EVEN: whether TILE divides `n`. ADD: whether `total` counts too."""
+    """Add up TILE of the `n` elements of each part. EVEN: whether TILE divides `n`. ADD: whether `total` counts too."""
+    # 64 bits: gradients of a whole stage may have over 2^31 elements.
     first = tl.program_id(0).to(tl.int64) * TILE
     place = tl.arange(0, TILE)
     if EVEN:
@@ -35,6 +36,7 @@ def sum_parts_kernel(
         inside = place < n - first
     parts += first
     result = tl.load(parts + place, mask=inside).to(tl.float32)
+    # Unrolled, and always in the order of the ranks: sums are the same on every rank and in every run.
     for _ in tl.static_range(1, RANKS):
         parts += n
         result += tl.load(parts + place, mask=inside).to(tl.float32)
@@ -47,6 +49,7 @@ def sum_parts_kernel(
 def run_sum_parts(parts: Tensor, total: Tensor, *, add: bool) -> None:
     """Do as `kernels.parts_sum.sum_parts`, for tensors of a CUDA or ROCm device and a float32 sum."""
     ranks, n = parts.shape
+    # Triton launches on the current device, whichever the tensors are on.
     with torch.cuda.device(total.device):
         sum_parts_kernel[(triton.cdiv(n, TILE),)](
             parts, total, n, RANKS=ranks, TILE=TILE, EVEN=n % TILE == 0, ADD=add, num_warps=WARPS

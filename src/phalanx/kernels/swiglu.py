@@ -19,7 +19,10 @@ SMALLEST_BLOCK = 16
 
 
 def swiglu(gate_up: Tensor, block: int) -> Tensor:
-    """silu(gate) * up (Shazeer 2020). gate_up: [..., 2F] in groups of `block` gate, then `block` up features; [..., F]."""
+    """Compute silu(gate) * up (Shazeer 2020), [..., F].
+
+    gate_up: [..., 2F] in groups of `block` gate, then `block` up features.
+    """
     gate, up = gate_up.unflatten(-1, (-1, 2, block)).unbind(-2)
     hidden: Tensor = (F.silu(gate) * up).flatten(-2)
     return hidden
@@ -48,6 +51,7 @@ class _Gradient(torch.autograd.Function):
         ctx.save_for_backward(gate_up, weight)
         ctx.block = block
         ctx.biased = bias is not None
+        # One element of memory, whatever the shape: only the shape is read.
         return gate_up.new_empty(1).expand(*gate_up.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -101,6 +105,7 @@ def _(grad_hidden: Tensor, gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]
 
 
 def _covers_tensor(gate_up: Tensor, block: int) -> bool:
+    # Triton's ranges are powers of two.
     power_of_two = block & (block - 1) == 0
     known = gate_up.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return known and power_of_two and block >= SMALLEST_BLOCK and gate_up.numel() > 0
@@ -114,5 +119,6 @@ def swiglu_backward_reference(grad_hidden: Tensor, gate_up: Tensor, block: int) 
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    # Stacked before they are rounded, once: both are formed in the wide format.
     grad_gate_up = torch.stack((grad * up * slope, grad * silu), dim=-2).flatten(-3)
     return grad_gate_up.to(gate_up.dtype), (silu * up).flatten(-2).to(gate_up.dtype)

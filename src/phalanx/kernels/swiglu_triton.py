@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 TILE_BYTES = 4096
-"""Of `hidden` that a program forms: two 16-byte vectors a thread in four warps of 32, one in four of 64."""
+"""Bytes of `hidden` that a program forms: two 16-byte vectors a thread in four warps of 32, one in four of 64."""
 WARPS = 4
 
 
@@ -28,7 +28,7 @@ def swiglu_backward_kernel(
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> None:
-    """TILE of `groups` groups of BLOCK gate and BLOCK up values. EVEN: whether TILE divides `groups`."""
+    """Compute TILE of `groups` groups of BLOCK gate and BLOCK up values. EVEN: whether TILE divides `groups`."""
     # Offsets inside a tile are small: only where the tile begins may exceed 32 bits.
     first = tl.program_id(0).to(tl.int64) * TILE
     group = tl.arange(0, TILE)[:, None]
@@ -45,6 +45,7 @@ def swiglu_backward_kernel(
     gate_up += first * (2 * BLOCK)
     grad_gate_up += first * (2 * BLOCK)
 
+    # Sums and products in float32, rounded once as they are stored.
     gate = tl.load(gate_up + gate_offset, mask=inside).to(tl.float32)
     up = tl.load(gate_up + up_offset, mask=inside).to(tl.float32)
     grad = tl.load(grad_hidden + narrow, mask=inside).to(tl.float32)
@@ -67,6 +68,7 @@ def run_swiglu_backward(grad_hidden: Tensor, gate_up: Tensor, block: int) -> tup
     grad_gate_up, hidden = torch.empty_like(gate_up), torch.empty_like(grad_hidden)
     groups = grad_hidden.numel() // block
     tile = tile_groups(block, gate_up.element_size())
+    # Triton launches on the current device, whichever the tensors are on.
     with torch.cuda.device(gate_up.device):
         swiglu_backward_kernel[(triton.cdiv(groups, tile),)](
             grad_hidden,

@@ -136,15 +136,18 @@ def apply_layout(
         stage, kept = model.build_stage(context, chunk, index)
         module = stage.part
         splits |= {whole_name(name, names): split for name, split in kept.items()}
+        # Still on meta: a cast costs nothing here, and FSDP2 takes its sharded format from what it is given.
         cast_parameters(module, precision.compute_dtype if low_precision else precision.main_dtype)
         recompute_stage(stage, run.layout.recompute)
         choose_products(module, precision)
+        # A matmul whose two gradients are one node could not give that of its input alone.
         if layout.splits_backward:
             separate_gradients(module)
         if compiled:
             compile_stage(stage)
         sharding.shard_stage(stage)
         main = cast_parameters(model.build(context, chunk)[0], precision.main_dtype) if low_precision else module
+        # Memory for this rank's shards alone: the whole model never exists anywhere.
         named = named_parameters(main.to_empty(device=device), names)
         if low_precision:
             stage.low_precision = LowPrecisionParameters(main, module.to_empty(device=device))
@@ -154,6 +157,7 @@ def apply_layout(
         stages.append(stage)
         parameters |= named
         state |= kept_state
+    # By identity, after sharding, which leaves these parameters as they were.
     apart = {parameter for stage in stages for parameter in stage.branch_parameters()}
     applied = ParallelModel(
         layout,

@@ -80,6 +80,7 @@ class Executor:
         """Compile on all ranks at once; `batch` is one micro-batch."""
         assert self.applied.pipeline is not None
         self._cold.remove("train")
+        # Gradients are formed too, so that backward programs are compiled; they mean nothing, and go.
         x, inputs = batch.inputs()
         self.applied.pipeline.warm_up(x, inputs, batch.sample_indices, training)
         running = [parameter for stage in self.applied.stages for parameter in stage.parameters()]
@@ -95,6 +96,7 @@ class Executor:
             self.applied.sharding.prepare_microbatch(stage, last=number == len(microbatches))
             x, inputs = microbatch.inputs()
             losses = stage(x, microbatch.sample_indices, training=training, **inputs)
+            # Float64: thousands of micro-batches are added up, and layouts are compared to the last few bits.
             total = total + losses.detach().double()
             if losses.requires_grad:
                 (losses * training.scale).sum().backward()
@@ -112,6 +114,7 @@ class Executor:
     def _sum_gradients(self) -> None:
         """Add up what data parallelism does not: gradients of parameters that several ranks hold alike."""
         applied = self.applied
+        # First of all: streamed gradients may still be on their way.
         applied.sharding.finish_gradients()
         # Each tensor-parallel rank has run a part of the positions or features through what is not split.
         sum_gradients(self.mesh.tp, [p for name, p in applied.parameters.items() if name not in applied.splits])

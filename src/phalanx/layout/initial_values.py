@@ -59,6 +59,7 @@ def fill_initial(tensor: Tensor, name: str, rule: InitRule, seed: int, split: Te
     def fill_chunk(chunk: range) -> None:
         place = torch.arange(chunk.start, chunk.stop, device=flat.device)
         values = draw(_global_index(place, tuple(local.shape), offsets, shape))
+        # Rounded to float32 in every precision: all start from the same weights.
         flat[chunk.start : chunk.stop] = values.to(torch.float32)
 
     if flat.device.type == "cpu":
@@ -70,7 +71,7 @@ def fill_initial(tensor: Tensor, name: str, rule: InitRule, seed: int, split: Te
 
 
 def _draw_values(rule: InitRule, key: int, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """Values of elements by their row-major indices in the whole parameter."""
+    """Return what gives values of elements, by their row-major indices in the whole parameter."""
     if rule.kind == "normal":
         return lambda index: normal_values(key, index).mul_(rule.value)
     table = rule.table
@@ -85,7 +86,7 @@ def _split_chunks(count: int, size: int) -> list[range]:
 def _global_index(
     place: Tensor, local_shape: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]
 ) -> Tensor:
-    """Row-major indices in the whole parameter of row-major indices `place` in the shard at `offsets`."""
+    """Return row-major indices in the whole parameter of row-major indices `place` in the shard at `offsets`."""
     index = place + sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
     # Each wrap around a split dim skips what other shards hold of it; a shard of whole rows skips nothing.
     for dim in range(1, len(shape)):

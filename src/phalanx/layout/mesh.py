@@ -25,7 +25,7 @@ from phalanx.torch_compat.groups import new_group
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who this process is among all ranks of the run, as the launcher says."""
+    """Place of this process among all ranks of the run, as the launcher says."""
 
     rank: int = 0
     world_size: int = 1
@@ -52,6 +52,7 @@ def ranks_from_environment() -> Ranks:
             f"environment has {', '.join(found)} but not {missing}; start with torchrun or srun, or unset them"
         )
     if found:
+        # torchrun sets it; other launchers that set the three may not.
         on_node = os.environ.get("LOCAL_WORLD_SIZE")
         rank, world, local = (_read_number(name) for name in names)
         return _check_rank(
@@ -68,7 +69,7 @@ def ranks_from_environment() -> Ranks:
 
 
 def _read_number(name: str) -> int:
-    """A variable that the launcher sets. Raises ConfigError where it is missing or no whole number."""
+    """Return a variable that the launcher sets. Raises ConfigError where it is missing or no whole number."""
     text = os.environ.get(name)
     if text is None or not (text.isascii() and text.isdecimal()):
         found = "is not set" if text is None else f"is {text!r}, no whole number"
@@ -77,7 +78,7 @@ def _read_number(name: str) -> int:
 
 
 def _check_rank(ranks: Ranks, name: str, size: str) -> Ranks:
-    """`ranks`, whose number and count these variables hold. Raises ConfigError where there is no such rank."""
+    """Return `ranks`, whose number and count these variables hold. Raises ConfigError where there is no such rank."""
     if ranks.rank >= ranks.world_size:
         raise ConfigError(f"{name}={ranks.rank} is not below {size}={ranks.world_size}; ranks count from 0")
     return ranks
@@ -115,7 +116,7 @@ def join_process_group(
 
 
 def open_rendezvous(ranks: Ranks, *, timeout_s: float) -> dist.Store:
-    """The store through which several ranks find each other, at MASTER_ADDR and MASTER_PORT.
+    """Return the store through which several ranks find each other, at MASTER_ADDR and MASTER_PORT.
 
     Its keys carry torchrun's restart count: torchrun keeps one store for all attempts, and a restarted gloo rank would
     otherwise find the addresses of the dead attempt. Raises ConfigError where nobody says where to meet, PhalanxError where
@@ -128,6 +129,7 @@ def open_rendezvous(ranks: Ranks, *, timeout_s: float) -> dist.Store:
         )
     if not 0 < _read_number("MASTER_PORT") < 2**16:
         raise ConfigError(f"MASTER_PORT={port} is no port; take one between 1 and {2**16 - 1}")
+    # torchrun's agent listens itself then, and every rank is a client.
     agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     timeout = timedelta(seconds=timeout_s)
     with _explain_meeting(ranks):
@@ -154,6 +156,7 @@ def listening_socket(address: str, port: int, *, one_machine: bool) -> int | Non
         if ipaddress.ip_address(place[0]).is_loopback and not local_only:
             continue
         listener = socket.socket(family)
+        # A run that is started again at once finds its port in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(place)
@@ -168,7 +171,7 @@ def listening_socket(address: str, port: int, *, one_machine: bool) -> int | Non
 
 @contextmanager
 def _explain_meeting(ranks: Ranks) -> Iterator[None]:
-    """Raises PhalanxError for ranks that do not come together in here."""
+    """Raise PhalanxError for ranks that do not come together in here."""
     try:
         yield
     except (dist.DistError, socket.gaierror) as error:
@@ -232,7 +235,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which share of each global batch this rank reads."""
+        """Number of the share of each global batch that this rank reads."""
         return self.dp_replicate.rank * self.dp_shard.size + self.dp_shard.rank
 
     @property
@@ -311,6 +314,7 @@ def _branch_axis(layout: ResolvedLayout, readers: list[int], made: Groups) -> Ax
 
 def _make_axis(name: str, ranks: list[int], made: Groups) -> Axis:
     place = ranks.index(dist.get_rank())
+    # A group of one would cost connections and buffers for nothing.
     if len(ranks) == 1:
         return Axis(name, place, ranks=tuple(ranks))
     group = _find_group(ranks, made)
@@ -322,6 +326,7 @@ def _data_mesh(
 ) -> DeviceMesh | None:
     if members.numel() == 1:
         return None
+    # FSDP2 takes two dims for replicas of shards; with one dim it shards alone.
     if replicas.group is None:
         assert shards.group is not None
         return DeviceMesh.from_group(shards.group, device.type, mesh_dim_names=("shards",))
@@ -332,7 +337,7 @@ def _data_mesh(
 
 
 def _make_links(pp: Axis, device: torch.device, made: Groups) -> tuple[dist.ProcessGroup, ...]:
-    """Groups for activations and for gradients, those sent by even and by odd ranks.
+    """Make groups for activations and for gradients, those sent by even and by odd ranks.
 
     The messages of one group go in order: a rank that waits for its neighbour to take what it sends could not receive
     meanwhile. With these, what a rank sends and what it receives never share a group, where the number of ranks is even.
@@ -348,7 +353,7 @@ def _make_links(pp: Axis, device: torch.device, made: Groups) -> tuple[dist.Proc
 
 
 def _find_group(ranks: list[int], made: Groups, link: str = "") -> dist.ProcessGroup:
-    """The group of `ranks`. Axes with the same ranks share one: each costs connections and buffers."""
+    """Return the group of `ranks`. Axes with the same ranks share one: each costs connections and buffers."""
     key = (tuple(ranks), link)
     if key not in made:
         made[key] = new_group(ranks, link or "ranks")

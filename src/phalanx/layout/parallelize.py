@@ -52,7 +52,7 @@ class ParallelModule:
 
     @property
     def data_rank(self) -> int:
-        """Which of `data_ranks` shares of each global batch this rank reads; ranks of `tp` read the same."""
+        """Number of the share, of `data_ranks`, of each global batch that this rank reads; ranks of `tp` read the same."""
         return self.mesh.data_rank
 
     @property
@@ -131,35 +131,45 @@ def parallelize(
             "there is one; take precision=fp32 with torch.autocast in your loop, or more ranks"
         )
     given = _take_values(module, initial)
+    # Emptied before it is split: parts are cut from shapes alone, and values are copied once their places are known.
     kept = split_plain_modules(module.to("meta"), splits, mesh.tp)
     for block in blocks:
         recompute_block(block, layout.recompute)
+    # Around recompute, so that the compiler sees what is kept.
     if compile_each_block:
         compile_blocks(blocks, precision.compute_dtype)
+    # FSDP2 keeps shards in the format of what it is given, and casts as it gathers.
     module.to(precision.main_dtype)
-    sharding = None
-    if mesh.data is not None:
-        free = layout.zero == 3 and layout.reshard_after_forward is not False
-        options = ShardingOptions(
-            precision,
-            layout.zero,
-            reshard_after_forward=free,
-            blocks_per_unit=layout.gather_blocks,
-            prefetch_depth=layout.gathers_ahead,
-            cast_inputs=True,
-        )
-        copy_engine = choose_copy_engine(layout.peer_copies, mesh.shards.group, device, precision.compute_dtype)
-        sharding = FullySharded(mesh.data, options, copy_engine)
-        sharding.shard_module(module, blocks)
-        if copy_engine is not None:
-            # Nobody here sees when an optimizer has changed the parameters, so they are published before every pass; first
-            # of all hooks, since FSDP2's begin to gather.
-            module.register_forward_pre_hook(lambda *_: copy_engine.renew(), prepend=True)
+    sharding = None if mesh.data is None else _shard_module(module, blocks, layout, mesh, device)
     module.to_empty(device=device)
     if initial is not None:
         initialise_parameters(dict(module.named_parameters()), initial, seed, kept)
     _fill_given(module, given, kept)
     return ParallelModule(module, device, mesh, kept, sharding)
+
+
+def _shard_module(
+    module: nn.Module, blocks: Sequence[nn.Module], layout: Layout, mesh: Mesh, device: torch.device
+) -> FullySharded:
+    """Shard `module` over the data-parallel ranks of `mesh`, each of `blocks` by itself; returns what holds the shards."""
+    assert mesh.data is not None
+    precision = PRECISIONS[layout.precision]
+    options = ShardingOptions(
+        precision,
+        layout.zero,
+        reshard_after_forward=layout.zero == 3 and layout.reshard_after_forward is not False,
+        blocks_per_unit=layout.gather_blocks,
+        prefetch_depth=layout.gathers_ahead,
+        cast_inputs=True,
+    )
+    copy_engine = choose_copy_engine(layout.peer_copies, mesh.shards.group, device, precision.compute_dtype)
+    sharding = FullySharded(mesh.data, options, copy_engine)
+    sharding.shard_module(module, blocks)
+    if copy_engine is not None:
+        # Nobody here sees when an optimizer has changed the parameters, so they are published before every pass; first
+        # of all hooks, since FSDP2's begin to gather.
+        module.register_forward_pre_hook(lambda *_: copy_engine.renew(), prepend=True)
+    return sharding
 
 
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, Groups] = WeakKeyDictionary()

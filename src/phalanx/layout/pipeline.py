@@ -27,6 +27,7 @@ class Pipeline:
         self.device = device
         self._scale: Tensor | float = 1.0
         schedule = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
+        # With shapes given, stages need no round of messages to ask each other for them.
         built = [self._torch_stage(stage) for stage in stages]
         # Losses are sums: no division by the number of micro-batches.
         options = {"n_microbatches": layout.accumulation, "loss_fn": self._loss, "scale_grads": False}
@@ -35,6 +36,7 @@ class Pipeline:
             self._schedule = schedule(built[0], **options)
         else:
             several: PipelineScheduleMulti = schedule(built, **options)
+            # PyTorch's schedules would gather a stage's parameters again for every micro-batch.
             if not layout.reshard_after_forward:
                 gather_stages_once(several)
             self._schedule = several

@@ -1,4 +1,4 @@
-"""Where in a whole parameter the part that a rank holds begins."""
+"""Places of parts in whole parameters: which elements a rank holds of what tensor parallelism and FSDP2 cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """Which part of a parameter this rank keeps, over `tp`."""
+    """The part of a parameter that this rank keeps, over `tp`."""
 
     dim: int
     start: int
@@ -20,7 +20,7 @@ class TensorSplit:
 
 
 TensorSplits = dict[str, TensorSplit]
-"""By parameter name; parameters not in it are whole on every tensor-parallel rank."""
+"""Splits by parameter name; parameters not in it are whole on every tensor-parallel rank."""
 
 
 class Place(NamedTuple):
@@ -31,17 +31,18 @@ class Place(NamedTuple):
     offsets: tuple[int, ...]
     """First element of the box by dim, in the whole tensor."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
 
 def place_of(tensor: Tensor, split: TensorSplit | None = None) -> Place:
-    """This rank's part of a parameter, or of a tensor like it: its data-parallel shard of its tensor-parallel part."""
+    """Return this rank's part of a parameter or a tensor like it: its data-parallel shard of its tensor-parallel part."""
     # What only reads of splits, as plans do, need not load sharded tensors.
     from phalanx.torch_compat.sharded import local_part  # noqa: PLC0415
 
     shape = list(tensor.shape)
     local, begins = local_part(tensor)
     offsets = list(begins)
+    # FSDP2 cuts the tensor-parallel part further: its offsets count within that part.
     if split is not None:
         offsets[split.dim] += split.start
         shape[split.dim] = split.whole
@@ -49,5 +50,5 @@ def place_of(tensor: Tensor, split: TensorSplit | None = None) -> Place:
 
 
 def as_place(part: Tensor | Place) -> Place:
-    """`part` itself, or where a tensor that says so itself (plain or DTensor) stands."""
+    """Return `part` itself, or the place of a tensor that says so itself (plain or DTensor)."""
     return part if isinstance(part, Place) else place_of(part)

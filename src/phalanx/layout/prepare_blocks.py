@@ -50,7 +50,7 @@ def recompute_block(block: nn.Module, mode: Recompute) -> None:
 
 
 def recompute_policy(mode: Recompute) -> Callable[[Any, Sequence[Any]], CheckpointPolicy] | None:
-    """What a compiled block's region says of an operation and its arguments; None where there is no region."""
+    """Return what decides, in a compiled block, about an operation and its arguments; None where nothing is recomputed."""
     if mode == "none":
         return None
     if mode == "selective":
@@ -60,10 +60,12 @@ def recompute_policy(mode: Recompute) -> Callable[[Any, Sequence[Any]], Checkpoi
 
 @cache
 def _recomputed_class(kind: Any, mode: Recompute) -> Any:
+    # Dropout is a function of counters, not of generator state: there is none to save and restore.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_policy)
 
+    # The block's own forward, by its class: through the instance this one would call itself.
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
         return checkpoint(kind.forward, self, *args, **options, **named)
 
@@ -75,6 +77,7 @@ def _choose_policy(_context: Any, operation: Any, *args: Any, **_kwargs: Any) ->
         return CheckpointPolicy.MUST_SAVE
     if operation in _MATMUL:
         weight = args[_MATMUL[operation] + 1]
+        # What widens its input is cheap to compute for the memory that its result takes.
         wide = weight.shape[1] > 1.5 * weight.shape[0]
         return CheckpointPolicy.PREFER_RECOMPUTE if wide else CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE

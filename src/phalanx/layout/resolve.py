@@ -51,6 +51,7 @@ def resolve_layout(
     is auto; None where the devices' memory is not known, or does not bound it. Raises ConfigError, with the numbers and the
     nearest legal choice, where the layout is not legal.
     """
+    # First of all: sizes that nobody can train would overflow what follows.
     check_parameter_count(model.run.model)
     try:
         layout = with_degrees(model, _fill_degrees(model.run.layout, world_size), fits)
@@ -185,6 +186,7 @@ def all_factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 def list_divisors(number: int) -> list[int]:
     """Return all divisors, ascending."""
+    # Each divisor below the root has its counterpart above it.
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*low, *(number // d for d in low)})
 
@@ -194,7 +196,7 @@ class _Indivisible(ConfigError):
 
 
 def _fill_degrees(layout: Layout, world_size: int) -> Degrees:
-    """The degrees as numbers. Raises ConfigError where two are auto, or the others leave no whole number for it."""
+    """Return the degrees as numbers. Raises ConfigError where two are auto, or the others leave no whole number for it."""
     stated = {name: getattr(layout, name) for name in DEGREES}
     automatic = [name for name, value in stated.items() if value == "auto"]
     # dp_shard is auto by default: whoever says auto of another degree means that one.
@@ -216,7 +218,7 @@ def _fill_degrees(layout: Layout, world_size: int) -> Degrees:
 
 
 def _suggest_instead(model: BoundModel, world_size: int, devices_per_node: int | None) -> str:
-    """What would be legal where the stated degrees do not divide the world size: another value of one, else others."""
+    """Return, in words, what is legal where the stated degrees do not divide the world size: one changed, else others."""
     stated = {name: getattr(model.run.layout, name) for name in DEGREES}
     given = {name: value for name, value in stated.items() if value not in ("auto", 1)}
     changes = sorted((abs(d - value), d, name) for name, value in given.items() for d in list_divisors(world_size))
@@ -240,7 +242,7 @@ def _more_ranks(model: BoundModel, world_size: int, devices_per_node: int | None
 def _explain_illegal(
     model: BoundModel, layout: ResolvedLayout, world_size: int, devices_per_node: int | None, found: list[Reason]
 ) -> str:
-    """The reasons, and what would be legal: other fields with these degrees, else other degrees, else both."""
+    """Return the reasons, and what would be legal: other fields with these degrees, else other degrees, else both."""
     lines = "\n".join(reason.text for reason in found)
     fixes = list(_joint_fixes(found))
     same = [fix for fix in fixes if not any(name in _EXPERIMENT for name in fix)]
@@ -280,7 +282,7 @@ def _none_legal(world_size: int) -> str:
 
 
 def _joint_fixes(found: list[Reason]) -> Iterator[Fix]:
-    """Every choice of one fix for each reason that has any, where these agree; those that change least come first."""
+    """Yield every choice of one fix for each reason that has any, where these agree; those that change least come first."""
     joint: list[Fix] = []
     for chosen in itertools.product(*(reason.fixes for reason in found if reason.fixes)):
         fix = {name: value for part in chosen for name, value in part.items()}
@@ -302,7 +304,7 @@ def _write_fix(fix: Fix) -> list[str]:
 
 
 def _join_choices(choices: list[list[str]]) -> str:
-    """Each choice as the user would write it; of one field alone, its name once."""
+    """Return each choice as the user would write it; of one field alone, its name once."""
     names = {tuple(word.partition("=")[0] for word in choice) for choice in choices}
     if len(names) == 1 and len(choices[0]) == 1:
         return " or ".join([choices[0][0], *(choice[0].partition("=")[2] for choice in choices[1:])])
@@ -312,7 +314,7 @@ def _join_choices(choices: list[list[str]]) -> str:
 def _nearest_degrees(
     model: BoundModel, wanted: ResolvedLayout, world_size: int, devices_per_node: int | None
 ) -> list[list[str]]:
-    """The degrees of the legal layouts that differ least, in words."""
+    """Return, in words, the degrees of the legal layouts that differ least from `wanted`."""
 
     def distance(layout: ResolvedLayout) -> tuple[float, ...]:
         # Data-parallel degrees are the first to give way: they change no model code and follow from the rest.
@@ -327,6 +329,6 @@ def _nearest_degrees(
 
 
 def _write_degrees(layout: ResolvedLayout, wanted: ResolvedLayout) -> list[str]:
-    """The degrees that matter: those that are not 1, or are not what was wanted."""
+    """Return the degrees that matter, in words: those that are not 1, or were not wanted to be."""
     values = {name: getattr(layout, name) for name in DEGREES}
     return [f"{n}={v}" for n, v in values.items() if v != 1 or getattr(wanted, n) != 1]

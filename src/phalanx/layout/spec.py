@@ -223,6 +223,7 @@ class LayoutTable:
         """
         varies = np.ones(len(self), np.bool_) if where is None else where
         copies = np.where(varies, len(options), 1)
+        # Values of one layout follow each other, so that sorted tables stay sorted by the fields chosen before.
         source = np.repeat(np.arange(len(self)), copies)
         option = np.arange(len(source)) - np.repeat(np.cumsum(copies) - copies, copies)
         varied = self.take(source)

@@ -31,7 +31,7 @@ def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: flo
 
     @cache
     def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
-        """Costliest stage, sum of squared costs and ends, for the layers from `start` on in the stages from `stage` on."""
+        """Return costliest stage, sum of squared costs and ends, for layers from `start` on in stages from `stage` on."""
         if stage == n_stages - 1:
             cost = n_layers - start + extra[stage]
             return cost, cost * cost, (n_layers,)
@@ -64,6 +64,7 @@ _ROUNDING = 1e-9
 
 def _least_limit(n_layers: int, n_stages: int, extra: list[float]) -> float:
     """Return what the costliest stage costs at least: the smallest limit that filling the stages one after another keeps."""
+    # The costliest stage costs a whole number of layers and what one of the ends adds: no other limit can be least.
     for limit in sorted({layers + more for layers in range(1, n_layers + 1) for more in extra}):
         ends = _fill_stages(n_layers, limit, extra)
         starts = (0, *ends)
@@ -109,6 +110,7 @@ def from_other_ranks(layout: ResolvedLayout, rank: int, way: int) -> list[bool]:
 
 def rank_of_stage(layout: ResolvedLayout, stage: int) -> int:
     """Return the pipeline rank that holds `stage`."""
+    # Stages go round the ranks again and again; those of ZBV come back the way they went.
     turn, place = divmod(stage, layout.pp)
     return layout.pp - 1 - place if layout.schedule == "zbv" and turn == 1 else place
 

@@ -68,6 +68,7 @@ _stand_in = _StandIn()
 @contextlib.contextmanager
 def cpu_stands_in() -> Iterator[None]:
     """Choose kernels for CPU tensors as an accelerator would: for fake tensors, which have shapes and no elements."""
+    # By a flag of the process, not an argument: kernels are chosen deep inside models that know nothing of dry runs.
     before, _stand_in.active = _stand_in.active, True
     try:
         yield
@@ -118,8 +119,8 @@ def full_name(name: str) -> str:
 
 
 def memory_statistics(device: torch.device) -> dict[str, int]:
-    """Bytes now and at most allocated on an accelerator, as {"now", "peak"}, and "retries": how often its allocator found
-    it full and gave back what it kept, to go on. Empty on the CPU, which keeps no such count."""
+    """Return bytes now and at most allocated on an accelerator, as {"now", "peak"}, and "retries": how often it was found
+    full and gave back what it kept, to go on. Empty on the CPU, which keeps no such count."""
     if device.type == "cpu":
         return {}
     # Making the flat form of the same takes time that a short step does not have.
@@ -341,7 +342,7 @@ def schedule_actions(
 
 
 def inside_transform() -> bool:
-    """Whether this code runs inside vmap or another transform of torch.func, which takes no plain autograd.Function."""
+    """Return whether this code runs inside vmap or another transform of torch.func: they take no plain autograd.Function."""
     return bool(_probe())
 
 

@@ -62,7 +62,7 @@ class JointGraph:
     options: dict[str, Any]
 
     def divide(self, policy: Callable[[Any, Sequence[Any]], CheckpointPolicy] | None) -> tuple[fx.Graph, fx.Graph]:
-        """Forward and backward graphs, with what is kept and what is computed again chosen as the compiler chooses it.
+        """Return forward and backward graphs, what is kept and what is computed again chosen as the compiler chooses it.
 
         policy: what a recompute region says of an operation and its arguments; None outside of any region.
         """
@@ -217,9 +217,11 @@ class SizedProgram:
         arguments: Sequence[Tensor],
         varying: Sequence[tuple[str, int] | None],
     ) -> None:
-        """function: gives tensors or tuples of them. arguments: an example of what it takes, contiguous; only their shapes
-        and formats count. varying: of each argument the name of the size that may change, and the dimension that has it;
-        None where all is fixed."""
+        """Trace `function`, which gives tensors or tuples of them.
+
+        arguments: an example of what it takes, contiguous; only their shapes and formats count. varying: of
+        each argument the name of the size that may change, and the dimension that has it; None where all is fixed.
+        """
         shapes = ShapeEnv()
         mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
         self._conditions = shapes.guards
@@ -258,7 +260,7 @@ class SizedProgram:
         return all(bool(condition.expr.xreplace(known)) for condition in self._conditions)
 
     def __call__(self, *arguments: Tensor) -> Any:
-        """What the function gives, of arguments whose sizes it holds for."""
+        """Return what the function gives for arguments whose sizes it holds for."""
         return self._program(*arguments)
 
 

@@ -83,7 +83,7 @@ class _Transport:
     def __init__(self, most: int | None) -> None:
         self.most = most
         self.sent: dict[tuple[int, ...], deque[weakref.ref[_HoldingWork]]] = {}
-        """By ranks of the group; oldest first."""
+        """Works by ranks of the group; oldest first."""
 
     def isend(self, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> _HoldingWork:
         work = _HoldingWork(_isend(tensor, *arguments, **keywords), tensor)

@@ -47,7 +47,7 @@ class AddUp(Protocol):
     """Adds up gradients that are not reduced after each micro-batch."""
 
     def __call__(self, gradient: Tensor, total: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """`gradient` added to `total`, which may be used up; `gradient` in `dtype` where there is none yet."""
+        """Return `gradient` added to `total`, which may be used up; `gradient` in `dtype` where there is none yet."""
 
 
 def accumulate_by(modules: Iterable[FSDPModule], add_up: AddUp) -> None:
@@ -77,7 +77,7 @@ def exchange_in_place(
 
 
 def _parameter_groups(modules: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
-    """Modules that are sharded together have one group; the root may have no parameters of its own."""
+    """Return the parameter groups of `modules`: those sharded together have one, a root without parameters has none."""
     found = [module._get_fsdp_state()._fsdp_param_group for module in modules]
     return [group for group in dict.fromkeys(found) if group is not None]
 
@@ -120,7 +120,7 @@ class _ReducedFromPlace:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """See `Reduce`."""
+        """Reduce the gradients that were noted in place of `input_tensor`; see `Reduce`."""
         assert op == dist.ReduceOp.SUM and not async_op
         self._reduce(cast(_Gradients, input_tensor).found, output_tensor)
 

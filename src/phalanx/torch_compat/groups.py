@@ -42,6 +42,7 @@ def new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
 
     Its ranks wait for each other as long as those of the default group do: PyTorch would let gloo wait for 30 minutes.
     """
+    # Counted: a group of the same ranks and name, made again after the first was destroyed, must not find its keys.
     number = _made.number(name, tuple(ranks))
     text = "_".join([name, *map(str, ranks), f"number {number}"])
     with _use_group_name(hashlib.sha256(text.encode()).hexdigest()):

@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from phalanx.torch_compat.split_backward import input_gradients
 
 Received = dict[int, tuple[Any, ...]]
-"""By micro-batch: what PyTorch notes of each tensor that a stage receives, its buffer among it."""
+"""PyTorch's notes of the tensors that a stage receives, their buffers among them, by micro-batch."""
 
 
 class LeanStage(PipelineStage):
@@ -111,7 +111,7 @@ class LeanStage(PipelineStage):
 
     @cached_property
     def _takes_gradients(self) -> Callable[[Sequence[Tensor]], None]:
-        """What is done with gradients that are set without hooks. Sharded parameters have been gathered when it is asked."""
+        """Return what is done with gradients that are set without hooks; asked once parameters have been gathered."""
         return _adding_up(self.submod) if isinstance(self.submod, FSDPModule) else self.collect or _leave_gradients
 
 

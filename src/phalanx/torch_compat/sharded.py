@@ -30,13 +30,14 @@ def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
         start = min(coordinate[axis] * each, sizes[placement.dim])
         offsets[placement.dim] += start
         sizes[placement.dim] = min(each, sizes[placement.dim] - start)
+    # Wrong offsets would fill, save and load the wrong elements without a word.
     local = tensor.to_local()
     assert local.numel() == math.prod(sizes) == 0 or list(local.shape) == sizes, (tensor.placements, local.shape, sizes)
     return tuple(offsets)
 
 
 def _in_order_of_splitting(tensor: DTensor) -> list[tuple[int, Shard | _StridedShard]]:
-    """Mesh axes that split `tensor`, with how: a strided shard was split after all plain ones and those to its right."""
+    """Return the mesh axes that split `tensor`, with how: strided shards were split after all plain ones, from the right."""
     placed = list(enumerate(tensor.placements))
     strided = [(axis, placement) for axis, placement in placed if isinstance(placement, _StridedShard)]
     plain = [(axis, p) for axis, p in placed if type(p) is Shard]

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Gradients = tuple[Tensor | None, ...]
 Hook = Callable[[Gradients], Gradients | None]
-"""Told what arrives at a node; what it gives, if anything, takes its place."""
+"""Function that is told the gradients arriving at a node; what it gives, if anything, takes their place."""
 
 
 @dataclass
@@ -116,6 +116,7 @@ def input_gradients(
             reached,
             wanted,
             [torch.ones_like(outputs[place]) if gradients is None else gradients[place] for place in places],
+            # The second part walks the same graph from the junctions on.
             retain_graph=True,
             allow_unused=True,
         )
@@ -138,7 +139,7 @@ def _call_before(hooks: Mapping[Node, Hook]) -> Iterator[None]:
 
 
 def _group_parameters(outputs: list[Tensor], inputs: list[Tensor], parameters: list[Tensor]) -> list[_Group]:
-    """Junctions of the graph behind `outputs`, with the parameters that are reached from each."""
+    """Return the junctions of the graph behind `outputs`, with the parameters that are reached from each."""
     ends = {get_gradient_edge(x).node for x in inputs}
     numbers = {get_gradient_edge(parameter).node: number for number, parameter in enumerate(parameters)}
     order = _children_first([get_gradient_edge(output).node for output in outputs])

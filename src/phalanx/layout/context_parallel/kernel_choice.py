@@ -1,4 +1,4 @@
-"""Which attention kernel a run uses: measured on the device at hand, at the run's own shape, not assumed.
+"""Choice of a run's attention kernel: measured on the device at hand, at the run's own shape, not assumed.
 
 The measurement takes seconds (FlexAttention must be compiled), so its outcome is kept in the user's cache folder, keyed by
 everything it depends on. On AMD devices SDPA's own choice is kept. 64-bit numbers have no fused kernel anywhere.
@@ -37,7 +37,7 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What an attention call's speed depends on."""
+    """Shape and format of an attention call, on which its speed depends."""
 
     samples: int
     length: int
@@ -75,7 +75,7 @@ class AttentionChoice:
 
 
 _OF_64_BITS = AttentionChoice("math")
-"""Of 64-bit numbers: no fused kernel takes them, but that FlexAttention would add up in 32 bits."""
+"""The kernel for 64-bit numbers: no fused one takes them, except FlexAttention, which would add them up in 32 bits."""
 
 
 def check_attention(requested: str, device: torch.device) -> None:
@@ -185,6 +185,7 @@ def milliseconds_of(name: str, attention: Callable[[], torch.Tensor], grad: torc
             attention().backward(grad)
             synchronize(grad.device)
             seconds.append(time.perf_counter() - start)
+    # The first calls compile, choose algorithms and fill the allocator.
     return statistics.median(seconds[3:]) * 1e3
 
 

@@ -114,6 +114,7 @@ def gradients_along(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward pass: gradients of keys and values travel one step behind them, and so reach home."""
     wide = torch.promote_types(query.dtype, torch.float32)
+    # Added up over the ranks' parts: bfloat16 sums would round once a rank.
     grad_query = query.new_zeros(query.shape, dtype=wide)
     grads: Tensor | None = None
     for source, travelling in ring.tour(torch.stack((key, value))):
@@ -132,6 +133,7 @@ def gradients_along(
             grad_query[:, :, queries] += grad_q
             mine[0, :, :, keys] += grad_k
             mine[1, :, :, keys] += grad_v
+        # They follow the keys one step behind; the last `pass_on` below brings them to the keys' owner.
         grads = mine if grads is None else ring.pass_on(grads) + mine
     assert grads is not None
     grad_key, grad_value = ring.pass_on(grads).to(query.dtype).unbind(0)
@@ -159,6 +161,7 @@ def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     *tensors, group, rank, size = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.place = group, rank, size
+    # Log-partitions serve the backward pass; nothing is differentiated through them.
     ctx.mark_non_differentiable(output[1])
 
 
@@ -201,8 +204,10 @@ def _list_tasks(
         return [_Task(_ALL, _ALL, bias=dense_bias(slopes_H, queries_Q, keys_S, wide, documents))]
     if source == rank:
         return [_Task(_ALL, _ALL, causal=True)]
+    # Its early run lies before all of ours, its late run behind.
     if source < rank:
         return [_Task(_ALL, slice(0, length // 2))]
+    # Only our late queries come after its keys, and after all of them.
     return [_Task(slice(length // 2, length), _ALL)]
 
 
@@ -241,6 +246,7 @@ class Ring:
             dist.P2POp(dist.isend, x, group=self.group, group_peer=following),
             dist.P2POp(dist.irecv, received, group=self.group, group_peer=before),
         ]
+        # Together: a send alone would wait, on NCCL, for a receive that its neighbour posts after its own send.
         return dist.batch_isend_irecv(operations), received
 
 
@@ -277,6 +283,7 @@ def join_parts(total: Part | None, part: Part, queries: slice = slice(None)) -> 
         return Part(part.out.to(wide), part.log_z)
     out, before = total.out[:, :, queries], total.log_z[:, :, queries]
     log_z = torch.logaddexp(before, part.log_z)
+    # Where a query has no key so far, -inf minus -inf would be NaN.
     safe = log_z.masked_fill(log_z == -torch.inf, 0.0)
     old, new = ((z - safe).exp()[..., None] for z in (before, part.log_z))
     out.mul_(old).addcmul_(part.out.to(wide), new)

@@ -71,13 +71,13 @@ class ContextModel(Protocol):
 
 
 class RingContext(NamedTuple):
-    """What ring attention needs in every layer."""
+    """Rotary angles, biases and masks of ring attention, the same in every layer."""
 
     rope: tuple[Tensor, Tensor] | None
     slopes_H: Tensor | None
     """ALiBi slopes of this rank's heads."""
     document_ids_BS: Tensor | None
-    """Of whole samples."""
+    """Document of each token of whole samples."""
 
 
 def split_context(model: ContextModel, share: SequenceShare, attend: AttentionCore = attend) -> None:
@@ -96,6 +96,7 @@ def split_context(model: ContextModel, share: SequenceShare, attend: AttentionCo
         model.attention_context = partial(_ring_context, slice(first, first + heads))
         core = partial(_attend_by_ring, cp)
     else:
+        # Ranks of `cp` divide the heads that their place along `tp` has.
         each = heads // cp.size
         mine = slice(first + cp.rank * each, first + (cp.rank + 1) * each)
         model.attention_context = partial(_exchanged_context, cp, mine)

@@ -34,7 +34,7 @@ class CopyEngine:
     """Both exchanges for the modules of one rank, over one group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
-        """dtype: format that parameters are gathered in."""
+        """Make the buffers of gradients. dtype: format that parameters are gathered in."""
         self._group, self._device, self._dtype = group, device, dtype
         self._published: list[PublishedShards] = []
         self._pool = BufferPool(group, device)
@@ -100,7 +100,7 @@ class CopyEngineAllGather:
         self._found = False
 
     def __call__(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-        """See `compat_fsdp.Gather`."""
+        """Fill `wholes` from all ranks' shards; see `compat_fsdp.Gather`."""
         if not self._found:
             self._find_places(wholes)
         if self._written != self._published.renewed:
@@ -133,7 +133,7 @@ class PublishedShards:
     def __init__(
         self, units: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
     ) -> None:
-        """units: elements of the shard of each parameter of each, the same on every rank of `group`."""
+        """Make the buffer. units: elements of each parameter's shard, by unit; the same on every rank of `group`."""
         self.group = group
         self.renewed = 1
         """How often the main parameters have changed; the first time they were filled."""
@@ -143,7 +143,7 @@ class PublishedShards:
         of_ranks = [self._buffer.of(rank).view(dtype) for rank in range(group.size())]
         starts = iter(_place_shards(counts))
         self.gathers: list[CopyEngineAllGather] = []
-        """For each of the units."""
+        """What gathers each of the units."""
         for unit in units:
             places = [slice(start, start + count) for count, start in zip(unit, starts, strict=False)]
             theirs = [[of_rank[place] for of_rank in of_ranks] for place in places]
@@ -151,7 +151,7 @@ class PublishedShards:
 
     @property
     def bytes(self) -> int:
-        """Of the buffer, on this rank."""
+        """Bytes of the buffer on this rank."""
         return self._buffer.size
 
     def renew(self) -> None:
@@ -187,12 +187,13 @@ class CopyEngineReduceScatter:
         self._pool = pool
 
     def __call__(self, gradients: Sequence[Tensor], total: Tensor) -> None:
-        """See `compat_fsdp.Reduce`."""
+        """Fill `total` with this rank's part of the sum over ranks; see `compat_fsdp.Reduce`."""
         # FSDP2 cuts rows into equal parts and pads the last ones; padding is neither sent nor looked at.
         ranks, rank, n = self._pool.group.size(), self._pool.group.rank(), total.numel()
         rows = [math.ceil(gradient.shape[0] / ranks) for gradient in gradients]
         sizes = [count * gradient[0].numel() for count, gradient in zip(rows, gradients, strict=True)]
         assert sum(sizes) == n
+        # On all ranks the same buffer, since all ask for the same sizes in the same order.
         arrived = self._pool.take(ranks * n, gradients[0].dtype)
         buffers = self._pool.everywhere(arrived)
         small = SmallCopies()
@@ -203,5 +204,6 @@ class CopyEngineReduceScatter:
                 if not small.takes(place[: part.numel()], part):
                     place.copy_(part, non_blocking=True)
         small.run()
+        # The barrier in here: all peers have written their parts.
         self._pool.exchange(arrived)
         sum_parts(arrived.view(ranks, n), total)

@@ -38,7 +38,7 @@ from phalanx.torch_compat import fsdp as compat_fsdp
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """What a layout chooses about FSDP2."""
+    """FSDP2 as a layout wants it."""
 
     precision: Precision
     """Formats in which parameters are gathered and used, and gradients reduced."""
@@ -58,7 +58,7 @@ class FullySharded(WholeParameters):
     """FSDP2 over [replicas, shards]. See `WholeParameters` for what each method is for."""
 
     def __init__(self, mesh: DeviceMesh, options: ShardingOptions, copy_engine: CopyEngine | None = None) -> None:
-        """copy_engine: makes the exchanges among the shards; None leaves them to collectives."""
+        """Shard over `mesh`. copy_engine: makes the exchanges among the shards; None leaves them to collectives."""
         self.mesh = mesh
         self.options = options
         self.copy_engine = copy_engine
@@ -182,6 +182,7 @@ def _set_prefetching(
 
 def _as_fsdp(modules: Sequence[nn.Module]) -> list[FSDPModule]:
     """Return `modules`, which `fully_shard` has made FSDP modules, as what they are now."""
+    # `fully_shard` changes a module's class in place, which no type says.
     found: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
     assert len(found) == len(modules)
     return found

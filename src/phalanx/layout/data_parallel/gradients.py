@@ -28,6 +28,7 @@ def sum_gradients(axis: Axis, parameters: list[nn.Parameter]) -> None:
     found = [grad for grad in grads if grad is not None and grad.numel()]
     if axis.group is None or not found:
         return
+    # One exchange of all: many small ones would each wait for the network's latency.
     flat = torch.cat([grad.flatten() for grad in found])
     dist.all_reduce(flat, group=axis.group)
     parts = flat.split([grad.numel() for grad in found])
@@ -57,6 +58,7 @@ def gradient_norm_over_ranks(
             counted.append(parameter)
     sample = next(iter(parameters.values()))
     norm = local_gradient_norm(counted) if counted else torch.zeros(())
+    # In float64 squares do not overflow, and the order in which ranks are added up hardly matters.
     square = norm.to(sample.device, torch.float64).square()
     dist.all_reduce(square, group=mesh.world)
     return square.sqrt().to(sample.dtype)

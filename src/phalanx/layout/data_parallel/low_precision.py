@@ -26,13 +26,14 @@ class LowPrecisionParameters:
         self._compute: list[Tensor] = list(compute.parameters())
         names = [name for name, _ in main.named_parameters()]
         assert names == [name for name, _ in compute.named_parameters()]
+        # By identity: tensors are compared element by element.
         self._main_of = {id(one): main for one, main in zip(self._compute, self._main, strict=True)}
         for parameter in compute.parameters():
             parameter.register_post_accumulate_grad_hook(self._move_gradient)
 
     @property
     def of_main(self) -> dict[Tensor, Tensor]:
-        """The compute parameter of each main parameter."""
+        """Compute parameters by their main parameters."""
         return dict(zip(self._main, self._compute, strict=True))
 
     @torch.no_grad()
@@ -55,6 +56,8 @@ class LowPrecisionParameters:
 
     def _move_gradient(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
+        # Summed in the main parameter's format, micro-batch by micro-batch: bfloat16 sums would lose small addends.
         main = self._main_of[id(parameter)]
         main.grad = add_gradient(parameter.grad, main.grad, main.dtype)
+        # Autograd would add the next micro-batch's gradient to this one.
         parameter.grad = None

@@ -60,11 +60,11 @@ class MappedBuffer:
             self.barrier()
 
     def of(self, rank: int) -> Tensor:
-        """See PeerBuffer."""
+        """Return the mapped file of the group's rank `rank`, uint8 [size]."""
         return self._buffers[rank]
 
     def barrier(self) -> None:
-        """See PeerBuffer."""
+        """Wait until every rank of the group is here."""
         dist.barrier(self._group)
 
 
@@ -138,6 +138,7 @@ def _tries_out(device: torch.device, group: dist.ProcessGroup) -> bool:
     rank, following = group.rank(), (group.rank() + 1) % group.size()
     buffer = make_peer_buffer(_TRIED_BYTES, device, group)
     buffer.of(rank).fill_(rank % 251)
+    # Behind the first barrier the neighbour has written; behind the second nobody reads any more.
     buffer.barrier()
     read = buffer.of(following).clone()
     buffer.barrier()
@@ -149,6 +150,7 @@ _TRIED_BYTES = 4096
 
 def _name_machine() -> str:
     """Return a name that only ranks of this machine, since it was last started, have."""
+    # Containers may share a host name: the boot id tells machines apart.
     started = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {started.read_text().strip() if started.exists() else ''}"
 

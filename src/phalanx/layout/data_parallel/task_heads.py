@@ -1,9 +1,9 @@
-"""Multi-task parallelism: the body of a model on all ranks, the heads of each branch on a sub-group of them.
+"""Multi-task (head) parallelism: the backbone of a model on all ranks, the heads of each branch on a sub-group of them.
 
 A rank of a sub-group reads only what its branches learn from, holds only their heads, with their gradients and optimizer
-state, and adds up the heads' gradients with its sub-group alone; gradients of the body are summed over all ranks as ever.
-Heads are plain tensors, alike on all ranks of their sub-group, and FSDP2 leaves them alone; the body is replicated or
-sharded as `layout` says. Names, initial values and checkpoints are those of the whole model, and losses are divided by the
+state, and adds up the heads' gradients with its sub-group alone; gradients of the backbone are summed over all ranks. Heads
+are plain tensors, alike on all ranks of their sub-group, and FSDP2 leaves them alone; the backbone is replicated or sharded
+as `layout` says. Names, initial values and checkpoints are those of the whole model, and losses are divided by the
 targets of the whole global batch, so that nothing but places changes.
 
 This module turns `layout.branch_groups` into sub-groups and their sizes; a family says which samples each of them reads.
@@ -41,7 +41,7 @@ class BranchGroups:
 
     @cached_property
     def groups(self) -> tuple[BranchGroup, ...]:
-        """In the order of their branches, and of their ranks."""
+        """Sub-groups in the order of their branches, and of their ranks."""
         first = [branch for branch, size in enumerate(self.sizes) if size]
         found, rank = [], 0
         for branch, following in zip(first, [*first[1:], len(self.sizes)], strict=True):
@@ -55,18 +55,19 @@ class BranchGroups:
         return sum(self.sizes)
 
     def of_rank(self, rank: int) -> BranchGroup:
-        """The group of a data-parallel rank."""
+        """Return the group of a data-parallel rank."""
         return next(group for group in self.groups if rank in group.ranks)
 
 
 def sizes_by_cost(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """Ranks for each branch such that the busiest rank has as little to do as can be; see `BranchGroups.sizes`.
+    """Return the ranks of each branch that leave the busiest rank least to do; see `BranchGroups.sizes`.
 
-    costs: of each branch in a mean step, in any unit. With at least as many ranks as branches each branch has ranks of its
-    own, one at least. With fewer, each rank takes some branches that follow one another.
+    costs: cost of each branch in a mean step, in any unit. With at least as many ranks as branches each branch has at least
+    one rank of its own. With fewer, each rank takes some branches that follow one another.
     """
     if ranks < len(costs):
         return _share_ranks(costs, ranks)
+    # Greedy is optimal here: each further rank can only help the branch that is busiest without it.
     sizes = [1] * len(costs)
     for _ in range(ranks - len(costs)):
         busiest = max(range(len(costs)), key=lambda branch: costs[branch] / sizes[branch])
@@ -75,7 +76,7 @@ def sizes_by_cost(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
 
 
 def _share_ranks(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """One rank for each of `ranks` runs of branches, the costliest run being as cheap as can be."""
+    """Return the same for fewer ranks than branches: one rank for each run of branches, the costliest as cheap as can be."""
     # Of `made` runs over the first n branches: cost of the costliest, and the branch with which each begins.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for made in range(1, ranks + 1):
@@ -110,6 +111,7 @@ def find_group_problems(model: BoundModel, layout: ResolvedLayout) -> Iterator[s
     run = model.run
     if run.layout.branch_groups == "off" and not layout.branch_groups:
         return
+    # Every problem on a line of its own, but none that follows from another one.
     branches, sizes = model.branches(), layout.branch_groups
     name = f"layout.branch_groups={list(sizes) if sizes else run.layout.branch_groups}"
     if branches == 1:

@@ -1,4 +1,4 @@
-"""Which degrees are legal: their product, what `tp` and `cp` split, the ranks of task heads, and what fits into a node."""
+"""Rules about degrees: their product, what `tp` and `cp` split, the ranks of task heads, and what fits into a node."""
 
 from __future__ import annotations
 

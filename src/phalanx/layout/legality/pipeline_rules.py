@@ -1,4 +1,4 @@
-"""What a pipeline's schedule and the micro-batches ask of each other: stages, backward passes in parts, whole rounds."""
+"""Rules about pipelines: stages, split backward passes, and as many micro-batches as their schedules can run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rule of legality is: a predicate over a table of layouts, with its message and its fixes; and what it may ask."""
+"""A rule of legality: a predicate over a table of layouts, with its message and its fixes; and the facts it may ask for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Fix = dict[str, int | str | bool]
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a run on a number of ranks asks of its layout; its model is asked once for all layouts."""
+    """Facts about a run on a number of ranks that rules compare layouts with; its model is asked once for all layouts."""
 
     model: BoundModel
     world_size: int
@@ -27,7 +27,7 @@ class Requirements:
     streams_weights: bool
     """Whether the model has projection pairs to stream."""
     split_counts: list[SplitCount]
-    """What a tensor-parallel degree must divide."""
+    """Counts that a tensor-parallel degree must divide."""
     split_rows: SplitCount | None
     """Rows of a table that tensor-parallel ranks may share unevenly."""
     positions: SplitCount
@@ -44,7 +44,7 @@ class Requirements:
 
     @classmethod
     def of_model(cls, model: BoundModel, world_size: int, devices_per_node: int | None = None) -> Requirements:
-        """Ask the model. devices_per_node: what the launcher says; the run file's own word comes first."""
+        """Ask `model`. devices_per_node: what the launcher says; the run file's own word comes first."""
         return cls(
             model=model,
             world_size=world_size,

@@ -1,4 +1,4 @@
-"""What ZeRO levels and ways of gathering go with: freed parameters, streamed weights."""
+"""Rules about ZeRO levels, freed parameters and streamed weights."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class ChunkPlan:
 
     matrices: tuple[Matrix, ...]
     units: int
-    """Of this tensor-parallel rank's part of the pair."""
+    """Units of this tensor-parallel rank's part of the pair."""
     ranks: int
     """F: ranks that share the pair."""
     chunks: int

@@ -26,14 +26,20 @@ class ProjectionPair:
     """Runs the forward of one module chunk by chunk, over the ranks that share its matrices."""
 
     def __init__(self, forward: Forward, plan: ChunkPlan, ring: WeightRing, late: tuple[str, ...]) -> None:
-        """late: parameters of the module that are added to the sum of chunks, and therefore in none of them."""
+        """Join a module's forward pass and its chunks.
+
+        late: parameters of the module that are added to the sum of chunks, and therefore in none of them.
+        """
         self.plan = plan
         self.ring = ring
         self._forward = forward
         self._late = late
 
     def __call__(self, module: nn.Module, x: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-        """The sum of chunks, [..., out], in the format of x, [..., in]. arguments: of the module, behind x; no gradients."""
+        """Return the sum of chunks, [..., out], in the format of x, [..., in].
+
+        arguments: what the module takes behind x, all without gradients.
+        """
         assert not any(isinstance(argument, Tensor) and argument.requires_grad for argument in arguments)
         matrices = [module.get_parameter(matrix.name) for matrix in self.plan.matrices]
         promise = _Gradient.apply(self, module, arguments, x, *self._riders(module).values(), *matrices)
@@ -62,7 +68,7 @@ class ProjectionPair:
     def gradients(
         self, module: nn.Module, x: Tensor, riders: list[Tensor], arguments: tuple[Any, ...], grad: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Gradients of x and of `riders`, parameters that every chunk reads; those of matrices go to their owners."""
+        """Return gradients of x and of `riders`, parameters that every chunk reads; those of matrices go to their owners."""
         names = list(self._riders(module))
         totals: list[Tensor | None] = [None] * (1 + len(riders))
         for step, number, chunk in self.ring.chunks(self.plan, self._piece(module, x)):
@@ -78,8 +84,10 @@ class ProjectionPair:
                     part = self._forward(module, shared[0], *self._arguments(arguments, number))
                 found = list(torch.autograd.grad(part, [*shared, *leaves], grad))
             del chunk, part, leaves, held
+            # Freed before the next chunk arrives: no more than two chunks of a pair are ever held.
             totals = [_add_part(total, new) for total, new in zip(totals, found[: len(shared)], strict=True)]
             del found[: len(shared)]
+            # The gradients of the chunk before have had a chunk's time to arrive; now they are added, and these leave.
             self.ring.finish()
             self.ring.reduce(self.plan, step, number, self._flat(found), partial(self._add_to_parameters, module))
         first, *rest = (
@@ -121,7 +129,7 @@ class ProjectionPair:
         return {matrix.name: _like_parameter(rows, matrix, module.get_parameter(matrix.name)) for matrix, rows in pairs}
 
     def _flat(self, gradients: list[Tensor]) -> Tensor:
-        """Gradients of a chunk's rows, one after another. Empties the list: each is let go as soon as it is copied."""
+        """Return gradients of a chunk's rows, flat. Empties the list: each is let go as soon as it is copied."""
         flat = self.ring.gradients(sum(gradient.numel() for gradient in gradients), gradients[0])
         for rows in _cut_matrices(flat, [(gradient.shape[0], gradient.shape[1]) for gradient in gradients]):
             rows.copy_(gradients.pop(0))
@@ -132,6 +140,7 @@ class ProjectionPair:
         """Add gradients of this rank's piece, flat, to those of its parameters, in the parameters' format."""
         for matrix, rows in zip(self.plan.matrices, self._piece_rows(piece), strict=True):
             parameter = module.get_parameter(matrix.name)
+            # By hand: autograd knows the chunks' gradients, and nothing of the pieces that parameters are.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad.add_(_like_parameter(rows, matrix, parameter))
@@ -151,6 +160,7 @@ class _Gradient(torch.autograd.Function):
         riders = parameters[: len(parameters) - len(pair.plan.matrices)]
         ctx.save_for_backward(x, *riders)
         ctx.pair, ctx.module, ctx.arguments, ctx.count = pair, module, arguments, len(parameters)
+        # One element of memory, whatever the shape: only the shape is read.
         return x.new_empty(1).expand(*x.shape[:-1], pair.width)
 
     @staticmethod
@@ -192,6 +202,7 @@ _HEAD_DIMS = {"slopes_H": 0, "bias": 1}
 @contextmanager
 def _with_parameters(module: nn.Module, tensors: dict[str, Tensor | None]) -> Iterator[None]:
     """Let `module` find these tensors where its parameters are, by name."""
+    # Written past `nn.Module`, which takes nothing but parameters here: chunks are views into a buffer.
     places = []
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
@@ -211,7 +222,7 @@ def _as_rows(parameter: Tensor, matrix: Matrix) -> Tensor:
 
 
 def _like_parameter(rows: Tensor, matrix: Matrix, like: Tensor) -> Tensor:
-    """[rows, width] as a parameter with the dims of `like`."""
+    """Return [rows, width] as a parameter with the dims of `like`."""
     if matrix.dim == 1:
         return rows.t()
     return rows if like.dim() == 2 else rows.flatten()

@@ -31,7 +31,7 @@ class Transfer:
     tensors: list[Tensor] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Until all has arrived and all that was sent may be written again."""
+        """Wait until all has arrived and all that was sent may be written again."""
         for work in self.works:
             work.wait()
         self.tensors.clear()
@@ -46,7 +46,7 @@ class Arrivals:
     add: Callable[[Tensor], None]
 
     def wait(self) -> None:
-        """Until they are here and added up."""
+        """Wait until they are here, and add them up."""
         self.transfer.wait()
         for piece in self.received:
             self.add(piece)
@@ -75,7 +75,7 @@ class WeightRing:
         return torch.empty(count, dtype=like.dtype, device=like.device)
 
     def gradients(self, count: int, like: Tensor) -> Tensor:
-        """The same for gradients of a chunk."""
+        """Return a buffer for `count` elements of a chunk's gradients, or more."""
         return torch.empty(count, dtype=like.dtype, device=like.device)
 
     def chunks(self, plan: ChunkPlan, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
@@ -85,6 +85,7 @@ class WeightRing:
         """
         own, rank = self.shards.rank // plan.group, self.shards.rank
         present = self._own_chunk(plan, piece)
+        # Copied into the chunk, or the chunk itself: this name must not keep its memory to the end of the tour.
         del piece
         for step in range(plan.chunks):
             number = (own + step) % plan.chunks
@@ -159,7 +160,7 @@ class WeightRing:
         return chunk
 
     def _start(self, sent: list[tuple[int, Tensor]], received: list[tuple[int, Tensor]]) -> Transfer:
-        """Messages to and from ranks of the group, in an order that sender and receiver agree on."""
+        """Start messages to and from ranks of the group, in an order that sender and receiver agree on."""
         group = self.shards.group
         operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sent]
         operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in received]
@@ -174,7 +175,7 @@ def parts_of(flat: Tensor, spans: list[Span]) -> list[Tensor]:
 
 
 class CopyEngineRing(WeightRing):
-    """See `WeightRing`. Ranks must ask for buffers of the same size: all are as large as the largest chunk of any pair."""
+    """The ring as copies between devices, all in buffers as large as the largest chunk of any pair: ranks must ask alike."""
 
     def __init__(self, shards: Axis, device: torch.device) -> None:
         super().__init__(shards)
@@ -189,15 +190,15 @@ class CopyEngineRing(WeightRing):
         return self._weights.bytes + self._gradients.bytes
 
     def weights(self, count: int, like: Tensor) -> Tensor:
-        """See `WeightRing`."""
+        """Lend a buffer that peers can read."""
         return self._weights.take(self.largest, like.dtype)
 
     def gradients(self, count: int, like: Tensor) -> Tensor:
-        """See `WeightRing`."""
+        """Lend a buffer that peers can read."""
         return self._gradients.take(self.largest, like.dtype)
 
     def chunks(self, plan: ChunkPlan, piece: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """See `WeightRing`."""
+        """Yield all chunks of a pair, as `WeightRing` does; each is copied from the rank ahead while one computes."""
         own, rank = self.shards.rank // plan.group, self.shards.rank
         present = self._own_chunk(plan, piece)
         del piece
@@ -218,7 +219,7 @@ class CopyEngineRing(WeightRing):
                 present = following
 
     def reduce(self, plan: ChunkPlan, step: int, number: int, gradients: Tensor, add: Callable[[Tensor], None]) -> None:
-        """See `WeightRing`. `gradients` come from `gradients`."""
+        """Let the owners copy the gradients of chunk `number`; these lie in a buffer that `gradients` has lent."""
         assert self._unfinished is None
         rank = self.shards.rank
         size = plan.piece_size(rank)
@@ -255,6 +256,7 @@ class CopyEngineRing(WeightRing):
         if self._beside is None:
             yield done
             return
+        # What is copied was written on the stream that computes.
         self._beside.wait_stream(torch.accelerator.current_stream())
         with self._beside:
             yield done

@@ -36,10 +36,13 @@ from phalanx.nn.splits import Split, Splits
 
 
 class Stream:
-    """What all streamed pairs of a rank have in common. Every rank of `shards` runs the same pairs in the same order."""
+    """Ranks, ring and modules of a rank's streamed pairs. Every rank of `shards` runs the same pairs in the same order."""
 
     def __init__(self, shards: Axis, replicas: Axis, cp: Axis, ring: WeightRing | None = None) -> None:
-        """shards: ranks that share each pair, those of `cp` next to each other. replicas: ranks with the same pieces."""
+        """Stream over `shards`, ranks that share each pair, those of `cp` next to each other.
+
+        replicas: ranks with the same pieces.
+        """
         assert shards.size > 1 and shards.size % cp.size == 0
         self.shards = shards
         self.replicas = replicas
@@ -54,6 +57,7 @@ class Stream:
         if self.replicas.group is None:
             return
         grads = [p.grad for module in self._modules for p in module.matrices() if p.grad is not None and p.numel()]
+        # All are started before any is waited for: the exchanges of small pieces then overlap.
         works = [dist.all_reduce(grad, group=self.replicas.group, async_op=True) for grad in grads]
         for work in works:
             assert work is not None
@@ -91,7 +95,7 @@ class _Member:
     """One matrix of a pair, as declared."""
 
     name: str
-    """Of the `Linear` within the pair's module."""
+    """Name of the `Linear` within the pair's module."""
     linear: Linear
     split: Split
 
@@ -162,6 +166,7 @@ def _stream_pair(
         start = tp.rank * units * matrix.unit + rows.start
         kept[matrix.name] = TensorSplit(matrix.dim, start, units * matrix.unit * tp.size)
         _keep_piece(module, matrix, start, len(rows))
+    # A bias behind the sum would be added once a chunk, and once a rank of `tp`.
     (row,) = (member for member in members if member.split.kind == "row")
     late = () if row.linear.bias is None else (f"{row.name}.bias",)
     kind: Any = type(module)

@@ -16,7 +16,7 @@ from phalanx.nn.splits import Splits
 
 
 class StreamedSharding(FullySharded):
-    """See `layout.layout_model.WholeParameters` for what each method is for."""
+    """Sharding that streams the matrices of blocks; `WholeParameters` says what each method is for."""
 
     def __init__(
         self, mesh: Mesh, device: torch.device, options: ShardingOptions, copy_engine: CopyEngine | None = None

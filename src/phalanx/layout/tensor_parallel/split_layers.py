@@ -88,6 +88,7 @@ def _keep_part(module: nn.Module, name: str, dim: int, unit: int, tp: Axis) -> T
     whole = parameter.shape[dim]
     assert whole % unit == 0 and parameter.device.type == "meta"
     start, count = _own_units(whole // unit, tp)
+    # Contiguous: initial values and FSDP2 count elements row by row.
     setattr(module, name, nn.Parameter(parameter.detach().narrow(dim, 0, count * unit).contiguous()))
     return TensorSplit(dim, start * unit, whole)
 
@@ -144,12 +145,15 @@ class SplitEmbedding(TokenEmbedding):
 def vocabulary_chunk_loss(
     tp: Axis, start: int, logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """As `nn.cross_entropy.chunk_loss`, for logits of the vocabulary's rows from `start` on: ranks
-    exchange two numbers a token, the log-partition of their part and the target's logit."""
+    """Compute what `nn.cross_entropy.chunk_loss` does, for logits of the vocabulary's rows from `start` on.
+
+    Ranks exchange two numbers a token: the log-partition of their part and the target's logit.
+    """
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     kept_N = targets_N != IGNORED
     local_N = targets_N - start
     mine_N = kept_N & (local_N >= 0) & (local_N < wide.shape[1])
+    # Indices of other ranks' rows would be out of bounds: they read row 0, and count for nothing.
     safe_N = torch.where(mine_N, local_N, 0)
     picked_N = torch.where(mine_N, wide.gather(1, safe_N[:, None]).squeeze(1), 0.0)
     parts = gather_values(torch.stack((torch.logsumexp(wide, dim=-1), picked_N)), tp)
