@@ -165,7 +165,7 @@ class TimedMicrobatch:
     """One micro-batch."""
 
     sizes: Sizes
-    """What it consisted of."""
+    """Its atoms, edges and structures."""
     seconds: float
     """Forward and backward pass; 0 where nothing was to be computed."""
 

@@ -1,4 +1,4 @@
-"""What a materials run reads, and its evaluation: errors on held-out structures, by data set and in physical units."""
+"""What a materials run reads: its training stream, its held-out structures, and what using the model needs of the data."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class GraphInputs(Inputs):
     """Opened structures of a run."""
 
     balancer: Balancer | None = None
-    """Of a run on several ranks."""
+    """What divides structures by measured times, in a run on several ranks."""
     graphs: GraphBatchStream | None = None
     """Whole batches, of a run with several readers."""
     elements: TrainedElements | None = None

@@ -101,9 +101,9 @@ class Piece:
     atom_products: float = 0.0
     """Multiplications and additions for each atom."""
     edge_products: float = 0.0
-    """The same for each edge."""
+    """Multiplications and additions for each edge."""
     pair_products: float = 0.0
-    """The same for each pair of atoms of a structure."""
+    """Multiplications and additions for each pair of atoms of a structure."""
     atom_columns: int = 0
     """Numbers of an atom that its messages carry: what `Exchange.atoms` is given."""
     edge_columns: int = 0

@@ -83,7 +83,7 @@ class AseDatabase(StructureFile):
                 if row is None:
                     return
                 atoms, place = row.toatoms(), f"row id {row.id}"
-                extra = {key: _row_value(row, key) for key in self.wanted.keys}
+                extra = {key: row.key_value_pairs.get(key, row.data.get(key)) for key in self.wanted.keys}
             except sqlite3.Error as error:
                 raise self._broken(error) from None
             # ase raises whatever its decoder stumbled over.
@@ -188,8 +188,3 @@ def _atoms_value(atoms: Atoms, key: str) -> Any:
     if key in atoms.arrays:
         return atoms.arrays[key]
     return None if atoms.calc is None else atoms.calc.results.get(key)
-
-
-def _row_value(row: Any, key: str) -> Any:
-    """Return a value of a database row: one of its key-value pairs, or of its data."""
-    return row.key_value_pairs.get(key, row.data.get(key))

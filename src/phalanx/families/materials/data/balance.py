@@ -168,7 +168,7 @@ class StepBalance:
     seconds: float
     """Cost of the heaviest rank: how long the step takes, in seconds, or in units of cost where costs are no seconds."""
     wait_seconds: float
-    """What a rank waits for the heaviest, in the mean over ranks; same unit."""
+    """Mean wait of a rank for the heaviest; same unit."""
     heaviest_microbatch: float
     """Cost of the heaviest micro-batch; same unit."""
     idle_ranks: int
@@ -245,11 +245,11 @@ class CostModel:
     """Cost of a structure in any unit; only ratios decide how batches are cut and shared out."""
 
     node: float
-    """Of an atom."""
+    """Cost of an atom."""
     edge: float
-    """Of a directed edge."""
+    """Cost of a directed edge."""
     graph: float = 0.0
-    """Of a structure whatever its size."""
+    """Cost of a structure whatever its size."""
 
     def __post_init__(self) -> None:
         assert min(self.node, self.edge, self.graph) >= 0.0, self

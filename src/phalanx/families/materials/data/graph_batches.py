@@ -81,7 +81,7 @@ class GraphBatch:
     tasks: tuple[str, ...]
     """Fields that `target_counts` counts, in order."""
     counts: Tensor | None = None
-    """What `target_counts` gives, int64 [T], where that was counted on reading."""
+    """Result of `target_counts`, int64 [T], where that was counted on reading."""
     bounded: bool = False
     """Whether the planned micro-batches keep to a budget of memory, so that no others will do."""
 
@@ -163,7 +163,7 @@ class GraphBatch:
 
 @dataclass(frozen=True)
 class Columns:
-    """What a stream's batches hold besides structures; the same for all of them."""
+    """Labels and properties in a stream's batches; the same in all of them."""
 
     labels: tuple[str, ...]
     """Labels that at least one source has."""
@@ -302,7 +302,7 @@ class _Rows:
     """Rows of a shard's arrays, and the rows of a batch's arrays that they go to."""
 
     lengths: Int64Array
-    """Of each structure."""
+    """Rows of each structure."""
     source: Int64Array
     to: Int64Array | slice
 

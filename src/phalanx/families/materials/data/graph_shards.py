@@ -179,7 +179,7 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 class Counts(Part):
-    """How much there is."""
+    """Number of structures, atoms and edges."""
 
     structures: Count
     atoms: Count
@@ -207,7 +207,7 @@ class LabelStatistics(Part):
 
 
 class Statistics(Part):
-    """What a model may want to know of the training split before it begins."""
+    """Statistics of the training split, for a model that is about to begin."""
 
     elements: dict[int, int]
     """Atoms of each atomic number."""
@@ -235,7 +235,7 @@ class Manifest(Part):
     version: Literal[1] = 1
     source: str
     settings: dict[str, Any]
-    """What the result depends on besides the files: see `settings_of`."""
+    """Settings that the result depends on besides the files: see `settings_of`."""
     inputs: list[str]
     """Files read, in order."""
     plan: str

@@ -38,7 +38,7 @@ from phalanx.families.materials.data.graph_batches import Collator, Columns, Gra
 from phalanx.families.materials.data.graph_shards import Located, PreparedSource
 
 _STEPS_KEPT = 128
-"""Of which the imbalance is known: more than can be read ahead."""
+"""Steps whose imbalance is kept: more than can be read ahead."""
 
 
 class GraphBatchStream(SteppedStream[GraphBatch]):

@@ -61,7 +61,7 @@ SYMBOLS: dict[str, tuple[float, Dimension]] = {
     "D": (0.20819433270935603, DIPOLE),
     "K": (1.0, (0, 0, 0, 1)),
 }
-"""What one of each symbol is in eV, A, e and K, and its dimension.
+"""Value of one of each symbol in eV, A, e and K, and its dimension.
 
 Values are the CODATA 2018 recommended ones (Tiesinga et al., Rev. Mod. Phys. 93, 025010, 2021); eV, J, mol and e are exact.
 The debye is 1e-21 C m^2/s divided by c and e."""
@@ -71,7 +71,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Kind:
-    """What a label of one name always is."""
+    """Shape and dimension that every label of one name has."""
 
     per_atom: bool
     shape: tuple[int, ...]
@@ -178,9 +178,9 @@ class Unit:
     """A unit that was understood."""
 
     text: str
-    """As it was written."""
+    """Unit as it was written."""
     factor: float
-    """What one of it is in eV, A, e and K."""
+    """Value of one of it in eV, A, e and K."""
     dimension: Dimension
 
 

@@ -56,7 +56,7 @@ def open_structures(path: Path, source: GraphSource) -> StructureFile:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to read besides atoms."""
+    """Labels and groups to read besides atoms."""
 
     labels: tuple[Label, ...]
     group_by: str | None
@@ -114,7 +114,7 @@ _ATOMS = ("ptr", "z", "numbers", "species", "pos", "positions", "cell", "pbc")
 _UNPACKED_BYTES = 2**30
 """Unpacked size that is read whatever the file's own is."""
 _UNPACKED_TIMES = 20
-"""How many times its own size a larger file may unpack to: coordinates and forces hardly shrink at all."""
+"""Most times its own size that a larger file may unpack to: coordinates and forces hardly shrink at all."""
 _BROKEN = (
     OSError,
     ValueError,
@@ -130,7 +130,7 @@ _BROKEN = (
     zlib.error,
     zipfile.BadZipFile,
 )
-"""What zipfile and numpy raise for files that are damaged, encrypted, or packed in a way of their own."""
+"""Errors that zipfile and numpy raise for files that are damaged, encrypted, or packed in a way of their own."""
 
 
 class NpzFile(StructureFile):

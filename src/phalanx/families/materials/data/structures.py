@@ -21,7 +21,7 @@ ELEMENTS = 118
 
 @dataclass(frozen=True)
 class RawStructure:
-    """What a reader finds, in the file's own units."""
+    """A structure as a file holds it, in the file's own units."""
 
     file: str
     place: str
@@ -36,7 +36,7 @@ class RawStructure:
     """Lattice vectors as rows [3, 3]; zeros where there are none."""
     periodic: tuple[bool, bool, bool]
     values: Mapping[str, Any]
-    """What the file has under each key asked for; absent keys are absent here."""
+    """Content of the file under each key asked for; absent keys are absent here."""
 
     def wrong(self, what: str) -> DataError:
         """Return the error that names this structure."""

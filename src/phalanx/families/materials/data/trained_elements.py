@@ -24,9 +24,9 @@ class TrainedElements:
     """Atomic numbers that a model was trained on."""
 
     everywhere: frozenset[int]
-    """Of all training structures."""
+    """Elements of all training structures."""
     by_branch: Mapping[str, frozenset[int]] | None
-    """Of those of each branch; None where a run of an older version does not tell them apart."""
+    """Elements of each branch's; None where a run of an older version does not tell them apart."""
 
     def of(self, branch: str) -> frozenset[int]:
         """Return the elements that the branch of that name knows. A branch that the record lacks begins with heads of all
@@ -70,11 +70,6 @@ def _still_known(elements: frozenset[int], reference_energies: Mapping[str, floa
     elements it does not name have 0 now; where it names none, all are kept."""
     named = frozenset(map(int, reference_energies))
     return elements & named if named else elements
-
-
-def branch_of(source: int, branches: Sequence[str]) -> str:
-    """Return the branch that a source belongs to: that of its number, or the single one."""
-    return branches[0] if len(branches) == 1 else branches[source]
 
 
 def write_elements(elements: TrainedElements, run_dir: Path) -> None:
@@ -130,7 +125,9 @@ def untrained_by_source(
     """
     counts = {}
     for number, source in enumerate(sources):
-        trained = frozenset.intersection(*(one.of(branch_of(number, branches)) for one in known))
+        # A single branch takes all sources; several are the sources, by number.
+        branch = branches[0] if len(branches) == 1 else branches[number]
+        trained = frozenset.intersection(*(one.of(branch) for one in known))
         if elements := untrained_in(source, found.item[found.source == number], trained):
             counts[source.manifest.source] = elements
     return counts

@@ -43,20 +43,20 @@ class LabelResult:
     learned: bool
     fitted: Fitted
     members: list[Errors]
-    """Of each member alone, on the test split."""
+    """Errors of each member alone, on the test split."""
     raw: Scores
-    """Of the ensemble on the test split, the members' spread taken for the standard deviation."""
+    """Scores of the ensemble on the test split, the members' spread taken for the standard deviation."""
     scores: Scores
-    """The same, calibrated."""
+    """Scores of the ensemble on the test split, calibrated."""
     conformal: dict[str, Interval]
-    """By level."""
+    """Intervals by level."""
     conformal_curve: tuple[float | None, ...]
     """Share of truths inside the conformal interval of each of `scores.CURVE`; None where it has no end."""
     by_score: Errors | None
-    """Of as many members chosen by score alone, where those are others."""
+    """Errors of as many members chosen by score alone, where those are others."""
     numbers: int
     structures: int
-    """How much the test split has."""
+    """Structures of the test split that have such numbers."""
 
     @property
     def best(self) -> int:
@@ -72,13 +72,13 @@ class MaterialsEnsemble:
     members: list[Member]
     chosen: Chosen
     by_score: Chosen
-    """As many by score alone, for comparison."""
+    """As many members, chosen by score alone, for comparison."""
     alone: list[float]
     """Relative validation error of each candidate; see `select.relative_products`."""
     labels: list[LabelResult]
     options: EnsembleOptions
     untrained: dict[Split, dict[str, dict[int, int]]]
-    """By split: see `materials.untrained_elements`."""
+    """Structures with elements unknown to members, by split; see `member_errors.untrained_elements`."""
 
     def summary(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -255,26 +255,19 @@ def _require_same(first: Member, a: MaterialsRun, other: Member, b: MaterialsRun
     )
     for what, mine, theirs in compared:
         if mine != theirs:
+            found, wanted = (", ".join(map(str, one)) if isinstance(one, list) else one for one in (theirs, mine))
             raise ConfigError(
-                f"{other.path} differs from {first.path} in {what}: {_words(theirs)}, not {_words(mine)}; "
+                f"{other.path} differs from {first.path} in {what}: {found}, not {wanted}; "
                 f"members of an ensemble predict the same of the same prepared data"
             )
-    for name, ours, others in zip(_names(a.data), data_fingerprints(a.data), data_fingerprints(b.data), strict=True):
+    for source, ours, others in zip(a.data.sources, data_fingerprints(a.data), data_fingerprints(b.data), strict=True):
         if ours != others:
             raise DataError(
-                f"{other.path} was trained on other structures of source {name} than {first.path} "
+                f"{other.path} was trained on other structures of source {source.name} than {first.path} "
                 f"({b.data.prepared}, {a.data.prepared}), or on another split of them; members need the same"
             )
 
 
 def data_fingerprints(data: GraphData) -> list[str]:
     """Return what tells prepared data from any other, one a source: structures, labels, edges and their split."""
-    return [read_manifest(Path(data.prepared) / name).fingerprint for name in _names(data)]
-
-
-def _names(data: GraphData) -> list[str]:
-    return [source.name for source in data.sources]
-
-
-def _words(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return [read_manifest(Path(data.prepared) / source.name).fingerprint for source in data.sources]

@@ -34,7 +34,7 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Uncertain:
-    """What an ensemble predicts of a batch."""
+    """Predictions of an ensemble for a batch."""
 
     mean: Predictions
     std: dict[str, Tensor]
@@ -233,13 +233,13 @@ def _energy_gradient(energy_KG: Tensor, vectors_KE3: Tensor) -> Tensor:
 
 
 def _stacked_forces(gradient_KE3: Tensor, edges_2E: Tensor, atoms: int) -> Tensor:
-    """See `families.materials.model.network.with_derivatives`."""
+    """Return forces of each member [K, N, 3]; see `model.network.with_derivatives`."""
     zeros = gradient_KE3.new_zeros((len(gradient_KE3), atoms, 3))
     return zeros.index_add(1, edges_2E[0], gradient_KE3).index_add(1, edges_2E[1], -gradient_KE3)
 
 
 def _stacked_stress(gradient_KE3: Tensor, vectors_KE3: Tensor, graph_E: Tensor, cells_G33: Tensor) -> Tensor:
-    """See `families.materials.model.network.with_derivatives`."""
+    """Return stresses of each member [K, G, 3, 3]; see `model.network.with_derivatives`."""
     pull_KE33 = vectors_KE3[..., :, None] * gradient_KE3[..., None, :]
     pull_KE33 = 0.5 * (pull_KE33 + pull_KE33.transpose(-1, -2))
     zeros = pull_KE33.new_zeros((len(pull_KE33), len(cells_G33), 3, 3))

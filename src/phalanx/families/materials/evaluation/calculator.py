@@ -41,7 +41,7 @@ except ImportError as error:
 _OF_ENERGY = ("energy", "free_energy", "energies", "forces", "stress")
 """Properties that the energy head gives; others have a head of their own name."""
 _UNCERTAINTY = "_uncertainty"
-"""What the name of a property's uncertainty ends with."""
+"""Ending of the name of a property's uncertainty."""
 _STRAIGHT = 1e-6
 """Share of its length that a cell vector may have along a direction in which the structure does not repeat."""
 _NEUTRAL_E = 1e-6
@@ -106,7 +106,9 @@ class PhalanxCalculator(Calculator):
         there = [*_OF_ENERGY, *(name for name, head in extra.items() if head is not None)]
         self.implemented_properties = [name for name in there if _head_of(name) not in self._untaught]
         if self.ensemble is not None:
-            self.implemented_properties += [f"{name}{_UNCERTAINTY}" for name in _uncertain(self.implemented_properties)]
+            # The spread of members is known of what validation has labels of, which these two are not.
+            uncertain = [name for name in self.implemented_properties if name not in ("free_energy", "energies")]
+            self.implemented_properties += [f"{name}{_UNCERTAINTY}" for name in uncertain]
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
         """Tell ASE what has changed since results were computed: the total charge counts, too."""
@@ -254,11 +256,6 @@ def _head_of(name: str) -> str:
     return "energy" if name in _OF_ENERGY else name
 
 
-def _uncertain(properties: Sequence[str]) -> list[str]:
-    """Those of ASE's properties that an ensemble may know the uncertainty of."""
-    return [name for name in properties if name not in ("free_energy", "energies")]
-
-
 def _shape_as_ase(name: str, std: npt.NDArray[np.float64]) -> Any:
     """Return a standard deviation in the shape in which ASE has that property."""
     if name == "energy":
@@ -276,20 +273,16 @@ def _require_trained(atoms: Atoms, trained: TrainedElements, branch: str, where:
     element = f"atomic number {strange[0]} ({chemical_symbols[strange[0]]})"
     others = trained.branches_with(strange[0])
     if others:
+        know = f"branch {others[0]} knows" if len(others) == 1 else f"branches {', '.join(others)} know"
         raise DataError(
             f"the structure has {element}, which no structure that branch {branch} of {where} was trained on has: it would "
-            f"answer at random, though {_named(others)} it; ask for that branch, train {branch} with such structures, or "
+            f"answer at random, though {know} it; ask for that branch, train {branch} with such structures, or "
             f"say untrained_elements=True"
         )
     raise DataError(
         f"the structure has {element}, which nothing that the model of {where} was trained on has: it would answer at "
         "random; train with such structures, or say untrained_elements=True"
     )
-
-
-def _named(branches: Sequence[str]) -> str:
-    """Branches that know something, and the verb."""
-    return f"branch {branches[0]} knows" if len(branches) == 1 else f"branches {', '.join(branches)} know"
 
 
 def _require_apart(positions_N3: Tensor, edges: DeviceEdges) -> None:

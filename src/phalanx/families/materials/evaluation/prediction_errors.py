@@ -44,7 +44,7 @@ class ErrorRow:
     mae: float
     rmse: float
     numbers: int
-    """How many numbers these are means of: three a force, nine a stress."""
+    """Numbers that these are means of: three a force, nine a stress."""
 
     @property
     def errors_in_words(self) -> str:
@@ -58,10 +58,10 @@ class ErrorRow:
 
 @dataclass(frozen=True)
 class GraphErrors:
-    """What an evaluation found."""
+    """Findings of an evaluation."""
 
     loss: float
-    """As the training loss: summed over tasks."""
+    """Held-out loss, summed over tasks as the training loss is."""
     structures: int
     rows: list[ErrorRow]
     untrained: dict[str, dict[int, int]] | None = None
@@ -170,7 +170,7 @@ def error_rows(run: MaterialsRun, errors: Tensor) -> list[ErrorRow]:
 
 
 SUMS = 3
-"""Of each quantity: absolute errors, squared errors, and how many numbers these are sums of."""
+"""Sums of each quantity: absolute errors, squared errors, and how many numbers these are sums of."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """A batch of structures cut into shares of about equal cost, one for each rank of `cp`, with what a rank's halo must know.
 
-The atoms of a micro-batch stand in one order (`families.materials.graph_parallel.spatial_order`), which is cut into runs:
-small structures
+The atoms of a micro-batch stand in one order (`graph_parallel.spatial_order`), which is cut into runs: small structures
 mostly stay whole, large ones fall into compact pieces. A rank has the edges that end at its atoms. Every rank is given the
 whole micro-batch, in host memory, and works out the same cut; only its share goes to the device.
 """
@@ -40,11 +39,11 @@ class Cutting:
     rank: int
     size: int
     node_cost: float = 1.0
-    """Of an atom."""
+    """Cost of an atom."""
     edge_cost: float = 0.3
-    """Of an edge, for the rank at whose atom it ends."""
+    """Cost of an edge, for the rank at whose atom it ends."""
     triplet_cost: float = 0.0
-    """Of a pair of edges, the second of which ends at the rank's atom."""
+    """Cost of a pair of edges, the second of which ends at the rank's atom."""
     edges: bool = False
     """Whether the network asks for edges that end at the halo's atoms."""
     everyone: bool = False

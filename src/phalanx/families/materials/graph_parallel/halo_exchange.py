@@ -42,18 +42,18 @@ class Sending:
     sent: Tensor
     """int64: rows of this rank, those for rank 0 first."""
     sends: list[int]
-    """How many of them each rank gets."""
+    """Rows that each rank gets."""
     receives: list[int]
-    """How many rows each rank sends here."""
+    """Rows that each rank sends here."""
 
 
 Plan = Gathering | Sending | None
-"""How the halo comes in; None where no rank has any."""
+"""Way in of the halo; None where no rank has any."""
 
 
 @dataclass(frozen=True)
 class Halo:
-    """What one rank must know of the other ranks' atoms of one micro-batch. Indices are int64."""
+    """One rank's view of the other ranks' atoms of one micro-batch. Indices are int64."""
 
     atoms: Plan
     """Way in of the halo's atoms."""

@@ -15,7 +15,7 @@ from phalanx.families.materials.data.array_files import Int64Array
 
 Floats = npt.NDArray[np.float64]
 _BITS = 12
-"""Of a coordinate along the curve: 4,096 steps across the longest side of a structure."""
+"""Bits of a coordinate along the curve: 4,096 steps across the longest side of a structure."""
 
 
 def spatial_order(positions_N3: npt.NDArray[Any], cells_G33: npt.NDArray[Any], graph_N: Int64Array) -> Int64Array:

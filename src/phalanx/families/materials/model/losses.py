@@ -16,7 +16,7 @@ from phalanx.families.materials.model_config import Loss, MaterialsModel
 
 @dataclass(frozen=True)
 class Labels:
-    """What a data set knows of a batch; None where no graph has it, NaN where one has not. NaN takes no part in a loss."""
+    """Labels of a batch; None where no graph has one, NaN where a graph lacks it. NaN takes no part in a loss."""
 
     energy_G: Tensor | None = None
     """eV; float64, since total energies are large beside their differences."""
@@ -43,7 +43,7 @@ def split_labels(inputs: Mapping[str, Any]) -> tuple[Labels, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Predictions(Labels):
-    """What a model says of a batch; None where it has no head for it, or was not asked."""
+    """Predictions for a batch; None where the model has no head for it, or was not asked."""
 
     atom_energies_N: Tensor | None = None
     """Share of each atom in the energy (eV), its element's reference energy included."""
@@ -154,7 +154,7 @@ class DatasetUnits:
         self._energy_scale = _constant_table([branch.energy_scale for branch in branches])
         self._weight = _constant_table([branch.weight for branch in branches])
         self.columns: dict[str, tuple[Constant, Constant]] = {}
-        """By label: shift and scale of each branch's properties."""
+        """Shift and scale of each branch's properties, by label."""
         for label, head in (("properties", config.properties), ("atom_properties", config.atom_properties)):
             if head is not None:
                 size = len(head.names)
