@@ -297,7 +297,7 @@ def matters(run: LanguageRun, models: CostModels, recompute: Recompute, seeds: i
     """What matters in the published space with one kind of recompute."""
     codes, layouts = published_points(recompute)
     names, sizes = tuple(PUBLISHED), [len(values) for values in PUBLISHED.values()]
-    seconds = models.times(bind(run, TracedModel), layouts, exact=False).total
+    seconds = models.times(bind(run, TracedModel), layouts).total
     fits = models.memory(bind(run, TracedModel), layouts).p_fits
     length = run.data.sequence_length
     flops = model_flops_per_token(run.model, length, run.training.flops)

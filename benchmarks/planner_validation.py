@@ -153,9 +153,7 @@ def predict(case: Case, words: list[str], machine: Machine, named: NamedProfile)
     one = layout.table
     kernel = _kernel(run, machine)
     constants = named.collectives_on(machine)
-    times = step_times(
-        bind(run, TracedModel), one, machine, named.profile, constants=constants, attention=kernel, exact=True
-    )
+    times = step_times(bind(run, TracedModel), one, machine, named.profile, constants=constants, attention=kernel)
     kernels = Kernels(kernel, run.training.compile is not False)
     copies = our_framework(bind(run, TracedModel), machine).copy_engines
     ranks = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, kernels, peer_copies=copies)

@@ -18,8 +18,9 @@ from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.profile import NamedProfile, default_profile, load_profile, shipped_profiles
 from phalanx.planner.time.step_parts import Steps
-from phalanx.planner.time.step_time import StepTimes, closed_form
+from phalanx.planner.time.step_time import StepTimes, time_steps
 from phalanx.planner.trace.traced_model import Setting
+from published.bubble import estimate_pipelines
 from published.frameworks import BlockingDataParallel, OtherFramework, framework_of
 from published.runs import PublishedRun
 
@@ -54,15 +55,22 @@ class PublishedGroup(MeasuredGroup):
         return default_profile(self.system.machine.node.device)
 
     def step_times(self, named: NamedProfile) -> StepTimes:
-        """Predict the steps by a profile."""
-        framework, machine = self.framework, self.system.machine
-        if not isinstance(framework, OtherFramework):
-            return super().step_times(named)
-        named = framework.as_it_runs(named)
+        """Predict the steps by a profile, pipelines in the closed form with which the profiles were fitted."""
+        framework, machine, data_parallel = self.framework, self.system.machine, None
+        if isinstance(framework, OtherFramework):
+            named = framework.as_it_runs(named)
+            data_parallel = None if framework.overlap else BlockingDataParallel
         constants = named.collectives_on(machine)
         times = part_times(self.steps.parts, machine, constants, named.profile)
-        data_parallel = None if framework.overlap else BlockingDataParallel
-        return closed_form(self.steps, times, named.profile, constants, framework, data_parallel)
+        return time_steps(
+            self.steps,
+            times,
+            named.profile,
+            constants,
+            framework,
+            pipelines=estimate_pipelines,
+            data_parallel=data_parallel,
+        )
 
 
 def with_whole_logits(setting: Setting, framework: FrameworkProfile) -> Setting:

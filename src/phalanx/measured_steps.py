@@ -134,7 +134,7 @@ def expect_step(model: TracedModel, layout: ResolvedLayout, machine: Machine, pr
     """
     models = CostModels(machine, profile)
     candidate = layout.table
-    times, memory = models.times(model, candidate, exact=True), models.memory(model, candidate)
+    times, memory = models.times(model, candidate), models.memory(model, candidate)
     seconds = float(times.total[0])
     causes = {name: float(values[0]) for name, values in times.causes.items() if values[0] > 0}
     return Expected(

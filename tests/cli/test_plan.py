@@ -131,7 +131,7 @@ def test_page(call: Call, folder: Path) -> None:
 
 def _plan() -> Plan:
     machine = load_machine("frontier")
-    planner = Planner(machine, CostModels(machine, default_profile(machine.node.device)), simulated=8)
+    planner = Planner(machine, CostModels(machine, default_profile(machine.node.device)))
     task = Task(bind(load_run(Path("run.yaml")), TracedModel), 16, {"microbatch": 1, "recompute": "none"})
     return make_plan(planner, task, Wishes(why=("tp=8", "tp=16"), scale=(8, 11, 16)))
 

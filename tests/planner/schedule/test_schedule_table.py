@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 
 from distributed_ranks import run_ranks
 from layout_runs import run_with
@@ -17,7 +17,7 @@ from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import rank_of_stage, stages_of_rank
-from phalanx.planner.schedule.bubble import in_flight
+from phalanx.planner.schedule.bounds import in_flight
 from phalanx.planner.schedule.table import LETTERS, Action, Pass, schedule_table, table_of
 from phalanx.torch_compat.common import schedule_actions
 from whole_model import backward, laid_out, whole_run
@@ -144,7 +144,7 @@ def test_a_table_that_cannot_be_is_noticed(
 ) -> None:
     monkeypatch.setattr("phalanx.planner.schedule.table.schedule_actions", lambda *_: [first_rank, second_rank])
     with pytest.raises(AssertionError, match=complaint):
-        schedule_table.__wrapped__("interleaved_zero_bubble", 2, 2, 1)
+        schedule_table.__wrapped__("zbv", 2, 2, 1)
 
 
 # --- micro-batches in flight -------------------------------------------------------------------------------------------
@@ -175,11 +175,17 @@ def test_closed_forms_count_what_is_in_flight(schedule: str, per_rank: int, pp: 
     assert formula.tolist() == np.stack(tables).tolist()
 
 
+@pytest.mark.parametrize(
+    ("schedule", "of_pytorch"),
+    [("interleaved_1f1b", ScheduleInterleaved1F1B), ("interleaved_zero_bubble", ScheduleInterleavedZeroBubble)],
+)
 @pytest.mark.parametrize(("pp", "per_rank"), [(2, 2), (3, 4), (4, 2), (8, 3)])
-def test_the_interleaved_table_is_that_of_pytorch(pp: int, per_rank: int) -> None:
-    for count in legal_counts("interleaved_1f1b", per_rank, pp, 4 * pp):
-        table = schedule_table("interleaved_1f1b", pp, per_rank, count)
-        found = schedule_actions(ScheduleInterleaved1F1B, pp, per_rank, count)
+def test_the_interleaved_table_is_that_of_pytorch(
+    schedule: str, of_pytorch: type[ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble], pp: int, per_rank: int
+) -> None:
+    for count in legal_counts(schedule, per_rank, pp, 4 * pp):
+        table = schedule_table(schedule, pp, per_rank, count)
+        found = schedule_actions(of_pytorch, pp, per_rank, count)
         expected = np.asarray([[(LETTERS[kind], stage, number) for kind, stage, number in rank] for rank in found])
         assert np.array_equal(np.stack([table.kind, table.stage, table.microbatch], axis=2), expected), count
 

@@ -65,7 +65,7 @@ def test_what_was_measured_beside_the_tensors_leaves_less_room() -> None:
 
 
 def _seconds(run: LanguageRun, one: LayoutTable) -> float:
-    return float(MODELS.times(bind(run, TracedModel), one, exact=False).total[0])
+    return float(MODELS.bound_times(bind(run, TracedModel), one).total[0])
 
 
 def _bytes(run: LanguageRun, one: LayoutTable) -> float:

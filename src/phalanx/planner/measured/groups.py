@@ -16,7 +16,7 @@ from phalanx.planner.time.operation_time import Floats
 from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.profile import NamedProfile, default_profile, profile_for
 from phalanx.planner.time.step_parts import Steps, steps_of
-from phalanx.planner.time.step_time import StepTimes, closed_form
+from phalanx.planner.time.step_time import StepTimes, time_steps
 from phalanx.planner.trace.traced_model import Setting
 
 
@@ -71,7 +71,7 @@ class MeasuredGroup:
         """Predict the steps by a profile."""
         constants = named.collectives_on(self.system.machine)
         times = part_times(self.steps.parts, self.system.machine, constants, named.profile)
-        return closed_form(self.steps, times, named.profile, constants, self.framework)
+        return time_steps(self.steps, times, named.profile, constants, self.framework)
 
     def rates(self, named: NamedProfile) -> Floats:
         """Predict tokens a second and device of each run, [runs]."""

@@ -22,7 +22,7 @@ from phalanx.planner.memory.ranks import first_rank_blocks, parts_at
 from phalanx.planner.memory.replay import PeakCandidates, Pipeline
 from phalanx.planner.memory.state import Allocations, Exchanges, MemoryState
 from phalanx.planner.memory.weights import buffers_beside, causes_of, heaviest, together, weights
-from phalanx.planner.schedule.bubble import in_flight
+from phalanx.planner.schedule.bounds import in_flight
 from phalanx.planner.trace.traced_model import Kernel, TracedModel
 
 FloatArray = npt.NDArray[np.float64]

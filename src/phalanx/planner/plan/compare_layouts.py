@@ -75,10 +75,9 @@ def explain_choice(planner: Planner, ranking: Ranking, words: str) -> WhyNot:
     for name, value in chosen.items():
         has_it &= getattr(ranking.legal, name) == (NAMED[name].index(value) if name in NAMED else value)
     if has_it.any():
-        fitting = np.flatnonzero(has_it[ranking.fitting])
-        fastest = fitting[np.argsort(ranking.seconds[fitting], kind="stable")][: planner.simulated]
+        fitting = ranking.fitting[has_it[ranking.fitting]]
         legal, peak = ranking.legal.take(has_it), ranking.peak[has_it]
-        ranked = planner.simulate_layouts(task.model, ranking.legal.take(ranking.fitting[fastest]))
+        ranked = planner.simulate_best(task.model, ranking.legal.take(fitting), ranking.peak[fitting])
     else:
         # Enumeration may have left it out as beyond its limits, which fixed fields do not know.
         try:

@@ -16,13 +16,12 @@ from phalanx.hardware.device import device_facts
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import MemoryFits
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
-from phalanx.layout.stage_assignment import stage_layer_counts
 from phalanx.planner.memory.model import Kernels, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, Beside, communicators, fits
 from phalanx.planner.schedule.simulate import StageTimes, simulate
 from phalanx.planner.schedule.table import Pass, schedule_table
-from phalanx.planner.time.operation_time import Way
 from phalanx.planner.time.part_time import in_training, part_times
+from phalanx.planner.time.pipeline_time import PipelineModel, bound_pipelines, simulate_pipelines, stage_times
 from phalanx.planner.time.profile import NamedProfile
 from phalanx.planner.time.step_time import StepCause
 from phalanx.planner.time.timing import our_framework, step_times, steps_of_run
@@ -74,6 +73,17 @@ class Times:
         """Return the times at these positions."""
         causes = {name: values[which] for name, values in self.causes.items()}
         return Times(self.total[which], causes, self.spread[which])
+
+    def put(self, which: Any, others: Times) -> Times:
+        """Return these times with `others` in place of those at these positions."""
+
+        def replaced(values: Floats, new: Floats) -> Floats:
+            values = values.copy()
+            values[which] = new
+            return values
+
+        causes = {name: replaced(values, others.causes[name]) for name, values in self.causes.items()}
+        return Times(replaced(self.total, others.total), causes, replaced(self.spread, others.spread))
 
     def mean_power(self, board_w: float) -> Floats:
         """Return watts of one device, the mean over a step, [layouts]. board_w: power of its board; see COMPUTING_SHARE."""
@@ -135,11 +145,19 @@ class CostModels:
         """The name of the profile and its source."""
         return f"{self.profile.name}: {self.profile.source}"
 
-    def times(self, model: TracedModel, layouts: LayoutTable, *, exact: bool) -> Times:
-        """Return the step times of layouts. exact: simulates pipelines, which a closed form stands in for otherwise."""
+    def times(self, model: TracedModel, layouts: LayoutTable) -> Times:
+        """Return the step times of layouts, their pipelines simulated."""
+        return self._time(model, layouts, simulate_pipelines)
+
+    def bound_times(self, model: TracedModel, layouts: LayoutTable) -> Times:
+        """Return step times that lie nowhere above `times`; they need no simulation."""
+        return self._time(model, layouts, bound_pipelines)
+
+    def _time(self, model: TracedModel, layouts: LayoutTable, pipelines: PipelineModel) -> Times:
         if not len(layouts):
             return Times(np.zeros(0), {name: np.zeros(0) for name in CAUSES.values()}, np.zeros(0))
-        found = step_times(model, layouts, self.machine, self.profile.profile, constants=self._constants, exact=exact)
+        profile, constants = self.profile.profile, self._constants
+        found = step_times(model, layouts, self.machine, profile, constants=constants, pipelines=pipelines)
         causes = {name: found.of(cause) for cause, name in CAUSES.items()}
         return Times(found.total, causes, np.full(len(layouts), estimate_spread(self.profile)))
 
@@ -169,7 +187,7 @@ class CostModels:
         if layout.schedule == "1f1b":
             count = max(count, layout.n_stages)
         table = schedule_table(layout.schedule, layout.pp, layout.stages_per_rank, count)
-        done = simulate(table, self._stage_times(model, layouts, layout))
+        done = simulate(table, self._stage_times(model, layouts))
         columns = (table.kind, table.stage, table.microbatch, done.start, done.end)
         return [
             Bar(rank, Pass(kind).name.lower(), stage, microbatch, start, end)
@@ -177,20 +195,13 @@ class CostModels:
             for kind, stage, microbatch, start, end in zip(*rows, strict=True)
         ]
 
-    def _stage_times(self, model: TracedModel, layouts: LayoutTable, layout: ResolvedLayout) -> StageTimes:
+    def _stage_times(self, model: TracedModel, layouts: LayoutTable) -> StageTimes:
+        """Return the times of the stages of a single layout."""
         profile, constants = self.profile.profile, self._constants
         steps = steps_of_run(model, layouts, self.machine, our_framework(model, self.machine))
-        times = part_times(steps.parts, self.machine, constants, profile)
-        both = times.seconds.sum(axis=2)
-        blocks = np.array(stage_layer_counts(model.config.n_layers, layout.n_stages, *model.block_costs()), np.float64)
-        stages = []
-        for column in (both[:, Way.FORWARD], both[:, Way.BACKWARD], times.weight):
-            stage = blocks * column[steps.block[0]]
-            stage[0] += column[steps.embedding[0]]
-            stage[-1] += column[steps.head[0]]
-            stages.append(stage)
+        stages = stage_times(steps, np.zeros(1, np.int64), part_times(steps.parts, self.machine, constants, profile))
         sent = send(steps.hidden_bytes, steps.pipeline, in_training(constants, profile))
-        return replace(StageTimes(*stages), transfer=float(sent[0]))
+        return StageTimes(stages.forward[0], stages.backward[0], stages.weight[0], float(sent[0]))
 
     @property
     def _constants(self) -> Constants:

@@ -21,15 +21,15 @@ from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.rank.cost_models import LEAST_P, CostModels, Floats, Memory, Times
 from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts
-from phalanx.planner.schedule.bubble import in_flight
+from phalanx.planner.schedule.bounds import in_flight
 from phalanx.planner.trace.traced_model import TracedModel
 
-SIMULATED = 256
-"""Layouts, best by the closed form first, whose schedule is simulated."""
 SPLITS = 20
-"""Choices of tp, cp and pp, best by the closed form first, of which the fastest layouts are simulated in any case."""
+"""Choices of tp, cp and pp, fastest first, of which the fastest layouts are found."""
 OF_EACH_SPLIT = 16
-"""Layouts simulated per (tp, cp, pp); simulation may change the ranking."""
+"""Layouts found per (tp, cp, pp)."""
+_NEAREST = 256
+"""Layouts, nearest to a bound of their memory first, of which one may need least."""
 WORTH_STREAMING = 0.02
 """Share of a device's memory that a block's parameters and gradients take, gathered, where streaming is considered."""
 
@@ -125,10 +125,8 @@ class Ranking:
     """Bytes on the worst rank of each legal layout; NaN where a bound showed that it does not fit."""
     fitting: Ints
     """Indices of the legal layouts that are likely enough to fit."""
-    seconds: Floats
-    """Seconds per step of the fitting layouts, by the closed form."""
     ranked: RankedLayouts
-    """Simulated layouts: the best ones, the best of each choice of tp, cp and pp, and those that are Pareto-optimal in two
+    """Simulated layouts, among them the fastest of each choice of tp, cp and pp, and those that are Pareto-optimal in two
     of time, memory and energy."""
 
 
@@ -141,12 +139,19 @@ class Planner:
     least_p: float = LEAST_P
     """Probability of fitting below which a layout is left out."""
     limits: Limits = field(default_factory=Limits)
-    simulated: int = SIMULATED
 
     def rank_layouts(self, task: Task) -> Ranking:
         """Rank every legal layout of a task; it may be that none fits.
 
         Raises ConfigError where none is legal, or the machine has fewer devices.
+        """
+        legal, peak, fitting = self.find_fitting(task)
+        return Ranking(task, legal, peak, fitting, self.simulate_best(task.model, legal.take(fitting), peak[fitting]))
+
+    def find_fitting(self, task: Task) -> tuple[LayoutTable, Floats, Ints]:
+        """Return (all legal layouts, bytes on the worst rank of each, indices of those that are likely enough to fit).
+
+        Bytes are NaN where a bound showed that a layout does not fit. Raises what `rank_layouts` raises.
         """
         self.machine.check_devices(task.devices)
         legal = self.legal_layouts(task)
@@ -154,21 +159,31 @@ class Planner:
             raise ConfigError(self._explain_nothing_legal(task))
         peak, p_fits = self._estimate_memory(task, legal)
         # Memory comes before time: most layouts do not fit, and times need a trace of each micro-batch that is left.
-        fitting = np.flatnonzero(p_fits >= self.least_p)
-        probable = legal.take(fitting)
-        times = self.models.times(task.model, probable, exact=False)
+        return legal, peak, np.flatnonzero(p_fits >= self.least_p)
+
+    def simulate_best(self, model: TracedModel, layouts: LayoutTable, peak: Floats) -> RankedLayouts:
+        """Simulate the layouts that are best in some respect, and rank these.
+
+        The best are the fastest of each choice of tp, cp and pp, and those that are Pareto-optimal in two of time, memory
+        and energy. At first all times are bounds that no simulation stays below. What seems best by them is simulated, again
+        and again, until all that seems best is simulated: then it is best, since the others take at least their bounds.
+
+        peak: bytes on the worst rank, [layouts].
+        """
+        times = self.models.bound_times(model, layouts)
         # At 1 W a device: a board's power multiplies the energy of all layouts alike.
-        seconds, energy = times.total, times.total * times.mean_power(1.0)
-        # The closed form ranks well but not exactly: simulated are all that may turn out best in some respect.
-        chosen = [
-            np.argsort(seconds, kind="stable")[: self.simulated],
-            fastest_of_each_split(probable, seconds),
-            pareto_front(seconds, peak[fitting]),
-            pareto_front(seconds, energy),
-            pareto_front(energy, peak[fitting]),
-        ]
-        ranked = self.simulate_layouts(task.model, probable.take(np.unique(np.concatenate(chosen))))
-        return Ranking(task, legal, peak, fitting, seconds, ranked)
+        seconds, energy = times.total.copy(), times.total * times.mean_power(1.0)
+        known = np.zeros(len(layouts), bool)
+        while True:
+            fronts = [pareto_front(*goals) for goals in ((seconds, peak), (seconds, energy), (energy, peak))]
+            best = np.concatenate([fastest_of_each_split(layouts, seconds), *fronts])
+            chosen = np.unique(best[~known[best]])
+            if not len(chosen):
+                return self.rank_simulated(model, layouts.take(known), times.take(known))
+            found = self.models.times(model, layouts.take(chosen))
+            times = times.put(chosen, found)
+            seconds[chosen], energy[chosen] = found.total, found.total * found.mean_power(1.0)
+            known[chosen] = True
 
     def legal_layouts(self, task: Task) -> LayoutTable:
         """Return all legal layouts of a task, within the limits; one of those that run the same way."""
@@ -213,9 +228,9 @@ class Planner:
                 hopeless.append((tried & ~fits, microbatch, recompute))
         return peak, p_fits
 
-    def simulate_layouts(self, model: TracedModel, layouts: LayoutTable) -> RankedLayouts:
-        """Simulate these layouts and sort them: fastest first, of equally fast ones that which needs less memory."""
-        times, memory = self.models.times(model, layouts, exact=True), self.models.memory(model, layouts)
+    def rank_simulated(self, model: TracedModel, layouts: LayoutTable, times: Times) -> RankedLayouts:
+        """Sort simulated layouts: fastest first, of equally fast ones that which needs less memory."""
+        memory = self.models.memory(model, layouts)
         # The last key of lexsort is the first to sort by.
         order = np.lexsort((memory.peak, times.total))
         return RankedLayouts(layouts, times, memory).take(order)
@@ -224,7 +239,7 @@ class Planner:
         """Return the layout that needs least memory. peak: as far as it is known, [layouts]; all NaN where it is not."""
         if np.isnan(peak).all():
             # None came within the bound: only those nearest to it are traced.
-            nearest = layouts.take(np.argsort(bound_memory(task.model, layouts), kind="stable")[: self.simulated])
+            nearest = layouts.take(np.argsort(bound_memory(task.model, layouts), kind="stable")[:_NEAREST])
             return nearest.take([int(np.argmin(self.models.memory(task.model, nearest).peak))])
         return layouts.take([int(np.nanargmin(peak))])
 

@@ -1,9 +1,9 @@
 """The order in which pipeline ranks compute: for each rank its stages' forward and backward passes, micro-batch by
 micro-batch, exactly as `layout.pipeline` runs them.
 
-PyTorch's own schedule objects give the order of the schedules with several stages a rank. Those with one stage a rank run
-as code without a table behind it, so theirs is written here; the tests compare it with what a real run does. Knows
-nothing of time: that is `planner.schedule.simulate`.
+PyTorch's own schedule object gives the order of `zbv`. The interleaved ones are written here, since PyTorch's take long to
+make, and those with one stage a rank, which run as code without a table behind it; the tests compare them with PyTorch's
+objects and with what a real run does. Knows nothing of time: that is `planner.schedule.simulate`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import ZERO_BUBBLE, ResolvedLayout
 from phalanx.layout.stage_assignment import TORCH_SCHEDULES
 from phalanx.torch_compat.common import schedule_actions
 
@@ -140,8 +140,8 @@ def schedule_table(schedule: str, pp: int, stages_per_rank: int, microbatches: i
         columns = _one_forward_one_backward(pp, microbatches)
     elif schedule == "gpipe":
         columns = _all_forward_all_backward(pp, microbatches)
-    elif schedule == "interleaved_1f1b":
-        columns = _interleaved(pp, stages_per_rank, microbatches)
+    elif schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
+        columns = _interleaved(pp, stages_per_rank, microbatches, splits_backward=schedule in ZERO_BUBBLE)
     else:
         # Which the other schedules can do without for a second.
         from torch.distributed.pipelining.schedules import get_schedule_class  # noqa: PLC0415
@@ -181,23 +181,29 @@ def _one_forward_one_backward(pp: int, microbatches: int) -> IntArray:
     return np.stack([kind, stage_of_row, ordered % microbatches])
 
 
-def _interleaved(pp: int, stages_per_rank: int, microbatches: int) -> IntArray:
+def _interleaved(pp: int, stages_per_rank: int, microbatches: int, *, splits_backward: bool) -> IntArray:
     """Interleaved 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2.2) as PyTorch has it: columns as above.
 
-    Micro-batches come in rounds of about pp, of which each stage of a rank takes one after the other. PyTorch's own makes an
-    object of each action, which of thousands of micro-batches takes long; a test holds this to it.
+    Micro-batches come in rounds of about pp, of which each stage of a rank takes one after the other. splits_backward: the
+    zero-bubble form (Qi et al., arXiv:2401.10241, ZB-H1): fewer forward passes ahead, and rank r computes the gradients of
+    weights r backward passes later than those of inputs. PyTorch's own make an object of each action, which of thousands of
+    micro-batches takes many seconds; a test holds these to them.
     """
     together = microbatches // max(1, microbatches // pp)
     number = np.arange(stages_per_rank * microbatches)
     turn = number // together % stages_per_rank
     microbatch = number // (together * stages_per_rank) * together + number % together
-    most = len(number)
-    ahead = np.minimum((stages_per_rank - 1) * together + 2 * np.arange(pp)[::-1], most)[:, None]
-    slot = np.concatenate([np.broadcast_to(2 * number, (pp, most)), 2 * (number + ahead) + 1], axis=1)
-    ordered = np.argsort(slot, axis=1, kind="stable")
-    kind = np.repeat([Pass.FORWARD, Pass.BACKWARD], most)
-    stage = np.concatenate([turn, stages_per_rank - 1 - turn])[ordered] * pp + np.arange(pp)[:, None]
-    return np.stack([kind[ordered], stage, np.concatenate([microbatch, microbatch])[ordered]])
+    most, rank = len(number), np.arange(pp)[:, None]
+    hops = (1 if splits_backward else 2) * (pp - 1 - rank)
+    ahead = np.minimum((stages_per_rank - 1) * together + hops, most)
+    # In slot n of a rank: its forward pass n, backward pass n - ahead, and weights' gradients n - ahead - rank.
+    slots = [np.broadcast_to(3 * number, (pp, most)), 3 * (number + ahead) + 1]
+    kinds, turns = [Pass.FORWARD, Pass.INPUT if splits_backward else Pass.BACKWARD], [turn, stages_per_rank - 1 - turn]
+    if splits_backward:
+        slots, kinds, turns = [*slots, 3 * (number + ahead + rank) + 2], [*kinds, Pass.WEIGHT], [*turns, turns[1]]
+    ordered = np.argsort(np.concatenate(slots, axis=1), axis=1, kind="stable")
+    stage = np.concatenate(turns)[ordered] * pp + rank
+    return np.stack([np.repeat(kinds, most)[ordered], stage, np.tile(microbatch, len(kinds))[ordered]])
 
 
 def _same_on_every_rank(pp: int, kind: IntArray, microbatch: IntArray) -> IntArray:

@@ -111,6 +111,10 @@ class Steps:
     """Positions in `parts`, as those of block and head."""
     block: Ints
     head: Ints
+    n_layers: Ints
+    """Blocks of the model."""
+    end_costs: Floats
+    """Costs of the embedding and of the head, in blocks, by which stages are split, [layouts, 2]."""
     layers: RankLayers
     unit: Ints
     """Blocks whose parameters are gathered, and gradients reduced, together."""
@@ -199,7 +203,7 @@ def steps_of(
     """
     plain = replace(setting, compile=setting.compile and framework.compiled)
     keys = _keys(layouts)
-    first, which = _distinct(keys)
+    first, which = distinct_rows(keys)
     distinct = np.stack([key[first] for key in keys], axis=1)
     settings = [_setting_at(plain, key, chunk_tokens) for key in distinct.tolist()]
     wanted = [(name, one, size) for one, size in settings for name in _PARTS]
@@ -215,13 +219,15 @@ def steps_of(
     shards_lie, like_shards = _placed(machine, shards, layouts.tp)
     replicas_lie, like_replicas = _placed(machine, layouts.replicas, layouts.tp * shards)
     pipelines_lie, _ = _placed(machine, layouts.pp, world // layouts.pp)
-    _, like_parts = _distinct([layouts.tp, layouts.cp, layouts.streamed, alone])
+    _, like_parts = distinct_rows([layouts.tp, layouts.cp, layouts.streamed, alone])
     return Steps(
         layouts=layouts,
         parts=parts_of(wanted, framework),
         embedding=3 * which,
         block=3 * which + 1,
         head=3 * which + 2,
+        n_layers=np.full(len(layouts), plain.model.n_layers),
+        end_costs=np.tile(framework.end_costs(plain), (len(layouts), 1)),
         layers=layers,
         unit=unit,
         joined=joined,
@@ -230,7 +236,7 @@ def steps_of(
         head_parameters=counts[:, 2] - np.where(alone, counts[:, 3], 0.0),
         tensors=Tensors(block=counts[:, 5], embedding=counts[:, 4], head=counts[:, 6]),
         streams=Streams.of(blocks, distinct[:, 3], part_tracer(setting).random_drops()).take(which),
-        alike=_distinct([like_parts, like_shards, like_replicas, unit])[1],
+        alike=distinct_rows([like_parts, like_shards, like_replicas, unit])[1],
         hidden_bytes=samples * positions * width / layouts.tp,
         shards=shards_lie,
         replicas=replicas_lie,
@@ -286,7 +292,7 @@ def rank_layers(setting: Setting, layouts: LayoutTable, framework: FrameworkProf
     """(blocks of the ranks, 1 where the first rank holds the head too) of each layout."""
     schedule = np.where(layouts.pp > 1, layouts.schedule, 0)
     keys = [layouts.pp, layouts.stages_per_rank, schedule]
-    rows, which = _distinct(keys)
+    rows, which = distinct_rows(keys)
     extra = framework.end_costs(setting)
     blocks = setting.model.n_layers
     distinct = zip(*(key[rows].tolist() for key in keys), strict=True)
@@ -309,7 +315,7 @@ def _layers_of(
     return ranks[0], ranks[-1], ranks[1:-1].max(initial=0.0), 0.0
 
 
-def _distinct(columns: Sequence[npt.NDArray[Any]]) -> tuple[Ints, Ints]:
+def distinct_rows(columns: Sequence[npt.NDArray[Any]]) -> tuple[Ints, Ints]:
     """(positions of distinct rows, which of them each row is); quick for a million rows of small numbers."""
     code, span = np.zeros(len(columns[0]), np.int64), 1
     for column in columns:
@@ -345,5 +351,5 @@ _TABLE = 100_000
 def _placed(machine: Machine, size: Ints, stride: Ints) -> tuple[Placement, Ints]:
     """`place`, computed once for each distinct pair; and which of those each one is."""
     stride = np.where(size > 1, stride, 1)
-    first, which = _distinct([size, stride])
+    first, which = distinct_rows([size, stride])
     return at(place_groups(machine, size[first], stride[first]), which), which

@@ -1,8 +1,8 @@
-"""How long an optimizer step takes in each of many layouts, by cause, in closed form.
+"""How long an optimizer step takes in each of many layouts, and what that time goes to.
 
 The busiest pipeline rank computes its micro-batches; the others make it wait while the pipeline fills and drains
-(`bubble`). Data-parallel ranks gather parameters and add up gradients behind that as far as it goes. Then the optimizer
-passes over its part of the parameters. `step_exact` simulates the pipeline instead, for a few layouts.
+(`pipeline_time`). Data-parallel ranks gather parameters and add up gradients behind that as far as it goes. Then the
+optimizer passes over its part of the parameters.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.hardware.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
-from phalanx.layout.spec import SCHEDULES
-from phalanx.planner.schedule.bubble import MeanStage, makespan
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.host_time import HostWaits
 from phalanx.planner.time.operation_time import Cause, Floats, Way
 from phalanx.planner.time.part_time import PartTimes, at, in_training
+from phalanx.planner.time.pipeline_time import PipelineModel, simulate_pipelines
 from phalanx.planner.time.profile import Profile
 from phalanx.planner.time.step_parts import Steps
 
@@ -91,22 +90,22 @@ class Busiest(Held):
     forward: Floats
     """Seconds of one micro-batch."""
     backward: Floats
-    others: Floats
-    """What the mean of the other ranks takes, over what it takes."""
 
 
-def closed_form(
+def time_steps(
     steps: Steps,
     times: PartTimes,
     profile: Profile,
     constants: Constants,
     framework: FrameworkProfile,
+    *,
+    pipelines: PipelineModel = simulate_pipelines,
     data_parallel: type[DataParallel] | None = None,
 ) -> StepTimes:
-    """Seconds of every step, with the times of its parts.
+    """Return the seconds of every step, with the times of its parts.
 
-    constants: of the machine's collectives, alone. data_parallel: how data-parallel ranks exchange, as our training does it
-    where None.
+    constants: of the machine's collectives, alone. pipelines: how the time of pipelines is found; `bound_pipelines` gives
+    times that no step stays below. data_parallel: how data-parallel ranks exchange, as our training does it where None.
     """
     layouts, count = steps.layouts, steps.layouts.accumulation
     constants = in_training(constants, profile)
@@ -123,8 +122,10 @@ def closed_form(
             + busiest.embedding * waits.embedding.sum(axis=1)
             + busiest.head * waits.head.sum(axis=1)
         )
-    bubble, transfer = _pipeline(steps, busiest, busiest.of_parts(steps, times.weight), constants)
-    seconds[StepCause.BUBBLE], seconds[StepCause.TRANSFER] = bubble * profile.pipeline_ramp, transfer
+    pipeline, piped = pipelines(steps, times, constants, profile), layouts.pp > 1
+    ramp = pipeline.computing - count * (busiest.forward + busiest.backward)
+    seconds[StepCause.BUBBLE] = np.where(piped, ramp * profile.pipeline_ramp, 0.0)
+    seconds[StepCause.TRANSFER] = pipeline.whole - pipeline.computing
     data = (data_parallel or DataParallel).of(steps, times, waits, profile, constants, framework)
     seconds[StepCause.DATA] = data.exposed(steps, busiest)
     held = parameters_held(steps)
@@ -171,30 +172,7 @@ def busiest_rank(steps: Steps, times: PartTimes) -> Busiest:
         head=np.where(is_first, steps.joined, apart * is_last),
     )
     forward, backward = (held.of_parts(steps, both[:, way]) for way in Way)
-    pp = steps.layouts.pp
-    everything = layers.mean * pp * one + start + end
-    mine = forward + backward
-    others = np.where(pp > 1, (everything - mine) / (np.maximum(pp - 1, 1) * mine), 1.0)
-    return Busiest(held.blocks, held.embedding, held.head, forward, backward, others)
-
-
-def _pipeline(steps: Steps, busiest: Busiest, weight: Floats, constants: Constants) -> tuple[Floats, Floats]:
-    """(bubble, waiting for transfers) of each layout, seconds."""
-    layouts = steps.layouts
-    bubble, transfer = np.zeros(len(steps)), np.zeros(len(steps))
-    for number, schedule in enumerate(SCHEDULES):
-        some = np.flatnonzero((layouts.schedule == number) & (layouts.pp > 1))
-        if not len(some):
-            continue
-        pp, per_rank, count = layouts.pp[some], layouts.stages_per_rank[some], layouts.accumulation[some]
-        sent = send(steps.hidden_bytes[some], at(steps.pipeline, some), constants)
-        forward, backward = busiest.forward[some] / per_rank, busiest.backward[some] / per_rank
-        stage = MeanStage(forward, backward, weight[some] / per_rank, 0.0, busiest.others[some])
-        alone = makespan(schedule, pp, per_rank, count, stage)
-        bubble[some] = alone - count * (busiest.forward[some] + busiest.backward[some])
-        waiting = MeanStage(0.0, 0.0, 0.0, sent, 1.0)
-        transfer[some] = makespan(schedule, pp, per_rank, count, waiting)
-    return bubble, transfer
+    return Busiest(held.blocks, held.embedding, held.head, forward, backward)
 
 
 @dataclass(frozen=True)

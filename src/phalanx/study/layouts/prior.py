@@ -23,7 +23,7 @@ from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.study.layouts.layout_space import LayoutSpace, build_layout_space, check_layout, matching_layouts
 
 _SIMULATED = 256
-"""Layouts whose pipeline is simulated: the best by the closed form."""
+"""Layouts, fastest by a bound of their time first, whose pipeline is simulated."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,11 @@ def planned_space(planner: Planner, task: Task, search: Search) -> tuple[LayoutS
     clash = [name for name, value in fixed.items() if task.fixed.get(name, value) != value]
     if clash:
         raise ConfigError(f"search.layout.{clash[0]} has only {fixed[clash[0]]}, but the command line another value")
-    narrow = _Narrowed(planner.machine, planner.models, planner.least_p, planner.limits, 1, search)
-    judged = narrow.rank_layouts(Task(task.model, task.devices, {**fixed, **task.fixed}))
-    if not len(judged.fitting):
-        raise ConfigError(
-            f"none of {len(judged.legal):,} legal layouts may fit; phalanx plan --fit finds how many devices do"
-        )
-    space = build_layout_space(judged.legal.take(judged.fitting), search)
+    narrow = _Narrowed(planner.machine, planner.models, planner.least_p, planner.limits, search)
+    legal, _, fitting = narrow.find_fitting(Task(task.model, task.devices, {**fixed, **task.fixed}))
+    if not len(fitting):
+        raise ConfigError(f"none of {len(legal):,} legal layouts may fit; phalanx plan --fit finds how many devices do")
+    space = build_layout_space(legal.take(fitting), search)
     return space, _expect_tunables(
         planner, task.model, space, expect_layouts(planner, task.model, space.layouts).take(space.layout_of)
     )
@@ -85,13 +83,13 @@ class _Narrowed(Planner):
 def expect_layouts(planner: Planner, model: TracedModel, layouts: LayoutTable) -> Prior:
     """Return the prior of these layouts, [layouts]; the pipelines of the best are simulated."""
     models = planner.models
-    times = models.times(model, layouts, exact=False)
+    times = models.bound_times(model, layouts)
     seconds = times.total.copy()
     best = np.argsort(seconds, kind="stable")[:_SIMULATED]
-    exact = models.times(model, layouts.take(best), exact=True)
-    # Where the closed form is off for the best it is so for their neighbours, which would seem better than they are.
-    seconds *= float(np.exp(np.median(np.log(exact.total / seconds[best]))))
-    seconds[best] = exact.total
+    simulated = models.times(model, layouts.take(best))
+    # Simulated layouts take longer than their bounds; beside them all others would seem better than they are.
+    seconds *= float(np.exp(np.median(np.log(simulated.total / seconds[best]))))
+    seconds[best] = simulated.total
     rocm = planner.machine.node.device.startswith("MI")
     copies = our_framework(model, planner.machine).copy_engines
     held = memory(model, layouts, Kernels.on_accelerators(model, rocm=rocm), peer_copies=copies)
@@ -125,7 +123,7 @@ def _expect_tunables(planner: Planner, model: TracedModel, space: LayoutSpace, p
         slower, more = (
             np.log(there / here)[place]
             for here, there in zip(
-                _closed_form(models, model, layouts), _closed_form(models, model.rebind(changed), layouts), strict=True
+                _bound_costs(models, model, layouts), _bound_costs(models, model.rebind(changed), layouts), strict=True
             )
         )
         seconds[points] *= np.exp(slower)
@@ -134,9 +132,9 @@ def _expect_tunables(planner: Planner, model: TracedModel, space: LayoutSpace, p
     return replace(prior, seconds=seconds, margin=margin, peak=peak)
 
 
-def _closed_form(models: CostModels, model: TracedModel, layouts: LayoutTable) -> tuple[Floats, Floats]:
-    """Return (seconds of a step, bytes on the worst rank) by the closed form, [layouts]."""
-    return models.times(model, layouts, exact=False).total, models.memory(model, layouts).peak
+def _bound_costs(models: CostModels, model: TracedModel, layouts: LayoutTable) -> tuple[Floats, Floats]:
+    """Return (seconds of a step, by a bound, and bytes on the worst rank), [layouts]: good for ratios."""
+    return models.bound_times(model, layouts).total, models.memory(model, layouts).peak
 
 
 def _constant_sensitivity(models: CostModels, model: TracedModel, layouts: LayoutTable, seconds: Floats) -> Floats:
@@ -146,7 +144,7 @@ def _constant_sensitivity(models: CostModels, model: TracedModel, layouts: Layou
     for name in names:
         # Half a standard deviation: the time is not linear, and larger errors are rare.
         changed = with_constants(models, {name: math.exp(0.5 * spread_of(name))})
-        columns.append(2.0 * np.log(changed.times(model, layouts, exact=False).total / seconds))
+        columns.append(2.0 * np.log(changed.bound_times(model, layouts).total / seconds))
     return np.stack(columns, axis=1)
 
 

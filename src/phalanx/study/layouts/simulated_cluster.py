@@ -95,7 +95,7 @@ def _constant_errors(space: LayoutSpace, models: CostModels, model: TracedModel,
     names = [name for name in CONSTANTS if spread_of(name) > 0]
     factors = np.exp(random.standard_normal(len(names)) * [spread_of(name) for name in names])
     changed = with_constants(models, dict(zip(names, factors.tolist(), strict=True)))
-    before, after = (one.times(model, space.layouts, exact=False).total for one in (models, changed))
+    before, after = (one.bound_times(model, space.layouts).total for one in (models, changed))
     return np.asarray(np.log(after / before)[space.layout_of])
 
 

@@ -1,11 +1,9 @@
-"""Closed forms of what a pipeline schedule takes: its time and the micro-batches it keeps in flight, for arrays of layouts.
+"""What the pipelines of published runs take, in closed form: the constants in `profiles/` were fitted with it.
 
-They stand in for `planner.schedule.simulate` where millions of layouts are compared: every argument may be an array,
-and arrays
-broadcast. The tests hold them against the simulation of the tables that run. Sources: GPipe (arXiv:1811.06965), 1F1B and
-interleaving (arXiv:2104.04473, section 2.2), zero bubble (arXiv:2401.10241) and ZB-V (arXiv:2405.15362). Those give the
-bubble of one rank; here the ramps at both ends count, since the gradient norm joins all ranks, and forward pass, input
-gradients and weight gradients need not take equally long.
+The planner simulates pipelines instead. The tests hold these formulas against the simulation of the tables that run.
+Sources: GPipe (arXiv:1811.06965), 1F1B and interleaving (arXiv:2104.04473, section 2.2), zero bubble (arXiv:2401.10241) and
+ZB-V (arXiv:2405.15362). Those give the bubble of one rank; here the ramps at both ends count, since the gradient norm joins
+all ranks, and forward pass, input gradients and weight gradients need not take equally long.
 """
 
 from __future__ import annotations
@@ -17,10 +15,43 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.hardware.collectives import Constants, send
+from phalanx.layout.spec import SCHEDULES
+from phalanx.planner.time.part_time import PartTimes, at
+from phalanx.planner.time.pipeline_time import PipelineTimes
+from phalanx.planner.time.profile import Profile
+from phalanx.planner.time.step_parts import Steps
+from phalanx.planner.time.step_time import busiest_rank
+
 FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 Numbers = Any
 """A number or an array of them; those of one call broadcast."""
+
+
+def estimate_pipelines(steps: Steps, times: PartTimes, constants: Constants, _profile: Profile) -> PipelineTimes:
+    """Estimate the seconds of every layout's pipeline in closed form, in place of simulating it.
+
+    constants: of collectives beside everything else that a training step does.
+    """
+    layouts, busiest = steps.layouts, busiest_rank(steps, times)
+    weight, mine = busiest.of_parts(steps, times.weight), busiest.forward + busiest.backward
+    whole = times.seconds.sum(axis=(1, 2))
+    pp = layouts.pp
+    everything = steps.layers.mean * pp * whole[steps.block] + whole[steps.embedding] + whole[steps.head]
+    others = np.where(pp > 1, (everything - mine) / (np.maximum(pp - 1, 1) * mine), 1.0)
+    found = PipelineTimes(*np.zeros((2, len(steps))))
+    for number, schedule in enumerate(SCHEDULES):
+        some = np.flatnonzero((layouts.schedule == number) & (pp > 1))
+        if not len(some):
+            continue
+        per_rank, count = layouts.stages_per_rank[some], layouts.accumulation[some]
+        sent = send(steps.hidden_bytes[some], at(steps.pipeline, some), constants)
+        forward, backward = busiest.forward[some] / per_rank, busiest.backward[some] / per_rank
+        stage = MeanStage(forward, backward, weight[some] / per_rank, 0.0, others[some])
+        found.computing[some] = makespan(schedule, pp[some], per_rank, count, stage)
+        waiting = MeanStage(0.0, 0.0, 0.0, sent, 1.0)
+        found.whole[some] = found.computing[some] + makespan(schedule, pp[some], per_rank, count, waiting)
+    return found
 
 
 @dataclass(frozen=True)
@@ -57,31 +88,6 @@ def makespan(
     exposed = times.transfer * _TRANSFERS[schedule](pp, stages_per_rank, count)
     return np.asarray(work + np.where(pp > 1, ramp * times.others + exposed, 0.0))
 
-
-def in_flight(
-    schedule: str, pp: Numbers, stages_per_rank: Numbers, microbatches: Numbers, rank: Numbers = 0
-) -> IntArray:
-    """The most micro-batches of all its stages together whose activations pipeline rank `rank` holds at a time.
-
-    Equal to `ScheduleTable.peak_in_flight` for every legal number of micro-batches.
-    """
-    pp, per_rank, count, rank = np.broadcast_arrays(pp, stages_per_rank, microbatches, rank)
-    wanted = np.where(pp > 1, _IN_FLIGHT[schedule](pp, per_rank, count, rank), 1)
-    return np.asarray(np.minimum(wanted, count * per_rank))
-
-
-def _round(pp: Numbers, count: Numbers) -> Numbers:
-    """Micro-batches that pass through one stage of a rank before its next stage takes over, in PyTorch's interleaving."""
-    return count // np.maximum(1, count // pp)
-
-
-_IN_FLIGHT: dict[str, Callable[[Numbers, Numbers, Numbers, Numbers], Numbers]] = {
-    "gpipe": lambda _pp, _per_rank, count, _rank: count,
-    "1f1b": lambda pp, _per_rank, _count, rank: pp - rank,
-    "interleaved_1f1b": lambda pp, per_rank, count, rank: (per_rank - 1) * _round(pp, count) + 2 * (pp - 1 - rank) + 1,
-    "interleaved_zero_bubble": lambda pp, per_rank, count, _rank: (per_rank - 1) * _round(pp, count) + pp,
-    "zbv": lambda pp, _per_rank, count, rank: np.minimum(count, 2 * pp - 1 - rank) + np.minimum(count, rank + 1),
-}
 
 _TRANSFERS: dict[str, Callable[[Numbers, Numbers, Numbers], Numbers]] = {
     # With one stage a rank no transfer is hidden: a rank between two others waits for two of them a micro-batch.
