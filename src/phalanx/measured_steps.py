@@ -88,6 +88,7 @@ def _summarise_log(log: RunLog, ranks: int, skip: int, peak: float | None) -> Me
         return float(np.median(values)) if len(values) else None
 
     seconds, machine = counted("step_seconds"), log.machine or {}
+    # Short runs never resume: there is one start.
     begun = log.of_kind("start")[0]
     retries = log.column("memory_retries")[-1]
     return Measured(

@@ -1,1 +1,1 @@
-"""The command line: one file a verb; each parses, calls and prints."""
+"""The command line: a module a subcommand, which parses, calls and prints; `phalanx.cli.main` lists them."""

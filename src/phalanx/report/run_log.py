@@ -189,6 +189,7 @@ def _in_step_order(
 ) -> tuple[IntArray, dict[str, FloatArray]]:
     """Sort the records by step and keep the last one of each; note repeats and gaps."""
     steps = columns["step"].astype(np.int64)
+    # np.unique finds first occurrences: of the reversed steps these are the last ones.
     unique, last_from_end = np.unique(steps[::-1], return_index=True)
     repeats, gaps = len(steps) - len(unique), int(unique[-1] - unique[0]) + 1 - len(unique)
     if repeats:

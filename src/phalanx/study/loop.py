@@ -118,6 +118,7 @@ class StudyLoop(ABC, Generic[J]):
                     if self._signal:
                         raise Interrupted(f"stopped by signal {self._signal}; {self.stop_message}", self._signal)
                     return self.time_is_up
+                # After an end at once, for a device is free; else seldom, for each look reads the journal.
                 if ended or time.time() - looked > _LOOK_S:
                     looked = time.time()
                     self.still_alive()
@@ -134,6 +135,7 @@ class StudyLoop(ABC, Generic[J]):
         ranges: what each value might have been, for Optuna's tools. counts: whether the trial counts towards `most`.
         """
         distributions = {name: optuna_distribution(given) for name, given in ranges.items()}
+        # Optuna's tools show a study by its distributions; ours need the values alone.
         trial = self.store.claim(
             key,
             proposal.values,

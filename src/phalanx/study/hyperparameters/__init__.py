@@ -1,1 +1,1 @@
-"""Which hyperparameters are best."""
+"""Tuning: the best hyperparameters, by training with early stopping on packed devices."""

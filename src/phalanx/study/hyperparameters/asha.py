@@ -17,6 +17,7 @@ def rung_steps(asha: Asha | None, total: int) -> tuple[int, ...]:
     """Return the optimizer steps at each rung, ascending; the last one is `total`. Without ASHA it is the only one."""
     if asha is None:
         return (total,)
+    # Rungs that would begin below one step, or reach the end early, are left out.
     step = asha.first_steps or max(1, round(total / asha.eta ** (asha.rungs - 1)))
     found: list[int] = []
     while step < total and len(found) < asha.rungs - 1:

@@ -1,1 +1,1 @@
-"""Which layout is fastest, by measured trials."""
+"""Search of layouts: the fastest one, by measured trials that start from the planner's expectations."""

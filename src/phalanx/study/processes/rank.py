@@ -36,6 +36,7 @@ def run_rank(folder_name: str) -> int:
     # A rank that hangs is sent SIGQUIT at the time limit: it writes its stacks and ends, without a core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.register(signal.SIGQUIT, chain=True)
+    # Allocations then fail in this rank, with an error that says so, before the kernel kills some process of the host.
     if limit := os.environ.get(MEMORY_LIMIT):
         resource.setrlimit(resource.RLIMIT_DATA, (int(limit), int(limit)))
     if cores := os.environ.get(CORES):
@@ -80,6 +81,7 @@ def classify_error(error: BaseException) -> str:
 
 def print_devices(requested: str) -> None:
     """Print the type of the devices that PyTorch sees here and the bytes of each, as one JSON object."""
+    # In a process of its own: one that asks an accelerator for its memory keeps a context there.
     kind = choose_device(requested).type
     memory = []
     if kind != "cpu":
