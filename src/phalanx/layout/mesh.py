@@ -234,6 +234,12 @@ class Mesh:
     """All ranks; None where there is one."""
 
     @property
+    def axes(self) -> tuple[Axis, ...]:
+        """All axes; of those that share a group, the one that it is known by comes first."""
+        degrees = (getattr(self, name) for name in reversed(MESH_ORDER))
+        return *degrees, self.shards, self.replicas, self.tie, self.branch
+
+    @property
     def data_rank(self) -> int:
         """Number of the share of each global batch that this rank reads."""
         return self.dp_replicate.rank * self.dp_shard.size + self.dp_shard.rank

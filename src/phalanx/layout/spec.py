@@ -288,6 +288,11 @@ class LayoutTable:
         """Ranks that hold the same shard."""
         return self.ranks_along(GRADIENT_AXES) // self.shards
 
+    @property
+    def group_sizes(self) -> tuple[Ints, ...]:
+        """Ranks of each kind of process group, beside that of all ranks; 1 where there is no such group."""
+        return self.tp, self.cp, self.shards, self.replicas, self.pp
+
     @cached_property
     def streamed(self) -> Ints:
         """Ranks around which the chunks of streamed weights go; 1 where blocks are gathered whole."""

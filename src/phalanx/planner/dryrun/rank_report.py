@@ -11,9 +11,6 @@ from phalanx.layout.mesh import Axis, Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.dryrun.memory_trace import Call, Category, Moment, Point
 
-_AXES = ("tp", "cp", "dp_shard", "dp_replicate", "pp", "shards", "replicas", "tie")
-"""Names for groups, the first that fits: axes with the same ranks share a group."""
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -208,8 +205,7 @@ def _by_kind(calls: dict[Call, int], axes: dict[str, Axis], rank: int, devices_p
 def group_axes(mesh: Mesh, world_size: int) -> dict[str, Axis]:
     """The axis that each process group of a rank stands for, by the group's name."""
     found: dict[str, Axis] = {}
-    for name in _AXES:
-        axis: Axis = getattr(mesh, name)
+    for axis in mesh.axes:
         if axis.group is not None:
             found.setdefault(axis.group_name, axis)
         for link in axis.links:

@@ -65,9 +65,8 @@ def communicators(candidates: LayoutTable) -> npt.NDArray[np.int64]:
     """Groups that a rank communicates in: all ranks, and each axis of several ranks that is not all of them."""
     c = candidates
     world = c.world_size
-    sizes = (c.tp, c.cp, c.shards, c.replicas, c.pp)
     return np.asarray(
-        (world > 1).astype(np.int64) + sum(((size > 1) & (size < world)).astype(np.int64) for size in sizes)
+        (world > 1).astype(np.int64) + sum(((size > 1) & (size < world)).astype(np.int64) for size in c.group_sizes)
     )
 
 
