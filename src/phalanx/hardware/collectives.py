@@ -88,6 +88,7 @@ def all_reduce(size: npt.ArrayLike, place: Placement, constants: Constants) -> F
     tree = np.maximum(inside, 2 * data / (nic * place.ring_taper * constants.tree))
     time = np.minimum(time, _transfer_seconds(steps + 2 * _tree_levels(place) * across, tree, constants))
     if constants.multicast > 0:
+        # One step up to the switch and one down; each byte is sent once and received once.
         switched = _transfer_seconds(
             np.asarray(2 * constants.step_s), data / (place.ring_b_s * constants.multicast), constants
         )
@@ -119,6 +120,7 @@ def all_to_all(size: npt.ArrayLike, place: Placement, constants: Constants) -> F
     """
     data, n = _broadcast_bytes(size, place), place.size
     inside = (place.per_node - 1) / n * data / (place.ring_b_s * constants.efficiency) + data / constants.pass_b_s
+    # All members of a node send through its interfaces at once.
     away = place.per_node * (n - place.per_node) / n * data
     across = away / (place.nic_b_s * constants.efficiency_across * place.all_taper)
     steps = (place.per_node - 1) * constants.step_s

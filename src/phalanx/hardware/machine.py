@@ -206,6 +206,7 @@ class Machine(Section):
 
 def cores_of(mask: str) -> list[int]:
     """Return the cores in a hexadecimal CPU mask, ascending."""
+    # Bit n of a mask is core n, as srun --cpu-bind=mask_cpu reads it.
     bits = int(mask, 16)
     return [core for core in range(bits.bit_length()) if bits >> core & 1]
 

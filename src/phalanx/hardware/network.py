@@ -65,6 +65,7 @@ class Mesh(Section):
                     raise ValueError(
                         f"links[{first}][{second}]={there} and links[{second}][{first}]={back} must be equal"
                     )
+        # As many rounds as devices: a path over all of them is found by then.
         reached = {0}
         for _ in range(count):
             reached |= {other for device in reached for other, links in enumerate(self.links[device]) if links}

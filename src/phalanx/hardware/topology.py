@@ -78,6 +78,7 @@ def place_groups(machine: Machine, size: npt.ArrayLike, stride: npt.ArrayLike, w
     inside = np.where(per_node > 1, strides, 1)
     used = devices if world is None else min(devices, world)
     ring, pair, nic, sharing = _pattern_rates(machine, per_node, inside, used)
+    # Infinite rates and no latency where nothing is sent: such terms then drop out of every formula.
     across, single = nodes > 1, per_node == 1
     if machine.network is None and np.any(across):
         worst = int(np.argmax(across.ravel()))

@@ -42,6 +42,7 @@ class Clock:
 
         calls: number in a sample; give it where all ranks must make equally many, as for collectives.
         """
+        # The first call compiles kernels, loads libraries and fills caches; it is not timed.
         call()
         first = self._wall(call)
         if calls is None:
@@ -85,6 +86,7 @@ class Clock:
         return (time.perf_counter() - start) / calls
 
     def _on_device(self, call: Call, calls: int, blockers: int) -> float:
+        # While the device works on these, the host queues all calls: the device then never waits for it.
         if blockers:
             blocker = _blocking_factor(self.device)
             for _ in range(blockers):

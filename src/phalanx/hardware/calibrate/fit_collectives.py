@@ -98,6 +98,7 @@ def fit_constants(
     # Central differences: the minimum is then the same to many digits on every machine.
     solution = least_squares(residuals, np.zeros(len(names)), jac="3-point", xtol=1e-10, ftol=1e-12, gtol=1e-10)
     fitted = constants_at(solution.x)
+    # Laplace's approximation: the inverse of the Gauss-Newton Hessian is the posterior's covariance.
     deviations = np.sqrt(np.diag(np.linalg.inv(solution.jac.T @ solution.jac)))
     return Fit(
         constants=fitted,

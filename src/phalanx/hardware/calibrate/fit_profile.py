@@ -76,14 +76,14 @@ class Found:
 
     named: NamedProfile
     operations: Floats
-    """By the curves alone, of those that these were fitted to: not of whole attention."""
+    """Errors of the curves alone, for the operations they were fitted to: not of whole attention."""
     exchanged: Floats
     blocks: Floats
-    """Of each block by a fit without it, forward and backward together."""
+    """Error of each block by a fit without it, forward and backward together."""
 
 
 def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
-    """The profile that says what was measured. machine: where it was; source: on what and when, in words."""
+    """Fit a profile to measurements. machine: where they were made. source: on what and when, in words."""
     curves = _with_curves(_prior_profile(machine.node.device, found), found)
     by_curves = np.exp(_operation_errors(curves, found))
     operations = tuple(
@@ -93,6 +93,7 @@ def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
     if (host := found.host_exchanges) is not None:
         profile = replace(profile, exchange_host_s=host.exchange_s, shard_host_s=host.shard_s)
     profile, constants, exchanged = _with_exchanges(profile, found, machine)
+    # Leave one out: how well a block is predicted that the profile has not seen.
     left_out = [
         _with_blocks(profile, [*found.blocks[:place], *found.blocks[place + 1 :]], machine, _BLOCKS)
         for place in range(len(found.blocks))
@@ -116,7 +117,7 @@ def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
 
 
 def _prior_profile(device: str, found: Measurements) -> Profile:
-    """The device's default; for one that nothing is known of, one with the highest rates that were measured."""
+    """Return the device's default; for an unknown device, constants with the highest rates that were measured."""
     try:
         return default_profile(device).profile
     except ConfigError:
@@ -124,7 +125,7 @@ def _prior_profile(device: str, found: Measurements) -> Profile:
 
 
 def _prior_of_unknown(found: Measurements) -> Profile:
-    """Another device's constants, but for the rates: those are what was measured."""
+    """Return another device's constants with the rates that were measured."""
     known = default_profile("A100-80GB").profile
     highest = max(2.0 * x.batch * x.m * x.n * x.k / x.seconds for x in found.operations if x.kind == "matmul")
     factor = highest / known.matmul_flop_s
@@ -137,7 +138,7 @@ def _prior_of_unknown(found: Measurements) -> Profile:
 
 
 def _fit_constants(start: Profile, spread: Mapping[str, float], errors: Callable[[Profile], Floats]) -> Profile:
-    """`start` with the constants in `spread` moved to where `errors`, in units of their noise, are least."""
+    """Return `start` with the constants in `spread` moved to where `errors`, in units of their noise, are least."""
     names, widths = tuple(spread), np.array(list(spread.values()))
 
     def at(shift: Floats) -> Profile:
@@ -150,7 +151,7 @@ def _fit_constants(start: Profile, spread: Mapping[str, float], errors: Callable
 
 
 def _with_curves(prior: Profile, found: Measurements) -> Profile:
-    """`prior` with its curves moved to single operations.
+    """Return `prior` with its curves moved to single operations.
 
     Whole attention has none of its own: what its calls take is kept as a ratio to that of causal ones.
     """
@@ -165,7 +166,7 @@ def _with_curves(prior: Profile, found: Measurements) -> Profile:
 
 
 def _operation_errors(profile: Profile, found: Measurements) -> Floats:
-    """Logarithms of predicted over measured seconds: of operations, then of traffic."""
+    """Return the logarithms of predicted over measured seconds: of operations, then of traffic."""
     rows = [_operation_row(x) for x in found.operations]
     start = (0, Way.FORWARD, Cause.MEMORY, Form.TRAFFIC, False)
     rows += [(*start, 1, 1, 1, 1, 0.0, x.bytes, 1) for x in found.traffic]
@@ -191,7 +192,7 @@ def _operation_row(x: TimedOperation) -> tuple[float, ...]:
 
 
 def _optimizer_rate(found: Measurements) -> float:
-    """Bytes a second of the largest optimizer step."""
+    """Return the bytes per second of the largest optimizer step."""
     largest = max(found.optimizer, key=lambda x: x.bytes)
     return largest.bytes / largest.seconds
 
@@ -202,7 +203,7 @@ def _optimizer_rate(found: Measurements) -> float:
 def _with_exchanges(
     profile: Profile, found: Measurements, machine: Machine
 ) -> tuple[Profile, Constants | None, Floats]:
-    """(the profile, the constants of collectives, errors of these). Nothing changes where nothing was measured."""
+    """Return (profile, constants of collectives, their errors). Nothing changes where nothing was measured."""
     collectives = [x for x in found.exchanged if x.collective != "copies"]
     if not collectives:
         return profile, None, np.zeros(0)
@@ -229,7 +230,7 @@ def _with_exchanges(
 
 
 def _slowdown_beside(beside: Beside | None, known: float) -> float:
-    """What computing loses beside an exchange, as a share of the time the exchange takes alone."""
+    """Return what computing loses beside an exchange, as a share of the time that the exchange takes alone."""
     if beside is None:
         return known
     hidden = min(beside.exchange, beside.products)
@@ -242,14 +243,14 @@ def _slowdown_beside(beside: Beside | None, known: float) -> float:
 def _with_blocks(
     profile: Profile, blocks: Sequence[TimedBlock], machine: Machine, spread: Mapping[str, float]
 ) -> Profile:
-    """`profile` with the constants in `spread` moved to what `blocks` say."""
+    """Return `profile` with the constants in `spread` moved to what `blocks` say."""
     if not blocks:
         return profile
     return _fit_constants(profile, spread, lambda one: _block_errors(one, blocks, machine) / _BLOCK_NOISE)
 
 
 def _block_errors(profile: Profile, blocks: Sequence[TimedBlock], machine: Machine) -> Floats:
-    """Logarithms of predicted over measured seconds, forward and then backward."""
+    """Return the logarithms of predicted over measured seconds, forward and then backward."""
     framework = EAGER if machine.node.device == "CPU" else COMPILED
     wanted = [
         ("block", replace(setting_of(x.width, x.length), compile=x.compiled, attention="flash"), x.samples)

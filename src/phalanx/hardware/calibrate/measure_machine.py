@@ -54,7 +54,7 @@ _WARM_S = 3.0
 
 @dataclass(frozen=True)
 class Measurements:
-    """What one rank, or all of them together, found."""
+    """Measurements of one rank, or of all of them together."""
 
     operations: tuple[TimedOperation, ...]
     traffic: tuple[Passed, ...]
@@ -83,7 +83,7 @@ class Deadline:
     start: float = field(default_factory=time.monotonic)
 
     def before(self, share: float) -> bool:
-        """Whether less than this share of the time has passed, on every rank."""
+        """Return whether less than this share of the time has passed, on every rank."""
         more = time.monotonic() - self.start < share * self.seconds
         if not self.together:
             return more
@@ -110,6 +110,7 @@ def measure_rank(device: torch.device, effort: Effort, per_node: int, seconds: f
         optimizer=tuple(time_optimizer(clock, [count for count in effort.optimizer if 16 * count < free / 2])),
         host_s=time_host(clock),
     )
+    # Before any group communicates: what is taken later belongs to the communicators.
     context = _unowned_bytes(device)
     if several:
         found = _measure_exchanges(clock, effort, per_node, deadline, found, report)
@@ -152,7 +153,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _unowned_bytes(device: torch.device) -> float | None:
-    """Bytes of the device that PyTorch's allocator does not have: contexts, libraries, buffers of collectives."""
+    """Return the bytes of the device that PyTorch's allocator does not have: contexts, libraries, buffers of collectives."""
     if device.type == "cpu":
         return None
     module: Any = torch.get_device_module(device)
@@ -166,7 +167,7 @@ def _unowned_bytes(device: torch.device) -> float | None:
 
 
 def gather_measurements(mine: Measurements) -> Measurements:
-    """What the ranks found, as one: medians over the ranks, slowed down to the slowest, which the others wait for."""
+    """Return what all ranks found: medians over the ranks, slowed down to the slowest, which the others wait for."""
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return mine
     every: list[Any] = [None] * dist.get_world_size()
@@ -175,10 +176,11 @@ def gather_measurements(mine: Measurements) -> Measurements:
 
 
 def join_measurements(every: Sequence[Measurements]) -> Measurements:
-    """The measurements of several ranks, which each has in the same order, as one."""
+    """Join the measurements of several ranks, which each has in the same order."""
     first = every[0]
     times = np.array([[x.seconds for x in one.operations] for one in every])
     typical = np.median(times, axis=0)
+    # A synchronous step is as slow as its slowest device, whose ratio to the median is the same in most operations.
     slowest = float(np.median(times / typical, axis=1).max(initial=1.0))
     return Measurements(
         operations=tuple(

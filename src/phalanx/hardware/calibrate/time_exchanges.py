@@ -71,6 +71,7 @@ def time_collectives(
             return
         for members, group in groups:
             for name, call in _collective_calls(size, members, group, clock.device).items():
+                # Ranks that come late would make the others' first call seem slow.
                 dist.barrier(group)
                 yield Exchanged(name, size, members, clock.seconds(call, calls=_repeat_count(size)))
 
@@ -84,6 +85,7 @@ def _collective_calls(size: int, members: int, group: Group, device: torch.devic
     whole = torch.ones(count, device=device, dtype=torch.bfloat16)
     parts, other, name = whole.view(members, -1), torch.empty_like(whole), group.group_name
     calls: dict[str, Callable[[], object]] = {
+        # A maximum leaves the numbers as they are, however often it is repeated; sums would overflow.
         "all_reduce": lambda: dist.all_reduce(whole, op=dist.ReduceOp.MAX, group=group),
         "all_gather": lambda: compat.all_gather(parts[0], name, members),
         "reduce_scatter": lambda: compat.reduce_scatter(parts, name, members),
@@ -204,13 +206,13 @@ class HostExchanges:
     """Seconds of the host."""
 
     exchange_s: float
-    """For one collective of activations, forward or backward."""
+    """Seconds per collective of activations, forward or backward."""
     shard_s: float
-    """For one parameter that is gathered, or whose gradient is reduced."""
+    """Seconds per parameter that is gathered, or whose gradient is reduced."""
 
 
 def time_host_exchanges(clock: Clock) -> HostExchanges:
-    """Of training over all ranks: the slowest rank's."""
+    """Time what the host does for exchanges in training over all ranks; the slowest rank's figures are returned."""
     found = torch.tensor([_exchange_seconds(clock), _shard_seconds(clock)], dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     exchange, shard = found.tolist()

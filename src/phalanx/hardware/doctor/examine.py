@@ -200,5 +200,6 @@ def _wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     while not condition():
         if time.monotonic() > end:
             return False
+        # Short enough not to be felt, long enough for thousands of ranks that ask one store.
         time.sleep(0.02)
     return True

@@ -81,6 +81,7 @@ def collect_facts(ranks: Ranks, device: torch.device) -> RankFacts:
         rank=ranks.rank,
         local_rank=ranks.local_rank,
         host=socket.gethostname(),
+        # macOS has no affinity.
         cores=tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else (),
         device=device_name(device),
         address=address,

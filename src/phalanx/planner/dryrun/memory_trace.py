@@ -57,7 +57,7 @@ class Moment:
     """From 1; 0 outside of micro-batches."""
 
     def __str__(self) -> str:
-        """In words."""
+        """Return the moment in words."""
         if not self.microbatch:
             return self.phase
         return f"{self.phase} of {self.module}, micro-batch {self.microbatch}"
@@ -134,18 +134,18 @@ class StepTrace(TorchDispatchMode):
             yield self
 
     def go_to(self, moment: Moment) -> None:
-        """What follows belongs to `moment`."""
+        """Attribute what follows to `moment`."""
         if moment != self.moment:
             self.points.append(Point(self.moment, self._stretch_peak))
             self.moment, self._stretch_peak = moment, self.now
 
     def enter_unit(self) -> None:
-        """A module's forward pass begins; what is made in it and outlives it is kept for the backward pass."""
+        """Enter a module's forward pass; what is made in it and outlives it is kept for the backward pass."""
         self._unit_count += 1
         self._units.append(self._unit_count)
 
     def leave_unit(self) -> None:
-        """The innermost module's forward pass has ended."""
+        """Leave the innermost module's forward pass."""
         self._time += 1
         self._unit_end[self._units.pop()] = self._time
 
@@ -156,7 +156,7 @@ class StepTrace(TorchDispatchMode):
                 found.category = category
 
     def at_peak(self) -> dict[Category, int]:
-        """Bytes by category at the moment of the peak; to be asked once the step is over."""
+        """Return the bytes by category at the moment of the peak; to be asked once the step is over."""
         found: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         for allocation in (*self._ended, *self._allocations.values()):
             if allocation.made <= self.peak_time and (allocation.freed is None or allocation.freed > self.peak_time):
@@ -172,6 +172,7 @@ class StepTrace(TorchDispatchMode):
         if func is RING_ATTENTION or func is RING_GRADIENTS:
             return self._open_ring(func, args)
         result = func(*args, **keywords)
+        # Shape propagation runs operations on fake tensors of its own, which stand for no memory of this rank.
         if compat_fake.active_fake_mode() is not self._fake:
             return result
         for tensor in tree_leaves(result):
@@ -184,7 +185,7 @@ class StepTrace(TorchDispatchMode):
         return result
 
     def _open_ring(self, func: Any, args: Any) -> Any:
-        """Ring attention is one operation to PyTorch; what stands behind it makes memory and communicates."""
+        """Run what stands behind ring attention: one operation to PyTorch, which makes memory and communicates."""
         *tensors, group, rank, size = args
         ring = Ring(rank, size, compat.process_group(group))
         with self:
@@ -200,9 +201,11 @@ class StepTrace(TorchDispatchMode):
             self._allocate(key, storage.nbytes(), str(func))
 
     def _allocate(self, key: int, size: int, operation: str, category: Category | None = None) -> None:
+        # As the caching allocator counts: each tensor takes whole multiples of its rounding.
         size = -(-size // ROUNDING) * ROUNDING
         self._time += 1
         self.now += size
+        # In a backward pass modules run again to recompute: what is made there is no kept activation.
         unit = self._units[-1] if self._units and not compat_fake.in_backward() else None
         self._allocations[key] = Allocation(size, self._time, operation, unit, None, category)
         self._stretch_peak = max(self._stretch_peak, self.now)

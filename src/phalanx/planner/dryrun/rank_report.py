@@ -64,14 +64,14 @@ class RankReport:
     moment: Moment
     categories: dict[Category, int]
     points: list[Point]
-    """Of the step that ran, which may have fewer micro-batches."""
+    """Peaks by moment of the step that ran, which may have fewer micro-batches."""
     traffic: list[Traffic]
     microbatches: int
-    """Of the layout."""
+    """Micro-batches of the layout."""
     microbatches_run: int
     """The most that ran; what is reported for more follows from how the last ones added."""
     seconds: float
-    """The dry run took."""
+    """Seconds that the dry run took."""
 
     @property
     def collectives(self) -> int:
@@ -79,7 +79,7 @@ class RankReport:
         return sum(traffic.count for traffic in self.traffic)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return plain values, ready for JSON."""
         return {
             "rank": self.rank,
             "stages": self.stages,
@@ -155,12 +155,18 @@ def _grow_evenly(fewer: Measured, more: Measured, before: float, after: float, w
 
 
 def _peak_of_few_kept(fewer: Measured, more: Measured, wanted: int) -> tuple[int, Moment]:
-    """Both steps hold as many activations as any: the peak grows evenly, wherever it is."""
+    """Return the peak of a step of `wanted` micro-batches where both steps hold as many activations as any.
+
+    The peak then grows evenly, wherever it is.
+    """
     return round(_grow_evenly(fewer, more, fewer.peak, more.peak, wanted)), more.moment
 
 
 def _peak_of_all_kept(fewer: Measured, more: Measured, wanted: int) -> tuple[int, Moment]:
-    """Every micro-batch's activations are held: the highest of the peaks of each kind of moment, each of which grows."""
+    """Return the peak of a step that holds every micro-batch's activations.
+
+    The peak of each kind of moment grows by itself; the highest of them is returned.
+    """
     if more.microbatches == wanted:
         return more.peak, more.moment
     before, after = _by_moment(fewer.points), _by_moment(more.points)
@@ -203,7 +209,7 @@ def _by_kind(calls: dict[Call, int], axes: dict[str, Axis], rank: int, devices_p
 
 
 def group_axes(mesh: Mesh, world_size: int) -> dict[str, Axis]:
-    """The axis that each process group of a rank stands for, by the group's name."""
+    """Return the axis that each process group of a rank stands for, by the group's name."""
     found: dict[str, Axis] = {}
     for axis in mesh.axes:
         if axis.group is not None:

@@ -49,7 +49,7 @@ class Step(Protocol):
         """Run one optimizer step on this rank's samples without waiting for the device."""
 
     def relaid(self, executor: Executor) -> Step:
-        """The same optimizer's steps, run by `executor`."""
+        """Return the same optimizer's steps, run by `executor`."""
 
 
 StepBuilder = Callable[[BoundModel, ParallelModel, torch.device], Step]
@@ -71,7 +71,7 @@ def dry_run(
     devices_per_node: int | None,
     tell: Tell = _say_nothing,
 ) -> RankReport:
-    """What one optimizer step of `model` in `layout` takes on `rank`.
+    """Return what one optimizer step of `model` in `layout` takes on `rank`.
 
     A step of many micro-batches is run with fewer, twice: past the number that fills the pipeline each further one adds the
     same. build: makes the training step. accelerator: whether kernels are an accelerator's or the CPU's. tell: for
@@ -103,7 +103,7 @@ def dry_run(
 
 
 def representative_microbatches(layout: ResolvedLayout) -> tuple[int, int]:
-    """Two numbers of micro-batches, at most those of `layout`, between which a step grows as it does beyond; or twice all.
+    """Return two numbers of micro-batches between which a step grows as it does beyond; twice all of `layout` if it has few.
 
     Without a pipeline the first, the last and one in between may all differ. A pipeline holds its most activations after
     2 pp micro-batches in every schedule, with 1F1B after pp. Interleaved schedules take micro-batches in rounds, of pp
@@ -124,7 +124,7 @@ def representative_microbatches(layout: ResolvedLayout) -> tuple[int, int]:
 def _prepare_model(
     model: TracedModel, layout: ResolvedLayout, accelerator: bool
 ) -> tuple[TracedModel, AttentionChoice]:
-    """The model with what depends on the device decided, and its attention; blocks run uncompiled."""
+    """Return the model with what depends on the device decided, and its attention; blocks run uncompiled."""
     run, target = model.run, torch.device("meta" if accelerator else "cpu")
     decided: dict[str, Any] = {"compile": False, **model.dry_run_fields(target, layout.tp)}
     # The other ranks of a dry run have no memory to copy from.
@@ -138,7 +138,7 @@ def _with_microbatches(layout: ResolvedLayout, count: int) -> ResolvedLayout:
 
 
 def _lay_again(applied: ParallelModel, mesh: Mesh, layout: ResolvedLayout) -> ParallelModel:
-    """The same stages with another number of micro-batches."""
+    """Return the same stages with another number of micro-batches."""
     if layout == applied.layout:
         return applied
     pipeline = None
@@ -162,9 +162,10 @@ def _local_part(tensor: Tensor) -> Tensor:
 def measured_step(
     model: TracedModel, applied: ParallelModel, step: Step, trace: StepTrace, tell: Tell = _say_nothing
 ) -> Measured:
-    """One optimizer step on samples without content, under a trace that has seen all that was made before."""
+    """Run one optimizer step on samples without content, under a trace that has seen all that was made before."""
     _label_state(trace, applied, step)
     handles = [handle for stage in applied.stages for handle in _watch_modules(stage, trace, tell)]
+    # Cycles of an earlier step would be freed somewhere in this one, and lower its peak by chance.
     gc.collect()
     trace.go_to(Moment("start"))
     trace.begin()
@@ -239,6 +240,7 @@ class _Watch:
         self.trace.leave_unit()
         if isinstance(output, Tensor) and output.requires_grad:
             moment = Moment("backward", self.name, self.stage, self.count[0])
+            # The gradient of a module's output arrives just before its backward pass begins.
             output.register_hook(partial(self._backward, moment))
 
     def _backward(self, moment: Moment, _grad: Tensor) -> None:
@@ -272,5 +274,5 @@ def fake_rank(layout: ResolvedLayout, rank: int, *, accelerator: bool) -> Iterat
 
 
 def _most_sent(layout: ResolvedLayout, mesh: Mesh) -> int:
-    """Messages between pipeline stages that NCCL and RCCL hold at a time: a round of micro-batches each way of a stage."""
+    """Return the messages between stages that NCCL and RCCL hold at a time: a round of micro-batches each way of a stage."""
     return layout.pp * sum(sum(from_other_ranks(layout, mesh.pp.rank, way)) for way in (-1, 1))

@@ -41,7 +41,7 @@ class Goodput:
     interval_s: float
     """Seconds of training between checkpoints that lose least."""
     share: float
-    """Of the job's time that is spent in steps that count."""
+    """Share of the job's time that is spent in steps that count."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Budget:
     """tokens or samples."""
     steps: int
     seconds: float
-    """Of steps alone."""
+    """Seconds of steps alone."""
     elapsed_s: float
-    """With failures, restarts and checkpoints."""
+    """Seconds with failures, restarts and checkpoints."""
     device_hours: float
-    """Of all devices, over `elapsed_s`."""
+    """Hours of all devices, over `elapsed_s`."""
     energy_mwh: float | None
-    """Of the devices, over `elapsed_s`; None where their power is not known."""
+    """Energy of the devices over `elapsed_s`, MWh; None where their power is not known."""
     goodput: Goodput
 
 

@@ -103,7 +103,7 @@ class BreakEven:
 
     tp: int
     positions: float
-    """A device and micro-batch: below, Hybrid-STOP receives fewer bytes."""
+    """Positions per device and micro-batch below which Hybrid-STOP receives fewer bytes."""
     samples: float
     """The same as samples of a micro-batch of the `tp` devices together."""
     times_width: float
@@ -113,7 +113,10 @@ class BreakEven:
 def break_evens(
     model: TracedModel, legal: LayoutTable, recompute: Recompute, machine: Machine
 ) -> tuple[BreakEven, ...]:
-    """For each tensor-parallel degree above 1 among `legal`. recompute: repeats exchanges of activations."""
+    """Return the break-even of each tensor-parallel degree above 1 among `legal`.
+
+    recompute: what is computed again, exchanges of activations included.
+    """
     devices = int(legal.world_size[0])
     copies = our_framework(model, machine).copy_engines
     degrees = np.unique(legal.tp[(legal.tp > 1) & (legal.cp == 1)]).tolist()
@@ -121,7 +124,7 @@ def break_evens(
 
 
 def break_even(model: TracedModel, tp: int, shards: int, recompute: Recompute, *, peer_copies: bool) -> BreakEven:
-    """Of `tp` x `shards` devices against FSDP over all of them. peer_copies: whether gradients are sent as computed."""
+    """Compare `tp` x `shards` devices with FSDP over all of them. peer_copies: whether gradients are sent as computed."""
     positions = model.positions().count
     dtype = model.precision.compute_dtype
     each = 2 * dtype.itemsize + (dtype.itemsize if peer_copies else max(4, dtype.itemsize))

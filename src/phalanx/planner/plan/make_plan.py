@@ -85,6 +85,7 @@ def make_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
     # Elsewhere the comparison says nothing about a layout of the table.
     tensor_and_sharded = np.any((best.layouts.tp > 1) & (best.layouts.shards > 1) & (best.layouts.zero == 3))
     compares_hybrid = tensor_and_sharded or task.run.model.family == "weather"
+    # Nodes fail, not devices: a part of a node fails as often as a whole one.
     nodes = math.ceil(task.devices / planner.machine.node.devices)
     return Plan(
         planner=planner,

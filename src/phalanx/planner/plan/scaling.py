@@ -120,6 +120,7 @@ def _device_numbers(planner: Planner, task: Task) -> Iterator[int]:
         if node >= least:
             yield node
         return
+    # Fewer nodes could not even hold the main parameters.
     first = max(1, int(-(-least // node)))
     most = planner.machine.network.nodes or first + _TRIED
     for nodes in range(first, min(first + _TRIED, most + 1)):

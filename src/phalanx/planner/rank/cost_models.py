@@ -236,6 +236,7 @@ def estimate_spread(named: NamedProfile) -> float:
     if median is None or count == 0:
         return SPREAD
     seen = _NORMAL * float(median)
+    # Variances are pooled, weighted by the runs that each is known from.
     pooled = math.sqrt((_PRIOR_RUNS * SPREAD**2 + count * seen**2) / (_PRIOR_RUNS + count))
     return max(seen, pooled)
 

@@ -33,7 +33,7 @@ AttentionCore = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 @cache
 def core_attention(kernel: str) -> AttentionCore:
-    """Attention of whole samples as `kernel` computes it; see `language.Kernel`."""
+    """Return attention of whole samples as `kernel` computes it; see `traced_model.Kernel`."""
     cores: dict[str, AttentionCore] = {
         "flash": _flash_attention,
         "flex": _flash_attention,
@@ -88,7 +88,7 @@ def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> T
 
 
 def fused_rms_norm(x: Tensor, weight: Tensor, recorder: Recorder | None = None) -> Tensor:
-    """RMSNorm as uncompiled runs on accelerators compute it: one kernel each way, which `recorder` is told of."""
+    """Compute RMSNorm as uncompiled runs on accelerators do: one kernel each way, which `recorder` is told of."""
     result = _FusedRmsNorm.apply(x, weight, recorder)
     assert isinstance(result, Tensor)
     return result
@@ -122,7 +122,7 @@ def _record_kernel(recorder: Recorder | None, name: str, reads: list[Tensor], wr
 
 
 def ring_operations() -> dict[Any, Opaque]:
-    """How to look into ring attention, for a recorder."""
+    """Return what a recorder runs in place of each operation of ring attention."""
     return {RING_ATTENTION: _ring_attention, RING_GRADIENTS: _ring_gradients}
 
 
@@ -144,7 +144,7 @@ class _RecordedRing(Ring):
         self.recorder = recorder
 
     def start(self, x: Tensor) -> tuple[list[dist.Work], Tensor]:
-        """Nothing is sent; what would be received is empty."""
+        """Send nothing, record the message and return an empty tensor in place of what would be received."""
         received = torch.empty_like(x)
         step = Step("send", "collective", self.recorder.phase, x.dtype)
         step.collective = Collective("send", "cp", self.size, x.nbytes)
@@ -154,7 +154,7 @@ class _RecordedRing(Ring):
 
 @contextlib.contextmanager
 def fused_norms() -> Iterator[None]:
-    """For tensors without elements: RMSNorm makes and keeps what the single kernel does, and computes nothing.
+    """Let RMSNorm on tensors without elements make and keep what the single kernel does, and compute nothing.
 
     The function itself is replaced: a mode of PyTorch's would be off where it matters, in a backward pass that computes
     blocks again.

@@ -28,13 +28,13 @@ class Chunks:
 
     samples: int
     positions: int
-    """Of a sample that the rank's loss sees."""
+    """Positions of a sample that the rank's loss sees."""
     tokens: int
-    """Of a chunk."""
+    """Tokens of a chunk."""
 
     @classmethod
     def of(cls, setting: Setting, samples: int) -> Chunks:
-        """Those of a micro-batch of so many samples."""
+        """Return the chunks of a micro-batch of so many samples."""
         return cls(samples, setting.length // setting.cp, setting.chunk_tokens)
 
     @property
@@ -48,7 +48,7 @@ class Chunks:
         return self.samples * self.positions - (self.count - 1) * self.tokens
 
     def shown(self, tp: int, sizes: frozenset[int]) -> Chunks:
-        """What to trace in place of several of these. sizes: of the model and of a sample."""
+        """Return the chunks to trace in place of these, which are several. sizes: of the model and of a sample."""
         samples = 1 if self.samples == 1 else next(n for n in _prime_numbers() if all(size % n for size in sizes))
         # Scales follow one another: what one leads to, none behind it may take for its own.
         taken = sizes | {2 * tp, samples, self.samples, self.positions, self.tokens, self.last}
@@ -57,8 +57,10 @@ class Chunks:
 
 @cache
 def _shown_chunks(count: int, samples: int, unit: int, taken: frozenset[int]) -> Chunks:
-    """So many chunks, whose numbers of positions and tokens are multiples of `unit`, as ranks share positions out, and of
-    prime numbers that divide nothing else."""
+    """Return `count` chunks to trace.
+
+    Their positions and tokens are multiples of `unit`, as ranks shard positions, and of primes that divide nothing else.
+    """
     apart = [n for n in _prime_numbers() if all(size % n for size in taken)]
     known = frozenset(apart)
     for positions in apart:
@@ -94,20 +96,24 @@ class _Scales(Scale):
 
 @cache
 def _prime_of(traced: int) -> int:
-    """The largest prime that divides a number that was traced; 1 of 1."""
+    """Return the largest prime that divides a number that was traced; 1 of 1."""
     return max((n for n in (*_prime_numbers(), 1) if traced % n == 0), default=1)
 
 
 def shown_setting(setting: Setting, shown: Chunks) -> Setting:
-    """The setting in which `shown` is what a head does."""
+    """Return the setting in which a head goes over the chunks `shown`."""
     return replace(setting, length=shown.positions * setting.cp, chunk_tokens=shown.tokens)
 
 
 def chunked_costs(timeline: Timeline, begun: Sequence[int], shown: Chunks, wanted: Chunks) -> Costs:
-    """The costs of `wanted`. timeline: of `shown`. begun: steps of the forward pass when the loss of each chunk begins."""
+    """Return the costs of a head that goes over the chunks `wanted`.
+
+    timeline: of the traced chunks, `shown`. begun: steps of the forward pass when the loss of each traced chunk begins.
+    """
     assert len(begun) == shown.count
     names = ("samples", "positions", "tokens", "last")
     scale = _Scales(each=tuple((getattr(shown, name), getattr(wanted, name)) for name in names))
+    # All chunks between the first and the last do the same: the second one stands for them and is counted that often.
     times = [1] * (len(timeline.forward) + len(timeline.backward))
     if wanted.count > _SHOWN:
         middle = slice(begun[1], begun[2])

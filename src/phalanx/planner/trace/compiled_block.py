@@ -38,7 +38,7 @@ def compiled_timeline(
     axes: dict[str, str],
     opaque: dict[Any, Opaque],
 ) -> Timeline:
-    """Forward and backward pass of a compiled block.
+    """Return the forward and backward pass of a compiled block.
 
     policy: see `JointGraph.divide`. arguments: of the traced function. axes, opaque: see `Recorder`.
     """
@@ -51,14 +51,17 @@ def compiled_timeline(
     timeline = Timeline()
     reader = _Reader(timeline, axes, opaque)
     for node in _graph_inputs(forward):
+        # The partitioner drops inputs that nothing reads and keeps their numbers, which count from 1.
         argument = arguments[int(str(node.target).removeprefix("primals_")) - 1]
         reader.place(node, argument.name, argument.role)
     timeline.forward = reader.steps(forward, lambda _: "forward")
     timeline.output = reader.buffers(outputs[:count])
+    # The partitioner's forward graph returns the block's result first, then what it saves for the backward pass.
     kept = reader.buffers(outputs[count:])
     timeline.kept = [number for number in kept if timeline.buffers[number].role in ("made", "input")]
     _free_buffers(timeline, timeline.forward, {*timeline.output, *kept})
 
+    # What is saved has the same name in both graphs; all else that the backward graph takes is the incoming gradient.
     saved = {node.name: node for node in forward.nodes}
     behind = _Reader(timeline, axes, opaque)
     for node in _graph_inputs(backward):
@@ -107,7 +110,7 @@ _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 
 
 def _unlike_rows(tensors: Sequence[Tensor]) -> int:
-    """A number of rows that divides no other size, so that what it divides is known to grow with them."""
+    """Return a number of rows that divides no other size, so that what it divides is known to grow with them."""
     others = {size for tensor in tensors for size in tensor.shape[1:]}
     return next(prime for prime in _PRIMES if all(size % prime for size in others))
 
@@ -116,7 +119,7 @@ _graphs: dict[Any, fx.Graph] = {}
 
 
 def _graph_of(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Graph:
-    """The graph of `function`, traced once for sizes and formats of tensors.
+    """Return the graph of `function`, traced once for sizes and formats of tensors.
 
     Functions are alike where they are from the same place in the code and close over equal values.
     """
@@ -129,14 +132,14 @@ def _graph_of(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Gra
 
 
 def _value_key(value: Any) -> Any:
-    """What two values have alike that do the same: partial functions of equal arguments are not equal themselves."""
+    """Return a key that is equal for values that do the same; equal partial functions are not equal themselves."""
     if isinstance(value, partial):
         return value.func, value.args, tuple(sorted(value.keywords.items()))
     return value
 
 
 def _phase_by_kernel(graph: fx.Graph) -> Callable[[Kernel], Phase]:
-    """recompute for kernels that depend on no gradient, backward for the others."""
+    """Return the phase of each kernel of a backward pass: recompute where it depends on no gradient, else backward."""
     after = {node for node in _graph_inputs(graph) if "tangents" in str(node.target)}
     for node in graph.nodes:
         if any(argument in after for argument in node.all_input_nodes):
@@ -170,7 +173,7 @@ def _free_buffers(timeline: Timeline, steps: list[Step], staying: set[int], befo
 
 
 def _write_in_place(timeline: Timeline, step: Step, own: set[int]) -> None:
-    """Fused kernels with one result write it over an input in the same order that nothing reads after them.
+    """Let a fused kernel with one result write it over an input in the same order that nothing reads afterwards.
 
     Inputs of the graph are left as they are. Kernels with several results may do the same; measured peaks lie between.
     """
@@ -201,12 +204,12 @@ class _Reader:
             self.buffer[node] = self.timeline.new(name, value.numel(), value.itemsize, role)
 
     def buffers(self, nodes: Iterable[Any]) -> list[int]:
-        """Buffers of the tensors among `nodes`, each once."""
+        """Return the buffers of the tensors among `nodes`, each once."""
         found = [self.buffer.get(source_node(node)) for node in nodes if isinstance(node, fx.Node)]
         return sorted({number for number in found if number is not None})
 
     def steps(self, graph: fx.Graph, phase: Callable[[Kernel], Phase]) -> list[Step]:
-        """The steps of a graph, without what they free."""
+        """Return the steps of a graph, without what they free."""
         found: list[Step] = []
         for kernel in fuse_graph(graph):
             first = kernel.nodes[0]
@@ -249,7 +252,7 @@ class _Reader:
         return step
 
     def _looked_into(self, node: fx.Node, kernel: Kernel, phase: Phase) -> list[Step]:
-        """The steps behind one operation, on buffers of this timeline."""
+        """Return the steps behind one opaque operation, on buffers of this timeline."""
         recorder = Recorder(self.axes, self.opaque)
         recorder.backward = phase != "forward"
         known: dict[int, int] = {}
@@ -284,7 +287,7 @@ class _Reader:
 
 
 def _meta_like(tensor: Tensor, scale: Scale | None = None) -> Tensor:
-    """A meta tensor like a fake one, of other sizes where `scale` says so."""
+    """Return a meta tensor like a fake one, of other sizes where `scale` says so."""
     to = scale or Scale()
     shape, stride = ([to(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
@@ -299,7 +302,7 @@ def _kernel_kind(kernel: Kernel) -> Kind:
 
 
 def _kernel_name(kernel: Kernel) -> str:
-    """The names of a fused kernel's operations, casts and copies only where there is nothing else."""
+    """Return the names of a fused kernel's operations; casts and copies only where there is nothing else."""
     names = list(dict.fromkeys(name_of(node) for node in kernel.nodes))
     telling = [name for name in names if kind_of(name) != "copy"] or names
     return "+".join(telling)

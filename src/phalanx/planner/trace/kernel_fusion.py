@@ -32,33 +32,33 @@ class Kernel:
     writes: list[fx.Node] = field(default_factory=list)
     """Results that are used outside."""
     sliced: set[fx.Node] = field(default_factory=set)
-    """Those it reads in another order than they are in, or in parts."""
+    """Tensors that it reads in another order than they are in, or in parts."""
 
 
 def fuse_graph(graph: fx.Graph) -> list[Kernel]:
-    """The kernels of a graph whose nodes carry meta tensors, in an order in which they can run."""
+    """Return the kernels of a graph whose nodes carry meta tensors, in an order in which they can run."""
     return _Fusion(graph).kernels()
 
 
 def source_node(node: fx.Node) -> fx.Node:
-    """The node that made the memory `node` is a view of."""
+    """Return the node that made the memory which `node` is a view of."""
     while _is_view(node):
         (node,) = node.all_input_nodes[:1]
     return node
 
 
 def element_count(node: fx.Node) -> int:
-    """Elements of a node's result, all results together where it has several."""
+    """Return the elements of a node's result, all results together where it has several."""
     return sum(tensor.numel() for tensor in tensors_in(node.meta.get("val")))
 
 
 def does_work(node: fx.Node) -> bool:
-    """Whether a node stands for work, not for a view or for one of several results."""
+    """Return whether a node stands for work, not for a view or for one of several results."""
     return node.op == "call_function" and not _is_getitem(node) and not _is_view(node)
 
 
 def name_of(node: fx.Node) -> str:
-    """The base name of a node's operation."""
+    """Return the base name of a node's operation."""
     return base_name(node.target)
 
 
@@ -76,7 +76,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _viewed_elements(node: fx.Node) -> int:
-    """Elements that are read of `source_node(node)` through `node`: a slice of it, or all of it however often repeated."""
+    """Return the elements that are read of `source_node(node)` through `node`: a slice, or all of it once."""
     smallest = element_count(node)
     while _is_view(node):
         node = node.all_input_nodes[0]
@@ -88,7 +88,7 @@ _IN_ORDER = frozenset(["view", "_unsafe_view", "alias", "detach", "unsqueeze", "
 
 
 def _is_reordered(node: fx.Node) -> bool:
-    """Whether `node` is more than another shape of `source_node(node)`."""
+    """Return whether `node` is more than another shape of `source_node(node)`."""
     while _is_view(node):
         if _is_getitem(node) or name_of(node) not in _IN_ORDER:
             return True
@@ -124,7 +124,7 @@ class _Fusion:
         return self._ordered([kernel for kernel in kernels if kernel.writes or kernel.alone])
 
     def _levels(self) -> dict[fx.Node, int]:
-        """How many kernels that stand alone lie before each node; only nodes of one level may run together.
+        """Count the kernels that stand alone before each node; only nodes of one level may run together.
 
         Sums over rows (gradients of norms' parameters, say) run apart from the work they sum, which goes the other way.
         """
@@ -139,13 +139,13 @@ class _Fusion:
         return level
 
     def _demanded(self) -> set[fx.Node]:
-        """What must be in memory whatever is fused: results of the graph, and what kernels read that stand alone."""
+        """Return what must be in memory whatever is fused: results of the graph, and inputs of kernels that stand alone."""
         found = {origin for node in self.working if not _is_fusible(node) for origin, _ in self.inputs[node]}
         output = next(iter(reversed(self.graph.nodes)))
         return found | {origin for node in output.all_input_nodes for origin in _tensor_sources(node)}
 
     def _grouped(self) -> list[Kernel]:
-        """Fusible nodes of one level that are joined by their inputs; every other node alone."""
+        """Group the fusible nodes of one level that are joined by their inputs; every other node stands alone."""
         group: dict[fx.Node, list[fx.Node]] = {}
         for node in self.working:
             group[node] = [node]
@@ -158,6 +158,7 @@ class _Fusion:
                         mine.extend(other)
                         for member in other:
                             group[member] = mine
+        # Lists are not hashable: members of a group share one list, known by its identity.
         unique = {id(nodes): nodes for nodes in group.values()}
         return [
             Kernel(sorted(nodes, key=self.order.__getitem__), not _is_fusible(nodes[0])) for nodes in unique.values()
@@ -166,6 +167,7 @@ class _Fusion:
     def _read(self, kernel: Kernel, origin: fx.Node, through: fx.Node) -> None:
         found = {origin: _viewed_elements(through)}
         if not kernel.alone and self._inlined(origin):
+            # Inductor repeats cheap work in every kernel that reads it, instead of storing its result.
             found = self._behind(origin)
         elif _is_reordered(through):
             kernel.sliced.add(origin)
@@ -177,7 +179,7 @@ class _Fusion:
         return cheap and node not in self.demanded and len(self._behind(node)) <= _INLINED_READS
 
     def _behind(self, node: fx.Node) -> dict[fx.Node, int]:
-        """What has to be read to compute `node` again."""
+        """Return the tensors that must be read to compute `node` again, with the elements read of each."""
         if node not in self._leaves:
             found: dict[fx.Node, int] = {}
             for origin, through in self.inputs[node]:
@@ -188,7 +190,7 @@ class _Fusion:
         return self._leaves[node]
 
     def _ordered(self, kernels: list[Kernel]) -> list[Kernel]:
-        """As early as their last operation allows."""
+        """Order kernels: each as early as its last operation allows."""
         makes = {node: kernel for kernel in kernels for node in kernel.writes}
         place = {id(kernel): max(self.order[node] for node in kernel.nodes) for kernel in kernels}
         waits = {id(k): {id(makes[n]) for n in k.reads if n in makes and makes[n] is not k} for k in kernels}
@@ -214,7 +216,7 @@ def _tensor_sources(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _making_node(node: fx.Node) -> Any:
-    """The operation that a buffer comes from."""
+    """Return the operation that a buffer comes from."""
     return node.all_input_nodes[0] if _is_getitem(node) else node
 
 
@@ -227,7 +229,7 @@ def _is_fusible(node: fx.Node) -> bool:
 
 
 def _over_rows(node: fx.Node) -> bool:
-    """Whether a node sums over other dims than the last."""
+    """Return whether a node sums over other dims than the last."""
     if kind_of(name_of(node)) != "reduction" or len(node.args) < 2 or not isinstance(node.args[1], list | tuple):
         return False
     x = node.args[0]

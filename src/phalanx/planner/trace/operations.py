@@ -105,17 +105,17 @@ class Scale:
     wanted: int = 1
 
     def __call__(self, count: int) -> int:
-        """`count` elements of the traced micro-batch, in the wanted one."""
+        """Return how many elements the wanted micro-batch has in place of `count` of the traced one."""
         if self.traced == self.wanted or count % self.traced:
             return count
         return count // self.traced * self.wanted
 
     def matmul(self, x: Matmul) -> Matmul:
-        """`x` in the wanted micro-batch."""
+        """Return `x` in the wanted micro-batch."""
         return replace(x, batch=self(x.batch), m=self(x.m), n=self(x.n), k=self(x.k))
 
     def attention(self, x: Attention) -> Attention:
-        """`x` in the wanted micro-batch."""
+        """Return `x` in the wanted micro-batch."""
         return replace(
             x,
             samples=self(x.samples),
@@ -126,7 +126,7 @@ class Scale:
         )
 
     def collective(self, x: Collective, itemsize: int) -> Collective:
-        """`x`, of elements of so many bytes, in the wanted micro-batch."""
+        """Return `x`, of elements of so many bytes, in the wanted micro-batch."""
         return replace(x, bytes=self(x.bytes // itemsize) * itemsize)
 
 
@@ -205,12 +205,12 @@ FREE = frozenset(
 
 
 def base_name(operation: Any) -> str:
-    """An operation's name without namespace and overload."""
+    """Return an operation's name without namespace and overload."""
     return str(operation.__name__).partition(".")[0]
 
 
 def kind_of(name: str) -> Kind:
-    """The kind of the operation with this `base_name`."""
+    """Return the kind of the operation with this `base_name`."""
     if name in _MATMUL:
         return "matmul"
     if name.startswith(_ATTENTION):
@@ -225,7 +225,7 @@ def kind_of(name: str) -> Kind:
 
 
 def matmul_of(name: str, arguments: Sequence[Any]) -> Matmul | None:
-    """Sizes of a matmul, from its arguments; None for other operations."""
+    """Return the sizes of a matmul, from its arguments; None for other operations."""
     if name not in _MATMUL:
         return None
     first = _MATMUL[name]
@@ -235,7 +235,7 @@ def matmul_of(name: str, arguments: Sequence[Any]) -> Matmul | None:
 
 
 def attention_of(operation: Any, arguments: Sequence[Any], keywords: dict[str, Any]) -> Attention | None:
-    """Sizes of a fused attention kernel, from its arguments; None for other operations."""
+    """Return the sizes of a fused attention kernel, from its arguments; None for other operations."""
     if not base_name(operation).startswith(_ATTENTION):
         return None
     names = [argument.name for argument in operation._schema.arguments]
@@ -248,7 +248,7 @@ def attention_of(operation: Any, arguments: Sequence[Any], keywords: dict[str, A
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in a nest of tuples, lists and dictionaries."""
+    """Return all tensors in a nest of tuples, lists and dictionaries."""
     found: list[Tensor] = []
     _add_tensors(value, found)
     return found

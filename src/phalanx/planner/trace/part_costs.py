@@ -56,11 +56,11 @@ class PartCosts:
 
     costs: Costs
     parameters: tuple[PartParameter, ...]
-    """Before data parallelism shares them out."""
+    """Parameters before data parallelism shards them."""
     shared: tuple[Kept, ...]
     """What all blocks of a stage read and one micro-batch builds once: rotary tables, attention biases."""
     chains: tuple[ChainSize, ...] = ()
-    """Of a block whose matrices are streamed."""
+    """Chains of a block whose matrices are streamed."""
 
     @property
     def parameter_count(self) -> int:
@@ -78,13 +78,14 @@ class PartCosts:
         return max(self.parameters, key=lambda parameter: parameter.count)
 
     def sharded_count(self, ranks: int) -> int:
-        """Elements one of `ranks` data-parallel ranks holds; see `PartParameter.sharded_count`."""
+        """Return the elements that one of `ranks` data-parallel ranks holds; see `PartParameter.sharded_count`."""
         return sum(parameter.sharded_count(ranks) for parameter in self.parameters)
 
 
+# Layouts with equal settings share their costs: a plan asks for the same parts again and again.
 @cache
 def part_costs(name: PartName, setting: Setting, microbatch: int) -> PartCosts:
-    """Costs of a part for micro-batches of `microbatch` samples.
+    """Return the costs of a part for micro-batches of `microbatch` samples.
 
     A part is traced once for one sample and once for any other number: its sizes are exact multiples. Tracing a block takes
     a few tenths of a second; of a compiled one the choices of recompute share most of it.
@@ -107,7 +108,7 @@ class _Trace:
     setting: Setting
     samples: int
     shown: tuple[Shown, ...] = ()
-    """Of a streamed block: its chains."""
+    """Chains of a streamed block."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,7 @@ class _Traced:
 
 @cache
 def _choose_trace(name: PartName, setting: Setting, microbatch: int) -> _Trace:
-    """What is traced to know the costs of a part."""
+    """Return what is traced to know the costs of a part."""
     if name != "block":
         setting = _plain_setting(setting)
     alike = replace(_plain_setting(setting), tp=1, cp=1) if name == "block" else setting
@@ -151,7 +152,7 @@ _ALL = 2**62
 
 
 def _plain_setting(setting: Setting) -> Setting:
-    """The setting without what neither ends of the model nor shapes of parameters depend on."""
+    """Return the setting without what neither ends of the model nor shapes of parameters depend on."""
     return replace(setting, recompute="none", streamed=1, peer_copies=False, joint_gradients=True)
 
 
@@ -169,13 +170,13 @@ _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 
 @cache
 def _unlike_sizes(name: PartName, setting: Setting) -> int:
-    """A number of samples that no size of a part is a multiple of, so that what it divides is known to grow with it."""
+    """Return a number of samples that divides no size of a part, so that what it divides is known to grow with the batch."""
     return next(prime for prime in _PRIMES if all(size % prime for size in _fixed_sizes(name, setting)))
 
 
 @cache
 def _fixed_sizes(name: PartName, setting: Setting) -> frozenset[int]:
-    """Sizes that do not depend on the micro-batch: of parameters, and of one sample of what the part is called with."""
+    """Return the sizes that do not depend on the micro-batch: of parameters, and of one sample of the part's inputs."""
     stage = build_stage(name, setting)
     shapes = [parameter.shape for parameter in stage.part.parameters()]
     shapes += [tensor.shape[1:] for tensor in example_batch(name, stage, setting, 1).values()]
@@ -197,7 +198,7 @@ def _trace_part(trace: _Trace) -> _Traced:
 
 
 def _streamed_costs(setting: Setting, traced: _Traced, scale: Scale) -> PartCosts:
-    """Costs of a streamed block."""
+    """Return the costs of a streamed block."""
     chains = chain_sizes(setting)
     names = frozenset(name for chain in chains for name in chain.names)
     return PartCosts(
@@ -210,7 +211,7 @@ def _streamed_costs(setting: Setting, traced: _Traced, scale: Scale) -> PartCost
 
 @cache
 def _block_parameters(setting: Setting, streamed: frozenset[str]) -> tuple[PartParameter, ...]:
-    """Those of a block, with what is `streamed` marked."""
+    """Return the parameters of a block, those in `streamed` marked."""
     found = part_parameters(build_stage("block", setting), setting)
     return tuple(replace(parameter, streamed=parameter.name in streamed) for parameter in found)
 
@@ -229,7 +230,7 @@ def _trace_compiled(stage: Stage, setting: Setting, samples: int) -> _Traced:
 
 @cache
 def _block_graph(setting: Setting, samples: int) -> tuple[JointGraph, list[Argument]]:
-    """The joint graph of a block, and what its inputs are; recompute is chosen later."""
+    """Return the joint graph of a block, and what its inputs are; recompute is chosen later."""
     stage = build_stage("block", setting)
     (block,) = stage.part.blocks
     parameters = dict(block.named_parameters())
@@ -255,7 +256,7 @@ _SHARED = "shared "
 
 
 def _shared_inputs(arguments: tuple[Any, ...]) -> dict[str, Tensor]:
-    """What a block is called with besides its input, by where it stands: `shared rope[0]`, say."""
+    """Return a block's arguments besides its input, by their place: `shared rope[0]`, say."""
     leaves, _ = tree_flatten_with_path(arguments[1:])
     return {_SHARED + keystr(path[1:]).lstrip("."): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
@@ -341,6 +342,7 @@ def _record_passes(recorder: Recorder, run: Callable[[], Tensor], parameters: Se
         recorder.backward = True
         incoming = torch.empty_like(result)
         recorder.relabel(incoming, "incoming")
+        # A gradient of the result's own format, as the next stage would send it.
         result.backward(incoming)
     timeline.gradients = [recorder.hold(p.grad, "made") for p in parameters if p.grad is not None]
     recorder.close()
@@ -353,6 +355,7 @@ def _mark_pending(recorder: Recorder, streamed: Iterable[nn.Parameter]) -> None:
     timeline.coming = sorted(coming)
     for step in timeline.backward:
         if step.makes and coming.issuperset(step.makes):
+            # The first micro-batch alone allocates them; later ones add to what is there.
             step.kind = "free"
 
 
@@ -364,6 +367,7 @@ def _mark_forward(block: nn.Module, recorder: Recorder) -> None:
         with recorder.recomputable():
             return kind.forward(self, *arguments)
 
+    # A subclass, so that whatever wraps the block for recompute calls this forward as well.
     block.__class__ = type(f"Recorded{kind.__name__}", (kind,), {"forward": forward})
 
 

@@ -37,7 +37,7 @@ class Recorder(TorchDispatchMode):
     """While active, adds what runs to `timeline`; the values it computes with are meta tensors."""
 
     def __init__(self, axes: dict[str, str], opaque: dict[Any, Opaque] | None = None) -> None:
-        """axes: names of the layout's axes by names of process groups. opaque: operations to look into."""
+        """Begin an empty timeline. axes: the layout's axes by names of process groups. opaque: operations to look into."""
         super().__init__()
         self.timeline = Timeline()
         self.backward = False
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def recomputable(self) -> Iterator[None]:
-        """What runs in here is part of a forward pass; where it runs in the backward pass, it is computed again."""
+        """Mark what runs in here as part of a forward pass: in the backward pass it is recompute."""
         self._inside += 1
         try:
             yield
@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
             self._inside -= 1
 
     def hold(self, tensor: Tensor, role: Role, name: str = "") -> int:
-        """Number of the buffer behind `tensor`; the buffer is not counted as made by a step."""
+        """Return the number of the buffer behind `tensor`, which is not counted as made by a step."""
         return self._number(tensor, name or role, role)[0]
 
     def add(self, step: Step, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
@@ -111,18 +111,18 @@ class Recorder(TorchDispatchMode):
         self._steps.extend(steps)
 
     def close(self) -> list[Step]:
-        """Everything that was recorded, in order. What is freed from here on is no part of it."""
+        """End the recording and return all steps, in order; what is freed from here on is no part of them."""
         self._closed = True
         return [*self.timeline.forward, *self.timeline.backward]
 
     def living(self) -> list[int]:
-        """Buffers that are alive and were made by a step."""
+        """Return the buffers that are alive and were made by a step."""
         found = sorted(self._numbers.values())
         return [number for number in found if self.timeline.buffers[number].role == "made"]
 
     @property
     def phase(self) -> Phase:
-        """What runs now."""
+        """Phase of what runs now."""
         if not self.backward:
             return "forward"
         return "recompute" if self._inside else "backward"
@@ -163,8 +163,9 @@ class Recorder(TorchDispatchMode):
         return Access(number, min(tensor.numel(), self.timeline.buffers[number].elements))
 
     def _number(self, tensor: Tensor, name: str, role: Role) -> tuple[int, bool]:
-        """The buffer behind `tensor`, and whether this is the first that is seen of it."""
+        """Return the number of the buffer behind `tensor`, and whether it is seen for the first time."""
         storage = tensor.untyped_storage()
+        # Views share a storage, so its address tells buffers apart; `_drop` forgets it before it is used again.
         key = storage._cdata
         if key in self._numbers:
             return self._numbers[key], False
@@ -174,6 +175,7 @@ class Recorder(TorchDispatchMode):
         return number, True
 
     def _watch(self, storage: torch.UntypedStorage, key: int) -> None:
+        # Storages are freed when Python and autograd let go of them: that is when an eager run frees their memory.
         weakref.finalize(storage, self._drop, key).atexit = False
 
     def _drop(self, key: int) -> None:
@@ -183,7 +185,7 @@ class Recorder(TorchDispatchMode):
 
 
 def collective_of(name: str, arguments: Any, x: Tensor, result: Tensor, axes: dict[str, str]) -> Collective:
-    """What is communicated, from a functional collective's arguments."""
+    """Return what is communicated, from a functional collective's arguments."""
     operation = COLLECTIVES[name]
     whole = max(x.numel(), result.numel())
     axis = axes[arguments[-1]]
@@ -202,7 +204,7 @@ _known: dict[Any, _Formats | None] = {}
 
 
 def on_meta(operation: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """The result of an operation on meta tensors; new tensors where the operation gives such."""
+    """Return the result of an operation on meta tensors; new tensors where the operation gives such."""
     if not _makes_all(operation):
         return operation(*arguments, **keywords)
     try:
@@ -226,13 +228,13 @@ class _Unclear(Exception):
 
 @cache
 def _makes_all(operation: Any) -> bool:
-    """Whether an operation is said to give new tensors alone, and to leave others as they are."""
+    """Return whether an operation is declared to give new tensors alone, and to leave others as they are."""
     schema = operation._schema
     return all(each.alias_info is None for each in (*schema.arguments, *schema.returns))
 
 
 def _format_key(value: Any) -> Any:
-    """All of an argument that formats of results depend on."""
+    """Return a key of everything in an argument that the formats of results depend on."""
     if isinstance(value, Tensor):
         if not value.dim():
             # It may stand for a number, which takes less part in what formats become.
@@ -258,7 +260,7 @@ def _formats_of(result: Any, arguments: list[Tensor]) -> _Formats | None:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor on meta is all of its memory."""
+    """Return whether a tensor on meta is all of its memory."""
     if tensor.device.type != "meta" or tensor.storage_offset():
         return False
     return tensor.untyped_storage().nbytes() == _empty_meta(_format_of(tensor)).untyped_storage().nbytes()

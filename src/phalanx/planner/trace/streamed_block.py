@@ -36,7 +36,7 @@ _SHOWN = 4
 _TOGETHER = 4
 """Ranks that hold a traced chunk together at most: pieces of more of them are as large in all, but for one."""
 Shown = tuple[int, int]
-"""Of a traced chain: chunks, and ranks that hold one together."""
+"""(chunks, ranks that hold one together) of a traced chain."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ChainSize:
 
 
 def chain_sizes(setting: Setting) -> tuple[ChainSize, ...]:
-    """The chains of a block in the order they run; none where nothing is streamed."""
+    """Return the chains of a block in the order in which they run; none where nothing is streamed."""
     return () if setting.streamed == 1 else _chain_sizes(replace(setting, recompute="none", peer_copies=False))
 
 
@@ -92,7 +92,7 @@ class SilentRing(WeightRing):
     """Sends nothing. Notes which recorded steps belong to the chunk in the middle of a chain."""
 
     def __init__(self, shards: Axis, *, beside: bool) -> None:
-        """beside: whether chunks lie beside the allocator's memory."""
+        """Send nothing over `shards`. beside: whether chunks lie beside the allocator's memory."""
         super().__init__(shards)
         self.beside = beside
         self.recorder: Recorder | None = None
@@ -146,14 +146,14 @@ def _silent_stream(setting: Setting, ranks: int) -> Stream:
 
 @cache
 def traced_setting(setting: Setting) -> tuple[Setting, tuple[Shown, ...]]:
-    """The setting that stands for all which have as many chunks to show, and how many those are; see `traced_stage`."""
+    """Return the setting that is traced for all settings with as many chunks to show, and that number for each chain."""
     plans = [chain.plan for chain in chain_sizes(setting)]
     shown = tuple((min(plan.chunks, _SHOWN), min(plan.group, _TOGETHER)) for plan in plans)
     return replace(setting, compile=False, streamed=2 * setting.cp), shown
 
 
 def traced_stage(setting: Setting, shown: tuple[Shown, ...], samples: int) -> tuple[Stage, SilentRing, tuple[int, ...]]:
-    """A block to be traced, its chains as `shown`; its ring; and how many units a rank holds of each chain's chunks."""
+    """Return (a block to trace, with chains as `shown`; its ring; units that a rank holds of a chunk of each chain)."""
     stream = _silent_stream(setting, setting.streamed)
     stage, ring = build_stage("block", setting, stream), stream.ring
     assert isinstance(ring, SilentRing)
@@ -180,6 +180,7 @@ def _resize_parameter(module: Streamed, matrix: Matrix, rows: int, precision: st
     dims = owner.get_parameter(name).dim()
     shape = (matrix.width, rows) if matrix.dim == 1 else (rows, matrix.width)[:dims]
     main_dtype = PRECISIONS[precision].main_dtype
+    # Rows are a multiple of a prime that divides no real size: what grows with the chunk can be told in the trace.
     setattr(owner, name, nn.Parameter(torch.empty(shape, dtype=main_dtype, device="meta")))
 
 
@@ -215,7 +216,7 @@ class ChunkScale(Scale):
 def streamed_costs(
     timeline: Timeline, middles: Sequence[Middle], units: Sequence[int], chains: Sequence[ChainSize], scale: Scale
 ) -> Costs:
-    """Costs of a traced block whose chains are `chains`. middles, units: of what was traced."""
+    """Return the costs of a traced block whose chains are `chains`. middles, units: of what was traced."""
     wanted = tuple(
         PieceScale(traced, len(chain.plan.units_of(0)), min(chain.plan.group, _TOGETHER))
         for traced, chain in zip(units, chains, strict=True)

@@ -69,7 +69,7 @@ class Setting:
     """Whether a node of the backward pass may give gradients of inputs and of weights at once."""
 
     def apart(self) -> Setting:
-        """In a schedule that computes gradients of inputs and of weights apart: blocks are not compiled then."""
+        """Return the setting of schedules that split input and weight gradients: blocks are not compiled then."""
         return replace(self, compile=False, joint_gradients=False)
 
 
@@ -103,7 +103,8 @@ class PartParameter:
         return self.kind == "matrix"
 
     def sharded_count(self, ranks: int) -> int:
-        """Elements that one of `ranks` data-parallel ranks holds: whole rows, as many on each, padding included."""
+        """Return the elements on one of `ranks` data-parallel ranks: whole rows, as many on each, padding included."""
+        # FSDP2 cuts dim 0 and pads it, so that every rank exchanges as much.
         return -(-self.rows // ranks) * (self.count // self.rows)
 
 
@@ -118,21 +119,21 @@ class PartTracer(DeclaredModel):
 
     @abstractmethod
     def build_stage(self, name: PartName, share: SequenceShare, stream: Stream | None) -> Stage:
-        """A stage of one part on meta, as the first rank of every axis has it, parameters in the format they are used in.
+        """Build a stage of one part on meta, as the first rank of every axis has it, parameters in their compute format.
 
         stream: streams the matrices of blocks; None leaves them whole.
         """
 
     @abstractmethod
     def whole_part(self, part: ModelChunk) -> nn.Module:
-        """A part on meta, as one device has it."""
+        """Build a part on meta, as one device has it."""
 
     @abstractmethod
     def example_batch(self, name: PartName, stage: Stage, samples: int) -> dict[str, Tensor]:
-        """What a stage of this part is called with, on meta."""
+        """Return what a stage of this part is called with, on meta."""
 
     def random_drops(self) -> bool:
-        """Whether training leaves anything out at random behind the matrices of a block; by default not."""
+        """Return whether training drops anything at random behind the matrices of a block; by default not."""
         return False
 
 
@@ -157,6 +158,7 @@ class TracedModel(LayoutModel):
         """Return what the costs of parts in `layout` depend on. attention: the kernel. compiled: whether blocks may be."""
         setting = self.gathered_setting(layout, attention=attention, compiled=compiled)
         if layout.gather == "stream":
+            # Chunks are computed one by one from Python, outside any compiled program.
             setting = replace(setting, streamed=layout.shards, compile=False)
         return setting.apart() if layout.splits_backward else setting
 
@@ -166,26 +168,26 @@ class TracedModel(LayoutModel):
 
     @abstractmethod
     def likely_kernel(self, *, rocm: bool) -> Kernel:
-        """The attention kernel a run will use: the one it names, or what `auto` finds fastest on such devices as a rule."""
+        """Return the attention kernel of the run: the one it names, or what `auto` mostly finds fastest on such devices."""
 
     def chunk_tokens(self, tp: int) -> int:
-        """Tokens whose logits are held at once, where there are logits; else any number."""
+        """Return the tokens whose logits are held at once, where there are logits; else any number."""
         return Setting.chunk_tokens
 
     @abstractmethod
     def sample_bytes(self) -> int:
-        """Bytes of what one sample brings to the device."""
+        """Return the bytes of one sample's inputs and targets on the device."""
 
     @abstractmethod
     def example_batch(self, samples: int, device: torch.device) -> Batch:
-        """Samples without content, in the shapes that training has."""
+        """Return samples without content, in the shapes that training has."""
 
     def dry_run_fields(self, device: torch.device, tp: int) -> dict[str, Any]:
-        """Fields of `training` that a run on `device` decides by itself, as it decides them; by default none."""
+        """Return the fields of `training` that a run on `device` decides by itself, as it decides them; by default none."""
         return {}
 
     def dry_run_attention(self) -> AttentionChoice:
-        """Attention of a dry run that keeps what an accelerator's kernel keeps.
+        """Return the attention of a dry run that keeps what an accelerator's kernel keeps.
 
         By default SDPA: without a mask the CPU's fused attention keeps what accelerators' do, its result and one number a
         row and head.
@@ -210,7 +212,7 @@ def part_tracer(setting: Setting) -> PartTracer:
 
 
 def sdpa_choice(requested: str, precision: str, *, biased: bool, rocm: bool) -> Kernel:
-    """The kernel of SDPA that runs where `requested` is tried first: what does not cover a case gives way to what does.
+    """Return the kernel of SDPA that runs where `requested` is tried first: one that does not cover a case gives way.
 
     64-bit numbers are for the math kernel alone. Of 32-bit ones, and of biases, flash attention and cuDNN's know nothing,
     but that cuDNN's adds biases of 16 bits; AMD devices have no cuDNN.
@@ -225,7 +227,7 @@ def sdpa_choice(requested: str, precision: str, *, biased: bool, rocm: bool) -> 
 
 
 def build_stage(name: PartName, setting: Setting, stream: Stream | None = None) -> Stage:
-    """A stage that consists of one part, as the first rank of every axis has it, with parameters as they are used."""
+    """Build a stage of one part, as the first rank of every axis has it, with parameters in the format they are used in."""
     stage = part_tracer(setting).build_stage(name, _sequence_share(setting), stream)
     if not setting.joint_gradients:
         separate_gradients(stage)
@@ -253,12 +255,12 @@ class _FusedNorm(Norm):
     recorder: Recorder
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> same shape."""
+        """Normalise the last dim of [..., width]; the result has the same shape."""
         return fused_rms_norm(x, self.weight, self.recorder) if self.kind == "rmsnorm" else super().forward(x)
 
 
 def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]:
-    """The parameters of a stage of one part."""
+    """Return the parameters of a stage of one part."""
     tracer = part_tracer(setting)
     tied = tracer.tied()
     whole = tracer.whole_part(stage.part.part)
