@@ -44,6 +44,7 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill, which becomes `path` when the block ends; nothing stays where the block fails."""
+    # Beside its place, so that the rename stays within one file system.
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
@@ -214,6 +215,7 @@ def read_last_record(path: Path, problem_of: Callable[[dict[str, Any]], str | No
     problem_of: as for `read_json_lines`.
     """
     with open_own_file(path) as file:
+        # The file may be large and grow: its end is enough.
         file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
         lines = file.read(_TAIL_BYTES).split(b"\n")
     # the last piece is empty, or a line that is being written; the first one may be torn by the seek

@@ -151,6 +151,7 @@ class FolderLock:
             owner.host,
             HEARTBEATS_TO_MISS * self._heartbeat_s,
         )
+        # Changes of the stamp count, not its age: clocks of two hosts may differ by more than a heartbeat.
         before = os.fstat(descriptor).st_mtime_ns
         for _ in range(HEARTBEATS_TO_MISS):
             time.sleep(self._heartbeat_s)

@@ -198,6 +198,7 @@ def group_by_file(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     group: list[Piece] = []
     size = 0
     for piece in pieces:
+        # One file's pieces are staged at once: its size bounds the memory of a save that is not in the background.
         if group and (size + piece.bytes > MAX_FILE_BYTES or len(group) == MAX_FILE_PIECES):
             yield group
             group, size = [], 0

@@ -135,6 +135,7 @@ def rng_state() -> dict[str, Any]:
     }
     device = torch.accelerator.current_accelerator()
     if device is not None and torch.accelerator.is_available():
+        # This rank's own device: each rank has a generator, and rank 0's state is what is saved.
         module = torch.get_device_module(device)
         state["accelerator"] = {"device": device.type, "state": _to_hex(module.get_rng_state())}
     return state

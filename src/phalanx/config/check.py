@@ -87,6 +87,7 @@ def _check_schedule(run: Run) -> Iterator[Problem]:
     elif optimizer.schedule == "wsd":
         # As optimizers.learning_rate counts them: rounding up would add a step wherever the product is not exact.
         decay = round(optimizer.decay_fraction * steps)
+        # Warm-up and decay would overlap.
         if optimizer.warmup_steps + decay > steps:
             yield Problem(
                 path,

@@ -60,6 +60,7 @@ def plain_scalar(text: str) -> Scalar:
     """Return the value of unquoted `text`: null, a truth value, a number, or else the text itself."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
+    # Underscores may group digits, as in 524_288; one at the end is more likely part of a name.
     if _INTEGER.fullmatch(text) and not text.endswith("_"):
         return int(text.replace("_", ""))
     # Text too large for a float stays text: infinity would pass a bound that the number itself breaks.
@@ -123,6 +124,7 @@ class _Composer:
 
     def value(self, event: yaml.Event, path: FieldPath) -> Value:
         self.lines[path] = _line_number(event)
+        # A few nested aliases stand for billions of values: a small file could then fill any memory.
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             self.fail(event, "anchors and aliases (&name, *name) are not read in run files; write the value out")
         tag = getattr(event, "tag", None)
@@ -143,6 +145,7 @@ class _Composer:
             if not isinstance(event, yaml.ScalarEvent):
                 self.fail(event, "a field name must be plain text")
             key: str = event.value
+            # YAML's own loader keeps the last one, and the user would look at the first.
             if key in found:
                 first = self.lines[(*path, key)]
                 self.fail(event, f"{dotted_name((*path, key))} is given twice, first on line {first}")

@@ -197,6 +197,7 @@ def _word_choices(hint: Any) -> Iterator[str]:
 
 def _is_text(hint: Any) -> bool:
     base, constraints = _unwrap_hint(hint)
+    # Such a field takes texts of a form, which the override's parser must not take for free text.
     if any(isinstance(item, Words) for item in constraints):
         return False
     return all(_unwrap_hint(part)[0] in (str, type(None)) for part in _union_members(base)) and base is not type(None)

@@ -187,6 +187,7 @@ def _make_locator(document: Document, name: str, changes: Sequence[Override]) ->
     def locate(path: FieldPath) -> str | None:
         if any(change.path[: len(path)] == path[: len(change.path)] for change in changes):
             return None  # it comes from the command line, at least in part
+        # A default has no line of its own: the section that it belongs to has.
         while path and path not in document.lines:
             path = path[:-1]
         return f"{name}:{document.lines[path]}" if path else name
@@ -206,6 +207,7 @@ def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 
 
 def _represent_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:
+    # Short lists on one line, as a person writes them; lists of mappings one item a line.
     of_scalars = not any(isinstance(item, list | dict) for item in items)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=of_scalars)
 

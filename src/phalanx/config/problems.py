@@ -64,6 +64,7 @@ def explain_errors(error: ValidationError, values: Value, kind: type[Run] = Run)
         else:
             problem = _explain_one(item, path, values, kind)
             found.setdefault(problem.path, problem)
+    # A field that is written wrongly is reported once: as misspelt, and not as missing too.
     misspelt = {problem.nearest for problem in found.values()}
     return [*found.values(), *_missing_problems(missing, misspelt, values, kind)]
 
@@ -94,6 +95,7 @@ def _likely_value(value: Value, field: Field) -> Scalar:
     """Return the allowed value that a wrong one likely stands for: a misspelt word, a number in quotes, 1e3 for 1000."""
     if isinstance(value, str) and (matches := nearest_names(value, field.choices)):
         return matches[0]
+    # A number in quotes, or 1e3 where a whole number is wanted: what was meant is clear.
     unquoted = plain_scalar(value) if isinstance(value, str) else value
     if isinstance(unquoted, float) and unquoted.is_integer() and "whole number" in field.allowed:
         return int(unquoted)

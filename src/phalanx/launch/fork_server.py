@@ -130,6 +130,7 @@ def _collect_results(ranks: list[tuple[ForkServerProcess, Connection]], deadline
             try:
                 succeeded, value = pickle.loads(connection.recv_bytes())
             except EOFError:
+                # It has closed the pipe, but its exit code is known only once it is gone.
                 ranks[rank][0].join()
                 succeeded, value = False, f"ended without a word, exit code {ranks[rank][0].exitcode}"
             (results if succeeded else failures)[rank] = value

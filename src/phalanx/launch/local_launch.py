@@ -91,6 +91,7 @@ class RankProcesses:
         self._folder = folder
         self._module = module
         self._grace_s = grace_s
+        # The kernel counts its kills for memory; a rank's exit code says only that it was signal 9.
         self._kills = KillCount()
         # Keys in the store begin with this secret, so that no other user of the machine can write them.
         self._run_id = secrets.token_hex(16)
@@ -141,6 +142,7 @@ class RankProcesses:
         while (failed := self._first_failed()) is None:
             if all(process.returncode == 0 for process in self._processes):
                 return None
+            # Patience counts from the last request: a second kind of signal grants the time anew.
             self._out_of_patience = bool(self._asked) and time.monotonic() - self._asked_at > self._grace_s
             # Ranks may hang in a collective whose other end is gone: no signal that Python handles reaches them there.
             if self._insisted or self._out_of_patience:

@@ -100,7 +100,9 @@ class AdamW(torch.optim.AdamW):
         divisor, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         divisor = torch.ones_like(steps[0]) if divisor is None else divisor
         skip = torch.zeros_like(steps[0]) if skip is None else skip
+        # Counted first, as PyTorch does: the corrections of the first update divide by 1 - beta.
         torch._foreach_add_(steps, 1)
+        # float32 would round 1 - beta^n for betas near 1.
         number = torch.stack(steps).double()
         bias = [1.0 - torch.pow(beta, number) for beta in group["betas"]]
         corrections = torch.stack((bias[0], bias[1].sqrt()), 1).float()

@@ -145,6 +145,7 @@ class LearningRateSchedule:
         if config.schedule == "wsd":
             # Rounded to the nearest step: rounding up would add one wherever the product is not exact.
             decay_start = max(decay_start, self.total_steps - round(config.decay_fraction * self.total_steps))
+        # A run that is extended past its last step stays at the minimum.
         progress = min(1.0, max(0.0, (step - decay_start) / max(1, self.total_steps - decay_start)))
         above_minimum = DECAYS[config.schedule](progress)
         return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * above_minimum)

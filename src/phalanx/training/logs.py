@@ -161,6 +161,7 @@ class TensorBoardSink(Sink):
     def __init__(self, folder: Path, first_step: int) -> None:
         # Imported on use: it takes seconds that a run without TensorBoard need not spend.
         writer_class = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        # A resumed run goes on from its checkpoint: later points of the earlier attempt are hidden.
         self._writer = writer_class(str(folder), purge_step=first_step + 1)
         self._failed = False
 
@@ -194,6 +195,7 @@ class WandbSink(Sink):
             dir=str(folder),
             name=folder.name,
             id=_tracker_identity(folder, "wandb", lambda: uuid.uuid4().hex[:16]),
+            # The identity is of this run directory: W&B continues the record if it has it, and begins it otherwise.
             resume="allow",
             config=run.model_dump(mode="json"),
         )
@@ -242,6 +244,7 @@ def _tracker_identity(folder: Path, tracker: str, make: Callable[[], str]) -> st
 
 def check_trackers(run: Run) -> None:
     """Raise ConfigError where the run file asks for a tracker whose package is not installed. Imports nothing."""
+    # Found, not imported: an import takes seconds, and the check stands before anything is allocated.
     for name in ("wandb", "mlflow"):
         if getattr(run.training, name) is not None and name not in sys.modules and find_spec(name) is None:
             raise _missing_tracker(name, run)

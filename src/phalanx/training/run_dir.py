@@ -105,6 +105,7 @@ class RunDirectory:
         It is not where something else has its place, or where the new one would lie on another file system.
         """
         assert self._identity is not None
+        # Whatever has the name now is somebody else's.
         if self.path.exists():
             return False
         # After an unmount the path leads to the disk below, which nobody chose and which may be small.
