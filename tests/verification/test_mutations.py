@@ -131,8 +131,8 @@ def start_from_other_weights() -> Any:
     def wrong(tensor_: Tensor, name: str, rule: Any, seed: int, split: Any = None) -> None:
         fill(tensor_, name, rule, seed, right(split.dim, 0, split.whole) if split else None)
 
-    fill = initial_values.fill
-    return patch.object(initial_values, "fill", wrong)
+    fill = initial_values.fill_initial
+    return patch.object(initial_values, "fill_initial", wrong)
 
 
 MUTATIONS: dict[str, tuple[Mutation, str, str, str, str]] = {
