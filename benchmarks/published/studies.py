@@ -17,9 +17,8 @@ from phalanx.config.model import LanguageModel
 from phalanx.config.presets import load_preset
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
-from phalanx.planner.measured.calibration import NOISE
+from phalanx.planner.measured.calibration import NOISE, fit_near_priors
 from phalanx.planner.measured.groups import System
-from phalanx.planner.time.least_squares import least_squares
 from phalanx.planner.time.operation_time import Floats
 from phalanx.planner.time.profile import CONSTANTS, NamedProfile, default_profile, spread_of
 from phalanx.planner.time.step_parts import steps_of
@@ -111,7 +110,7 @@ def calibrate_to_studies(profile: str) -> NamedProfile:
         named = at(shift)
         return np.array([np.log(predicted(study, named) / study.value) / _noise(study) for study in fitted])
 
-    named = at(least_squares(errors, np.zeros(len(names))))
+    named = at(fit_near_priors(errors, np.zeros(len(names))))
     # How far a share of throughput is off says little of how far times are.
     others = [study for study in studies(profile) if not study.fitted and not study.relative]
     held_out = [abs(predicted(study, named) / study.value - 1) for study in others]

@@ -16,8 +16,8 @@ from phalanx.hardware.calibrate.time_operations import TimedBlock
 from phalanx.hardware.collectives import Constants, default_constants
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import place_groups
+from phalanx.planner.measured.calibration import fit_near_priors
 from phalanx.planner.time.framework import COMPILED, EAGER
-from phalanx.planner.time.least_squares import least_squares
 from phalanx.planner.time.operation_time import Cause, Floats, Form, OperationTable, Way, compute_seconds
 from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import CONSTANTS, RATES, NamedProfile, Profile, default_profile
@@ -144,7 +144,7 @@ def _fit_constants(start: Profile, spread: Mapping[str, float], errors: Callable
     def at(shift: Floats) -> Profile:
         return start.scaled(dict(zip(names, np.exp(shift * widths).tolist(), strict=True)))
 
-    return at(least_squares(lambda shift: errors(at(shift)), np.zeros(len(names))))
+    return at(fit_near_priors(lambda shift: errors(at(shift)), np.zeros(len(names))))
 
 
 # --- single operations -------------------------------------------------------------------------------------------------

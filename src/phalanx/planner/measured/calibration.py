@@ -7,14 +7,14 @@ tells most about the constants as they are expected to be (D-optimal design). No
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from phalanx.planner.measured.groups import MeasuredGroup
-from phalanx.planner.time.least_squares import jacobian, least_squares
 from phalanx.planner.time.operation_time import Floats
 from phalanx.planner.time.profile import CONSTANTS, NamedProfile, Profile, default_profile, spread_of
 
@@ -22,6 +22,8 @@ NOISE = 0.05
 """Standard deviation of the logarithm of a measured time around the model."""
 MOST_ROWS = 20
 FOLDS = 5
+_ROBUST = 2.0
+"""Huber threshold, in standard deviations: some rows are wrong, and pull no harder than that."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def calibrate(groups: Sequence[MeasuredGroup], most: int = MOST_ROWS, prior: Nam
         )
 
     def fit(rows: list[int]) -> Floats:
-        return least_squares(lambda x: (rates(x) - measured)[rows] / NOISE, start)
+        return fit_near_priors(lambda x: (rates(x) - measured)[rows] / NOISE, start)
 
     def errors_at(shift: Floats) -> Floats:
         return np.asarray(np.exp(rates(shift) - measured) - 1)
@@ -100,6 +102,33 @@ def calibrate(groups: Sequence[MeasuredGroup], most: int = MOST_ROWS, prior: Nam
     source = f"fitted to {len(rows)} runs, from {start_words}"
     named = replace(known, name=system.profile, source=source, profile=profile_at(shift), fitted=fitted)
     return Calibration(named, rows, errors[chosen], held_out, errors_at(start))
+
+
+def fit_near_priors(errors: Callable[[Floats], Floats], start: Floats) -> Floats:
+    """Return the constants for which errors, by a Huber loss, and distances from the priors are least together.
+
+    errors: in units of their noise, a function of constants in units of their priors' spreads, 0 where these are expected.
+    """
+
+    def loss(squares: Floats) -> Floats:
+        """Return the loss and its two derivatives, [3, residuals]. squares: over that of the threshold."""
+        root = np.sqrt(np.maximum(squares, 1.0))
+        huber = np.where(squares > 1, [2 * root - 1, 1 / root, -0.5 / root**3], [squares, squares**0, 0 * squares])
+        # Priors are certain, unlike rows: their residuals, the last ones, count as squares however large they are.
+        huber[:, -len(start) :] = [squares[-len(start) :], np.ones(len(start)), np.zeros(len(start))]
+        return huber
+
+    found = least_squares(
+        lambda x: np.concatenate([errors(x), x]), start, jac="3-point", loss=loss, f_scale=_ROBUST, ftol=1e-6
+    )
+    return np.asarray(found.x, np.float64)
+
+
+def jacobian(function: Callable[[Floats], Floats], x: Floats) -> Floats:
+    """Return the derivatives of a function at `x` by central differences, [values, parameters]."""
+    width = 1e-4
+    columns = [(function(x + width * unit) - function(x - width * unit)) / (2 * width) for unit in np.eye(len(x))]
+    return np.stack(columns, axis=1)
 
 
 def choose(sensitivity: Floats, most: int) -> list[int]:
