@@ -79,6 +79,9 @@ def features(layout: ResolvedLayout) -> set[str]:
         found.add(f"pp {layout.schedule}")
     if layout.shards > 1 or layout.dp_replicate > 1:
         found.add(f"zero {layout.zero}")
+    if layout.ep > 1:
+        # The experts' own shards and replicas are other groups than those of the rest.
+        found |= {"ep", f"ep, {'several' if layout.table.expert_ranks[0] > layout.ep else 'one'} of each"}
     if layout.reshard_after_forward and layout.shards > 1:
         found.add("reshard")
     return found

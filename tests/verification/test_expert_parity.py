@@ -17,7 +17,7 @@ from phalanx.layout.mesh import Groups
 from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier
 
-WORLDS = (2, 4)
+WORLDS = (2, 4, 8)
 MIXTURES = ("mixtral", "deepseek")
 
 
@@ -32,7 +32,8 @@ def verify_all(world: int) -> dict[str, list[Verdict]]:
             activations=True,
             groups=groups,
         )
-        layouts = cases(model, world)
+        # Eight ranks for one of the two: no pair of features occurs there that does not occur on four.
+        layouts = cases(model, world) if world < 8 or model == "deepseek" else []
         verdicts[model] = [verifier.verify(layout) for layout in (covering(layouts) if world == 2 else layouts)]
     return verdicts
 

@@ -55,6 +55,9 @@ class Layout(Section):
     """Context-parallel ranks: each computes a part of every sample: positions of a text, atoms of structures."""
     pp: Degree = 1
     """Pipeline-parallel ranks: each keeps a part of the layers."""
+    ep: Annotated[int, Field(ge=1, le=65536)] = 1
+    """Expert-parallel ranks: of the ranks of dp_shard, cp and tp, as many as share out the experts of a mixture; the
+    others hold the same experts."""
     zero: Literal[0, 1, 2, 3] = 3
     """What dp_shard (and cp) ranks share out: nothing, optimizer state (1), gradients too (2), parameters too (3)."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"

@@ -106,6 +106,10 @@ class BoundModel(DeclaredModel):
         """Return the heads that Ulysses context parallelism assigns to ranks of `tp` and `cp`; by default one."""
         return SplitCount("heads", 1)
 
+    def experts(self) -> SplitCount | None:
+        """Return the experts of each mixture; by default None: there are none."""
+        return None
+
     def needs_bias(self) -> bool:
         """Return whether attention adds a bias or a mask besides the causal one, which a ring computes slowly; by default
         not."""

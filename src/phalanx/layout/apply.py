@@ -63,6 +63,8 @@ class ParallelModel:
     """Parameters of the tied embedding group: this rank shares them with the other end of the pipeline."""
     branch: frozenset[str] = frozenset()
     """Parameters of task heads, which the ranks of `mesh.branch` alone hold, alike."""
+    experts: frozenset[str] = frozenset()
+    """Parameters that the ranks of `mesh.ep` share out; those of `mesh.expert_replicas` hold them alike."""
 
     @property
     def compute_parameters(self) -> dict[Tensor, Tensor]:
@@ -77,7 +79,7 @@ class ParallelModel:
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of the gradients of the whole model, equal on every rank."""
-        return gradient_norm_over_ranks(self.mesh, self.parameters, self.splits, self.tied, self.branch)
+        return gradient_norm_over_ranks(self.mesh, self.parameters, self.splits, self.tied, self.branch, self.experts)
 
     @property
     def saved(self) -> dict[str, Tensor]:
@@ -159,6 +161,11 @@ def apply_layout(
         state |= kept_state
     # By identity, after sharding, which leaves these parameters as they were.
     apart = {parameter for stage in stages for parameter in stage.branch_parameters()}
+    experts: frozenset[str] = frozenset()
+    if mesh.ep.size > 1:
+        spread = {parameter for stage in stages for one in stage.expert_networks() for parameter in one.parameters()}
+        computing = {name for stage in stages for name, p in named_parameters(stage.part, names).items() if p in spread}
+        experts = frozenset(computing)
     applied = ParallelModel(
         layout,
         mesh,
@@ -171,6 +178,7 @@ def apply_layout(
         compiled=compiled,
         tied=frozenset(names.values() if mesh.tie.size > 1 else ()),
         branch=frozenset(name for name, parameter in parameters.items() if parameter in apart),
+        experts=experts,
     )
     applied.refresh()
     return applied
@@ -204,6 +212,7 @@ def make_context(
         device,
         attention,
         SequenceShare(mesh.cp, mesh.tp, layout.context),
+        ep=mesh.ep,
         branches=None if groups is None else groups.of_rank(mesh.data_rank).branches,
         sharding=sharding,
         gathered=layout.zero == 3 and mesh.shards.size > 1,
@@ -228,4 +237,4 @@ def choose_sharding(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.
     )
     if layout.gather == "stream":
         return StreamedSharding(mesh, device, options, copy_engine)
-    return FullySharded(mesh.data, options, copy_engine)
+    return FullySharded(mesh, options, copy_engine)

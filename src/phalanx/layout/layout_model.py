@@ -97,6 +97,8 @@ class BuildContext:
     """Where the chunk will compute; it is built on meta."""
     attention: AttentionChoice
     share: SequenceShare
+    ep: Axis = field(default_factory=lambda: Axis("ep"))
+    """Ranks that share out the experts of a mixture."""
     branches: range | None = None
     """Task heads that this rank holds, by number (`layout.data_parallel.task_heads`); None for all."""
     sharding: WholeParameters = field(default_factory=WholeParameters)
@@ -182,6 +184,10 @@ class Stage(nn.Module, ABC):
         skip: 1 where the step left the parameters alone, 0-dim. sum_over_ranks: adds up a tensor over all ranks that hold
         this part, whose samples or positions together are the global batch.
         """
+
+    def expert_networks(self) -> list[nn.Module]:
+        """Return the modules whose parameters ranks of `ep` share out; by default none."""
+        return []
 
     def branch_parameters(self) -> set[nn.Parameter]:
         """Return the parameters of task heads that not all ranks hold (`data_parallel.task_heads`); FSDP2 skips them."""

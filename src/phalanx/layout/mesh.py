@@ -19,7 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.layout.data_parallel.task_heads import branch_groups
-from phalanx.layout.spec import DATA_AXES, GRADIENT_AXES, MESH_ORDER, SHARDING_AXES, SINGLE_STAGE, ResolvedLayout
+from phalanx.layout.spec import (
+    DATA_AXES,
+    EXPERT_AXES,
+    GRADIENT_AXES,
+    MESH_ORDER,
+    SHARDING_AXES,
+    SINGLE_STAGE,
+    ResolvedLayout,
+)
 from phalanx.torch_compat.groups import new_group
 
 
@@ -226,6 +234,12 @@ class Mesh:
     """Ranks that hold the same share: `dp_replicate`, with `dp_shard` and `cp` too where nothing is sharded."""
     tie: Axis
     """First and last stage, for a parameter that both hold."""
+    ep: Axis = Axis("ep")
+    """Ranks that share out the experts of a mixture."""
+    expert_replicas: Axis = Axis("expert_replicas")
+    """Ranks that hold the same share of the same experts."""
+    expert_data: DeviceMesh | None = None
+    """[replicas, shards] of the ranks that hold the same experts, for FSDP2; None where that is one rank."""
     branch: Axis = Axis("branch")
     """Ranks that hold the heads of the same branches, where `layout.data_parallel.task_heads` places them; else one rank."""
     data: DeviceMesh | None = None
@@ -298,8 +312,12 @@ def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None
     members = ranks_along(*GRADIENT_AXES).reshape(replicas.size, shards.size)
     ends = [int(grid[(stage, *here[1:])]) for stage in (0, layout.pp - 1)]
     tie = _make_axis("tie", ends, made) if layout.pp > 1 and dist.get_rank() in ends else Axis("tie")
+    ep, expert_replicas, expert_data = _expert_axes(layout, ranks_along("dp_replicate", *EXPERT_AXES), device, made)
     return Mesh(
         **axes,
+        ep=ep,
+        expert_replicas=expert_replicas,
+        expert_data=expert_data,
         shards=shards,
         replicas=replicas,
         data=_data_mesh(members, replicas, shards, device, made),
@@ -307,6 +325,27 @@ def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None
         branch=_branch_axis(layout, ranks_along(*DATA_AXES).flatten().tolist(), made),
         world=dist.group.WORLD,
     )
+
+
+def _expert_axes(
+    layout: ResolvedLayout, ranks: torch.Tensor, device: torch.device, made: Groups
+) -> tuple[Axis, Axis, DeviceMesh | None]:
+    """Return the ranks that share out experts, those that hold what this rank does of them, and FSDP2's mesh of experts.
+
+    ranks: of this stage, [dp_replicate, *EXPERT_AXES].
+    """
+    if layout.ep == 1:
+        return Axis("ep"), Axis("expert_replicas"), None
+    # [replicas of everything, copies of the experts, ranks with different experts]: neighbours exchange tokens.
+    grid = ranks.reshape(layout.dp_replicate, -1, layout.ep)
+    replica, copy, place = (int(i) for i in (grid == dist.get_rank()).nonzero()[0])
+    # Copies share what ZeRO shards, as dp_shard and cp do elsewhere; without ZeRO all are replicas.
+    members = grid[:, :, place] if layout.zero else grid[:, :, place].reshape(-1, 1)
+    column = copy if layout.zero else 0
+    shards = _make_axis("expert_shards", members[(members == dist.get_rank()).any(1)].flatten().tolist(), made)
+    replicas = _make_axis("expert_replicas", members[:, column].tolist(), made)
+    ep = _make_axis("ep", grid[replica, copy].tolist(), made)
+    return ep, replicas, _data_mesh(members, replicas, shards, device, made)
 
 
 def _branch_axis(layout: ResolvedLayout, readers: list[int], made: Groups) -> Axis:

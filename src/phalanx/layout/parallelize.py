@@ -163,7 +163,7 @@ def _shard_module(
         cast_inputs=True,
     )
     copy_engine = choose_copy_engine(layout.peer_copies, mesh.shards.group, device, precision.compute_dtype)
-    sharding = FullySharded(mesh.data, options, copy_engine)
+    sharding = FullySharded(mesh, options, copy_engine)
     sharding.shard_module(module, blocks)
     if copy_engine is not None:
         # Nobody here sees when an optimizer has changed the parameters, so they are published before every pass; first

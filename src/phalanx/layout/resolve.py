@@ -98,6 +98,7 @@ def with_degrees(model: BoundModel, degrees: Degrees, fits: MemoryFits | None = 
         global_batch=global_batch_samples(model.run),
         microbatch=1 if chosen.microbatch == "auto" else chosen.microbatch,
         **degrees,
+        ep=chosen.ep,
         zero=chosen.zero,
         schedule=chosen.schedule,
         stages_per_rank=per_rank if pp > 1 else 1,
@@ -163,7 +164,9 @@ def _vary_choices(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
     if layout.dp_shard == 1 and layout.cp * layout.dp_replicate > 1:
         levels.append((0, False))
     contexts = CONTEXTS if layout.cp > 1 and not layout.cuts_structures else ("ring",)
-    for (schedule, per_rank), (zero, reshard), context in itertools.product(schedules, levels, contexts):
+    ranks = int(layout.table.expert_ranks[0])
+    spreads = [ep for ep in range(1, ranks + 1) if ranks % ep == 0]
+    for (schedule, per_rank), (zero, reshard), context, ep in itertools.product(schedules, levels, contexts, spreads):
         yield replace(
             layout,
             schedule=schedule,
@@ -171,6 +174,7 @@ def _vary_choices(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
             zero=zero,
             reshard_after_forward=reshard,
             context=context,
+            ep=ep,
         )
 
 

@@ -28,8 +28,11 @@ SHARDING_AXES = ("dp_shard", "cp")
 """Axes over which ZeRO shards: ranks of `cp` hold the same parameters as well, and sum their gradients anyway."""
 GRADIENT_AXES = (*DATA_AXES, "cp")
 """Axes over which the gradients of every parameter are summed, as shards or as replicas."""
+EXPERT_AXES = ("dp_shard", "cp", "tp")
+"""Innermost axes, whose ranks all have other tokens: `ep` of neighbouring ones share out the experts of a mixture."""
 ONE_RANK_FIELDS: dict[str, int | str] = {
     **dict.fromkeys(DEGREES, 1),
+    "ep": 1,
     "zero": 3,
     "reshard_after_forward": "auto",
     "schedule": "1f1b",
@@ -69,6 +72,8 @@ class ResolvedLayout:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    ep: int = 1
+    """Ranks of EXPERT_AXES that share out the experts of a mixture; no factor of the world size."""
     zero: int = 3
     schedule: str = "1f1b"
     """Pipeline schedule; has no effect where `pp` is 1."""
@@ -146,6 +151,8 @@ class ResolvedLayout:
     def _chosen(self, *, everything: bool = False) -> list[tuple[str, Any]]:
         plain = {field.name: field.default for field in fields(self)}
         chosen = [(name, getattr(self, name)) for name in DEGREES]
+        if everything or self.ep > 1:
+            chosen.append(("ep", self.ep))
         sharded = self.dp_shard * self.cp > 1
         if everything or (sharded and self.zero != 3) or (self.zero == 0 and self.dp_replicate > 1):
             chosen.append(("zero", self.zero))
@@ -182,6 +189,7 @@ class LayoutTable:
     cp: Ints
     tp: Ints
     pp: Ints
+    ep: Ints
     zero: Ints
     schedule: Ints
     """Positions in SCHEDULES."""
@@ -292,6 +300,16 @@ class LayoutTable:
     def group_sizes(self) -> tuple[Ints, ...]:
         """Ranks of each kind of process group, beside that of all ranks; 1 where there is no such group."""
         return self.tp, self.cp, self.shards, self.replicas, self.pp
+
+    @cached_property
+    def expert_ranks(self) -> Ints:
+        """Ranks of one pipeline stage and replica, all with other tokens: those that `ep` is a part of."""
+        return self.dp_shard * self.cp * self.tp
+
+    @cached_property
+    def expert_shards(self) -> Ints:
+        """Ranks that share one copy of what `zero` shards of an expert."""
+        return np.where(self.zero > 0, self.expert_ranks // self.ep, 1)
 
     @cached_property
     def streamed(self) -> Ints:

@@ -42,6 +42,11 @@ class BoundLanguage(
         """Return the key and value heads."""
         return SplitCount("model.n_kv_heads", self.model.kv_heads)
 
+    def experts(self) -> SplitCount | None:
+        """Return the experts of each mixture; None for dense models."""
+        mixture = self.model.experts
+        return None if mixture is None else SplitCount("model.experts.count", mixture.count)
+
     def needs_bias(self) -> bool:
         """Return whether there is ALiBi or a document mask."""
         return self.model.positions == "alibi" or self.run.data.document_mask

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.counter_random import DropoutContext
 from phalanx.families.language.config import LanguageRun
@@ -13,10 +13,11 @@ from phalanx.families.language.data.token_batches import TokenBatch
 from phalanx.families.language.decoder import Decoder
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, AttentionShape, choose_attention
 from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
+from phalanx.layout.expert_parallel.token_exchange import split_experts
 from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, TrainingPass
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.nn.experts import Router, RoutingPass
+from phalanx.nn.experts import ExpertNetworks, Router, RoutingPass
 from phalanx.nn.splits import ModelChunk
 from phalanx.torch_compat import common as compat
 
@@ -68,6 +69,10 @@ class LanguageStage(Stage):
             for router, tokens_E in zip(routers, tokens_LE, strict=True):
                 router.finish_step(tokens_E, skip)
 
+    def expert_networks(self) -> list[nn.Module]:
+        """Return the experts of every mixture."""
+        return [module for module in self.part.modules() if isinstance(module, ExpertNetworks)]
+
     def compile_loss(self) -> None:
         """Compile the loss of one chunk of logits."""
         options = compat.compile_options(self.part.dtype)
@@ -95,6 +100,7 @@ class LanguageLayout(LayoutModel):
                 part=part,
             )
         splits = building.sharding.split_parameters(model, self.splits(), building.share.tp)
+        splits |= split_experts(model, building.ep)
         split_context(model, building.share, building.attention.core)
         return model, splits
 

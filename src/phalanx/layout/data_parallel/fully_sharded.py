@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from phalanx.kernels.parts_sum import add_gradient
 from phalanx.layout.data_parallel.copy_engine import CopyEngine
 from phalanx.layout.layout_model import Stage, WholeParameters
+from phalanx.layout.mesh import Mesh
 from phalanx.nn.precision import Precision
 from phalanx.torch_compat import fsdp as compat_fsdp
 
@@ -57,15 +58,21 @@ class ShardingOptions:
 class FullySharded(WholeParameters):
     """FSDP2 over [replicas, shards]. See `WholeParameters` for what each method is for."""
 
-    def __init__(self, mesh: DeviceMesh, options: ShardingOptions, copy_engine: CopyEngine | None = None) -> None:
-        """Shard over `mesh`. copy_engine: makes the exchanges among the shards; None leaves them to collectives."""
+    def __init__(self, mesh: Mesh, options: ShardingOptions, copy_engine: CopyEngine | None = None) -> None:
+        """Shard over `mesh.data`. copy_engine: makes the exchanges among the shards; None leaves them to collectives."""
+        assert mesh.data is not None
         self.mesh = mesh
+        self.data = mesh.data
         self.options = options
         self.copy_engine = copy_engine
 
     def parameters_apart(self, stage: Stage) -> set[nn.Parameter]:
         """Return the parameters that FSDP2 leaves as they are: those of task heads have sub-groups of their own."""
-        return stage.branch_parameters()
+        apart = stage.branch_parameters()
+        if self.mesh.ep.size > 1 and self.mesh.expert_data is None:
+            # No other rank has these experts: there is nothing to gather and nobody to sum gradients with.
+            apart |= {parameter for one in stage.expert_networks() for parameter in one.parameters()}
+        return apart
 
     def shard_stage(self, stage: Stage) -> None:
         """Shard blocks, the embedding, the head and then what is left; or all as one unit where the stage asks for that."""
@@ -78,6 +85,7 @@ class FullySharded(WholeParameters):
             first=[part.embedding] if ends_apart and part.part.first else [],
             last=[part.head] if ends_apart and part.part.last else [],
             apart=self.parameters_apart(stage),
+            experts=stage.expert_networks() if self.mesh.ep.size > 1 else [],
         )
 
     def shard_module(
@@ -88,28 +96,43 @@ class FullySharded(WholeParameters):
         first: Sequence[nn.Module] = (),
         last: Sequence[nn.Module] = (),
         apart: Collection[nn.Parameter] = (),
+        experts: Sequence[nn.Module] = (),
     ) -> None:
         """Shard `blocks`, `first`, `last` and then what is left of `root`, in place.
 
         blocks: in the order of use. first, last: at most one module each, before and behind the blocks. apart: parameters
-        that stay as they are.
+        that stay as they are. experts: modules in blocks whose parameters other ranks share than those of the rest.
         """
         options, size = self.options, self.options.blocks_per_unit
+        if self.mesh.expert_data is not None:
+            # Before the blocks around them, which then leave them alone.
+            for one in experts:
+                self._shard([one], (), self.mesh.expert_data, reshard_after_forward=options.reshard_after_forward)
         units = [list(blocks[start : start + size]) for start in range(0, len(blocks), size)]
         for unit in (*units, *([one] for one in first)):
-            self._shard(unit, apart, reshard_after_forward=options.reshard_after_forward)
+            self._shard(unit, apart, self.data, reshard_after_forward=options.reshard_after_forward)
         for one in last:
             # Used last in forward and first in backward: freeing it between is waste.
-            self._shard([one], apart, reshard_after_forward=False)
+            self._shard([one], apart, self.data, reshard_after_forward=False)
         # The backward pass of the root follows at once too: freeing it between would cost a gather and save nothing.
-        self._shard([root], apart, reshard_after_forward=False)
+        self._shard([root], apart, self.data, reshard_after_forward=False)
         sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
-        choose_exchanges(sharded, self.copy_engine)
+        spread = set(experts)
+        choose_exchanges([module for module in sharded if module not in spread], self.copy_engine)
+        # Copy engines know the ranks of the data mesh alone.
+        choose_exchanges([module for module in sharded if module in spread], None)
         compat_fsdp.accumulate_by(sharded, add_gradient)
         _set_prefetching(_as_fsdp(first), _as_fsdp([unit[0] for unit in units]), _as_fsdp(last), options.prefetch_depth)
 
-    def _shard(self, modules: list[nn.Module], apart: Collection[nn.Parameter], *, reshard_after_forward: bool) -> None:
-        """Make `modules` one unit of FSDP2, except their parameters in `apart`."""
+    def _shard(
+        self,
+        modules: list[nn.Module],
+        apart: Collection[nn.Parameter],
+        mesh: DeviceMesh,
+        *,
+        reshard_after_forward: bool,
+    ) -> None:
+        """Make `modules` one unit of FSDP2 over `mesh`, except their parameters in `apart`."""
         precision = self.options.precision
         # Sums lose more digits than products: gradients are reduced in float32 even if they were computed in bfloat16.
         policy = MixedPrecisionPolicy(
@@ -120,7 +143,7 @@ class FullySharded(WholeParameters):
         own = {parameter for module in modules for parameter in module.parameters()}
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=self.mesh,
+            mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
             ignored_params=own & set(apart),

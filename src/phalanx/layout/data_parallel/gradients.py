@@ -41,20 +41,22 @@ def gradient_norm_over_ranks(
     split: Collection[str],
     tied: Collection[str] = (),
     branch: Collection[str] = (),
+    experts: Collection[str] = (),
 ) -> Tensor:
     """Return the 2-norm over the gradients of the whole model, equal on every rank: each element counts once.
 
     Of the ranks that hold the same elements (replicas, tensor-parallel ranks with an unsplit parameter, the two ends of a
-    pipeline with a tied embedding, the sub-group of a task head) one counts them. split, tied, branch: names of parameters
-    that are split over `tp`, are in the tied embedding group, belong to task heads.
+    pipeline with a tied embedding, the sub-group of a task head) one counts them. split, tied, branch, experts: names
+    of parameters that are split over `tp` or `ep`, are in the tied embedding group, belong to task heads, are split over
+    `ep`.
     """
     if mesh.world is None:
         return local_gradient_norm(parameters.values())
     counted = []
     for name, parameter in parameters.items():
         alike = (name in tied and mesh.tie.rank) or (name not in split and mesh.tp.rank)
-        copy = mesh.branch.rank if name in branch else mesh.replicas.rank
-        if not alike and copy == 0:
+        copies = mesh.branch if name in branch else mesh.expert_replicas if name in experts else mesh.replicas
+        if not alike and copies.rank == 0:
             counted.append(parameter)
     sample = next(iter(parameters.values()))
     norm = local_gradient_norm(counted) if counted else torch.zeros(())

@@ -76,7 +76,31 @@ def _explain_positions(needs: Requirements, layout: ResolvedLayout) -> str:
     return f"{needs.positions.field}={needs.positions.count} is not a multiple of {parts} = {unit}"
 
 
+def _explain_experts(needs: Requirements, layout: ResolvedLayout) -> str:
+    if needs.experts is None:
+        return f"layout.ep={layout.ep} shares out the experts of a mixture, and this model has none (model.experts)"
+    if needs.experts.count % layout.ep:
+        return f"layout.ep={layout.ep} does not divide {needs.experts.field}={needs.experts.count}"
+    ranks = layout.dp_shard * layout.cp * layout.tp
+    product = f"layout.dp_shard={layout.dp_shard} x layout.cp={layout.cp} x layout.tp={layout.tp} = {ranks} ranks"
+    if ranks % layout.ep:
+        return f"layout.ep={layout.ep} does not divide {product}, which it takes its ranks from"
+    return f"layout.ep={layout.ep} is not a multiple of layout.tp={layout.tp}: tensor-parallel ranks share out experts first"
+
+
+def _spreads_wrongly(needs: Requirements, layouts: LayoutTable) -> Bools:
+    count = 1 if needs.experts is None else needs.experts.count
+    fits = (count % layouts.ep == 0) & (layouts.expert_ranks % layouts.ep == 0) & (layouts.ep % layouts.tp == 0)
+    return np.asarray((layouts.ep > 1) & ~fits)
+
+
 SPLIT_RULES = (
+    Rule(
+        reads=("ep", "dp_shard", "cp", "tp"),
+        broken=_spreads_wrongly,
+        message=_explain_experts,
+        fixes=({"layout.ep": 1},),
+    ),
     Rule(
         reads=("tp",),
         broken=lambda needs, t: np.logical_or.reduce([x.count % t.tp != 0 for x in needs.split_counts], axis=0),

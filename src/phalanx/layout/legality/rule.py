@@ -24,6 +24,8 @@ class Requirements:
     """None where nobody says it."""
     axes: frozenset[str]
     """Degrees that may be more than 1."""
+    experts: SplitCount | None
+    """Experts of each mixture, which `ep` shares out; None where there are none."""
     streams_weights: bool
     """Whether the model has projection pairs to stream."""
     split_counts: list[SplitCount]
@@ -50,6 +52,7 @@ class Requirements:
             world_size=world_size,
             devices_per_node=model.run.cluster.devices_per_node or devices_per_node,
             axes=model.axes,
+            experts=model.experts(),
             streams_weights=model.streams_weights,
             split_counts=model.split_counts(),
             split_rows=model.split_rows(),

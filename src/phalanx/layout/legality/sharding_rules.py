@@ -23,6 +23,13 @@ SHARDING_RULES = (
     ),
     Rule(
         reads=("gather",),
+        broken=lambda needs, t: t.has("gather", "stream") & (needs.experts is not None),
+        message="layout.gather=stream sends the matrices of a block round a ring in the order of its features, and experts "
+        "are used in the order of tokens",
+        fixes=({"layout.gather": "layer"},),
+    ),
+    Rule(
+        reads=("gather",),
         broken=lambda needs, t: t.has("gather", "stream") & (not needs.streams_weights),
         message="layout.gather=stream: models of family {needs.run.model.family} have no matrix chains to stream",
         fixes=(_GATHER_WHOLE,),

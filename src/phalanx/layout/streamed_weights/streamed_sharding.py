@@ -21,8 +21,7 @@ class StreamedSharding(FullySharded):
     def __init__(
         self, mesh: Mesh, device: torch.device, options: ShardingOptions, copy_engine: CopyEngine | None = None
     ) -> None:
-        assert mesh.data is not None
-        super().__init__(mesh.data, options, copy_engine)
+        super().__init__(mesh, options, copy_engine)
         ring = WeightRing(mesh.shards) if copy_engine is None else CopyEngineRing(mesh.shards, device)
         self.stream = Stream(mesh.shards, mesh.replicas, mesh.cp, ring)
 
