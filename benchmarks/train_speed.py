@@ -45,6 +45,10 @@ CASES: dict[str, list[str]] = {
         "examples/llama3-8b.yaml", "model.n_layers=8", "layout.microbatch=2", "layout.global_batch=2",
         "layout.recompute=none",
     ],
+    "qwen3-30b-a3b-4-layers": [
+        "examples/qwen3-30b-a3b.yaml", "model.n_layers=4", "layout.microbatch=4", "layout.global_batch=4", "layout.ep=1",
+        "layout.recompute=none", "model.experts.balance=none", "model.experts.bias_rate=0.001",
+    ],
     "tiny": [
         "examples/quickstart.yaml", "model.n_layers=2", "model.vocab_size=32768", "layout.global_batch=16",
         "layout.microbatch=8",

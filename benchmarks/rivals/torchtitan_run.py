@@ -1,4 +1,4 @@
-"""Speed and memory of torchtitan's own Trainer on Llama-3 8B blocks, to set beside `phalanx train`.
+"""Speed and memory of torchtitan's own Trainer on blocks of Llama-3 8B or Qwen3-30B-A3B, to set beside `phalanx train`.
 
     python benchmarks/rivals/torchtitan_run.py --layers 8 --sequence-length 8192 --microbatch 2 --compile \
         --recompute none --json torchtitan.json
@@ -56,15 +56,16 @@ from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import JobConfig  # noqa: E402
-from torchtitan.models.llama3 import get_train_spec, llama3_args  # noqa: E402
+from torchtitan.models import llama3, qwen3  # noqa: E402
 from torchtitan.models.llama3.model.args import TransformerModelArgs  # noqa: E402
-from torchtitan.protocols.train_spec import register_train_spec  # noqa: E402
+from torchtitan.models.qwen3.model.args import Qwen3ModelArgs  # noqa: E402
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
 from torchtitan.tools.utils import device_module  # noqa: E402
 from torchtitan.train import Trainer  # noqa: E402
 
-MODEL = "llama3_random_tokens"
-TINY = {"dim": 256, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 2048, "multiple_of": 64}
+MODEL = "random_tokens"
+TINY = {"dim": 256, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 2048}
 # Compiled pointwise and reduction kernels carry the names of all operators around them, attention too: they are not it.
 ATTENTION = re.compile(
     r"(?!triton_(poi|red|per)_).*(scaled_dot_product|sdpa|flash|fmha|flex|triton_tem)", re.IGNORECASE
@@ -181,6 +182,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["llama3-8b", "qwen3-30b-a3b"], default="llama3-8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=8192, help="tokens")
     parser.add_argument("--microbatch", type=int, default=2, help="samples on a rank in one forward pass")
@@ -220,15 +222,22 @@ def ensure_group_variables() -> None:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
 
 
-def model_args(options: argparse.Namespace) -> TransformerModelArgs:
-    """torchtitan's Llama-3 8B with fewer layers. The flex mask is causal only, so that it does what SDPA does."""
-    args = replace(llama3_args["8B"], n_layers=options.layers, attn_type=options.attention, attn_mask_type="causal")
-    return replace(args, **TINY) if options.tiny else args
+def model_spec(options: argparse.Namespace) -> tuple[TransformerModelArgs | Qwen3ModelArgs, TrainSpec]:
+    """torchtitan's model with fewer layers, and what it trains it with. The flex mask is causal only, as SDPA's is."""
+    if options.model == "qwen3-30b-a3b":
+        moe = replace(qwen3.qwen3_args["30B-A3B"], n_layers=options.layers, attn_type=options.attention)
+        moe = replace(moe, moe_args=replace(moe.moe_args, num_experts=16), **TINY) if options.tiny else moe
+        return moe, qwen3.get_train_spec()
+    args = replace(
+        llama3.llama3_args["8B"], n_layers=options.layers, attn_type=options.attention, attn_mask_type="causal"
+    )
+    args = replace(args, multiple_of=64, **TINY) if options.tiny else args
+    return args, llama3.get_train_spec()
 
 
 def register(options: argparse.Namespace) -> None:
     """Make the model known to torchtitan under the name MODEL."""
-    args = model_args(options)
+    args, spec = model_spec(options)
 
     def data(dp_world_size: int, dp_rank: int, tokenizer: BaseTokenizer, job_config: JobConfig) -> RandomTokens:
         training = job_config.training
@@ -238,8 +247,8 @@ def register(options: argparse.Namespace) -> None:
     register_train_spec(
         MODEL,
         replace(
-            get_train_spec(),
-            model_args={"8B": args},
+            spec,
+            model_args={"fewer layers": args},
             build_dataloader_fn=data,
             build_tokenizer_fn=lambda job_config: NoTokenizer(),
             build_metrics_processor_fn=lambda job, parallel_dims, args: RememberingMetrics(job, parallel_dims),
@@ -254,7 +263,7 @@ def job_config(options: argparse.Namespace, folder: str) -> JobConfig:
     job = JobConfig()
     job.job.dump_folder = folder
     job.job.description = "side by side"
-    job.model.name, job.model.flavor = MODEL, "8B"
+    job.model.name, job.model.flavor = MODEL, "fewer layers"
     job.optimizer.lr = 3e-4
     job.lr_scheduler.warmup_steps = 2
     job.training.local_batch_size = options.microbatch

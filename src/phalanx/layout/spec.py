@@ -85,7 +85,7 @@ class ResolvedLayout:
     reshard_after_forward: bool = False
     gather: str = "layer"
     branch_groups: tuple[int, ...] = ()
-    """Data-parallel ranks of each task head (`families.materials.data.balance.BranchGroups.sizes`); empty where every rank
+    """Data-parallel ranks of each task head (`layout.data_parallel.task_heads.BranchGroups.sizes`); empty where every rank
     holds all heads."""
     recompute: Recompute = "none"
 
