@@ -39,7 +39,7 @@ from phalanx.layout.spec import LayoutTable
 from phalanx.planner.memory.model import Kernels, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, GIB, Beside, communicators, fits
 from phalanx.planner.time.profile import NamedProfile, load_profile
-from phalanx.planner.time.step_time import StepCause
+from phalanx.planner.time.step_time import StepBreakdown
 from phalanx.planner.time.timing import our_framework, step_times
 from phalanx.planner.trace.traced_model import Kernel, TracedModel
 
@@ -162,7 +162,9 @@ def predict(case: Case, words: list[str], machine: Machine, named: NamedProfile)
     return {
         "step_seconds": float(times.total[0]),
         "seconds_by_cause": {
-            cause.name.lower(): round(float(times.of(cause)[0]), 6) for cause in StepCause if times.of(cause)[0]
+            component.name.lower(): round(float(times.of(component)[0]), 6)
+            for component in StepBreakdown
+            if times.of(component)[0]
         },
         "memory_gib": (ranks[0].allocated + beside) / GIB,
         "worst_rank_memory_gib": float(estimate.held[0]) / GIB,

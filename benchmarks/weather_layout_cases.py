@@ -19,7 +19,7 @@ from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import BESIDE, GIB, Beside, communicators, fits
 from phalanx.planner.plan.compare_layouts import break_even
 from phalanx.planner.time.profile import NamedProfile
-from phalanx.planner.time.step_time import StepCause
+from phalanx.planner.time.step_time import StepBreakdown
 from phalanx.planner.time.timing import our_framework, step_times
 from phalanx.planner.trace.streamed_block import chain_sizes
 from phalanx.planner.trace.traced_model import Kernel, TracedModel
@@ -139,7 +139,9 @@ def predict(words: Words, devices: int, machine: Machine, named: NamedProfile) -
         "step_seconds": seconds,
         "samples_per_second": layout.global_batch / seconds,
         "seconds_by_cause": {
-            cause.name.lower(): round(float(times.of(cause)[0]), 6) for cause in StepCause if times.of(cause)[0]
+            component.name.lower(): round(float(times.of(component)[0]), 6)
+            for component in StepBreakdown
+            if times.of(component)[0]
         },
         **predict_memory(words, devices, machine, named),
         "gathered_weights": gathered_weights(run, layout, kernel),

@@ -12,11 +12,11 @@ from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.planner.measured.groups import System
 from phalanx.planner.time.framework import COMPILED
-from phalanx.planner.time.operation_time import Cause, Form, OperationTable, Way, operation_rows
+from phalanx.planner.time.operation_time import Direction, Form, OperationTable, PartBreakdown, operation_rows
 from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import NamedProfile, default_profile
 from phalanx.planner.time.step_parts import steps_of
-from phalanx.planner.time.step_time import StepCause
+from phalanx.planner.time.step_time import StepBreakdown
 from phalanx.planner.trace.operations import Attention, Operation
 from phalanx.planner.trace.traced_model import Setting
 from published.frameworks import OtherFramework, framework_of, unfused
@@ -49,10 +49,10 @@ def _rows(
 def test_unfused_attention_multiplies_whole_score_matrices() -> None:
     fused, unfused = (_rows(replace(PLAIN, fused_attention=way)) for way in (True, False))
     scores = 2 * MODEL.n_heads * 256**2 * MODEL.head_size
-    flops = unfused.flops[unfused.cause == Cause.ATTENTION].sum()
+    flops = unfused.flops[unfused.component == PartBreakdown.ATTENTION].sum()
     assert flops == 6 * 2 * scores
     # Fused, it leaves out the upper half and computes the scores once more.
-    assert fused.flops[fused.cause == Cause.ATTENTION].sum() == 7 * scores
+    assert fused.flops[fused.component == PartBreakdown.ATTENTION].sum() == 7 * scores
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ def test_without_sequence_parallelism_sums_replace_gathers() -> None:
     assert np.sum(whole.form == Form.ALL_REDUCE) == 4
     assert not np.any((whole.form == Form.ALL_GATHER) | (whole.form == Form.REDUCE_SCATTER))
     # Norms and sums pass over all positions on each rank.
-    norms = [table.bytes[(table.cause == Cause.MEMORY) & ~table.weight] for table in (split, whole)]
+    norms = [table.bytes[(table.component == PartBreakdown.MEMORY) & ~table.weight] for table in (split, whole)]
     assert norms[1].max() >= norms[0].max()
 
 
 def test_plain_recompute_runs_the_forward_pass_again() -> None:
     none, full = _rows(PLAIN), _rows(PLAIN, recompute="full")
-    forward = none.flops[none.way == Way.FORWARD].sum()
+    forward = none.flops[none.direction == Direction.FORWARD].sum()
     assert full.flops.sum() == none.flops.sum() + forward
 
 
@@ -111,7 +111,7 @@ def test_constants_of_other_programs_hold_what_uncompiled_blocks_take() -> None:
     assert isinstance(megatron, OtherFramework) and isinstance(torchtitan, OtherFramework)
     machine, parts = load_machine("h200-x4"), parts_of([("block", SETTING, 8)], megatron)
     slow, fast = (
-        part_times(parts, machine, default_constants(machine), one.profile).seconds[0, :, Cause.MEMORY]
+        part_times(parts, machine, default_constants(machine), one.profile).seconds[0, :, PartBreakdown.MEMORY]
         for one in (profile, megatron.as_it_runs(profile))
     )
     assert slow.tolist() == pytest.approx((2 * fast).tolist())
@@ -127,7 +127,9 @@ def test_hosts_of_other_programs_do_not_pay_for_exchanges() -> None:
         steps = steps_of(replace(SETTING, compile=False), candidates, machine, framework)
         group = PublishedGroup(System("h200-x4", machine), framework, (), steps)
         dear, free = (
-            group.step_times(NamedProfile("one", "H200", "", replace(PROFILE, shard_host_s=shard))).of(StepCause.HOST)
+            group.step_times(NamedProfile("one", "H200", "", replace(PROFILE, shard_host_s=shard))).of(
+                StepBreakdown.HOST
+            )
             for shard in (1e-2, 0.0)
         )
         assert bool(dear[0] > free[0] + 1.0) == pays

@@ -18,7 +18,7 @@ from phalanx.hardware.collectives import COLLECTIVES, Constants, default_constan
 from phalanx.hardware.machine import load_machine
 from phalanx.hardware.topology import place_groups
 from phalanx.planner.time.framework import COMPILED
-from phalanx.planner.time.operation_time import Cause, Form, OperationTable, Way, compute_seconds
+from phalanx.planner.time.operation_time import Direction, Form, OperationTable, PartBreakdown, compute_seconds
 from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import Profile, default_profile
 from phalanx.planner.time.timed_operations import Kind, TimedOperation
@@ -47,7 +47,7 @@ def _wobble(number: int) -> float:
 
 def _operations(profile: Profile, effort: Effort = EFFORT) -> list[TimedOperation]:
     shapes = shapes_for(effort, 1e11)
-    start = (0, Way.FORWARD, Cause.MATMUL)
+    start = (0, Direction.FORWARD, PartBreakdown.MATMUL)
     rows: list[tuple[tuple[float, ...], TimedOperation]] = []
 
     def add(kind: str, width: int, products: tuple[Product, ...]) -> None:
@@ -166,7 +166,7 @@ def test_whole_attention_is_predicted_as_it_was_timed_and_causal_attention_as_be
         Attention(8, 16, 16, 2048, 2048, size, causal=causal, backward=backward)
         for size, causal, backward in product((192, 128), (True, False), (True, False))
     ]
-    start = (0, Way.FORWARD, Cause.ATTENTION)
+    start = (0, Direction.FORWARD, PartBreakdown.ATTENTION)
     rows = []
     for x in calls:
         form = Form.ATTENTION_BACKWARD if x.backward else Form.ATTENTION

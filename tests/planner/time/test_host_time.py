@@ -20,7 +20,7 @@ from phalanx.layout.spec import LayoutTable
 from phalanx.planner.time.framework import COMPILED
 from phalanx.planner.time.part_time import part_times, slower_of
 from phalanx.planner.time.profile import default_profile, load_profile
-from phalanx.planner.time.step_time import StepCause, time_steps
+from phalanx.planner.time.step_time import StepBreakdown, time_steps
 from phalanx.planner.time.timing import step_times, steps_of_run
 from phalanx.planner.trace.traced_model import TracedModel
 
@@ -66,7 +66,7 @@ def _host_seconds(shard_s: float, exchange_s: float = 0.0) -> np.ndarray:
         steps = steps_of_run(bind(runs[0], TracedModel), layouts, MACHINE, COMPILED)
         constants = default_constants(MACHINE)
         times = part_times(steps.parts, MACHINE, constants, one)
-        found.append(time_steps(steps, times, one, constants, COMPILED).of(StepCause.HOST))
+        found.append(time_steps(steps, times, one, constants, COMPILED).of(StepBreakdown.HOST))
     return np.asarray(found[0] - found[1])
 
 

@@ -9,7 +9,14 @@ from phalanx.config.model import LanguageModel
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.time.framework import COMPILED, EAGER
-from phalanx.planner.time.operation_time import Cause, Form, OperationTable, Way, compute_seconds, operation_rows
+from phalanx.planner.time.operation_time import (
+    Direction,
+    Form,
+    OperationTable,
+    PartBreakdown,
+    compute_seconds,
+    operation_rows,
+)
 from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.timed_operations import TimedOperation
@@ -33,7 +40,8 @@ PROFILE = default_profile("A100-80GB").profile
 
 def _product(m: int, n: int, k: int, batch: int = 1, *, width: int = 2) -> tuple[float, ...]:
     traffic = width * batch * (m * n + m * k + n * k)
-    return (0, Way.FORWARD, Cause.MATMUL, Form.PRODUCT, False, batch, m, n, k, 2 * batch * m * n * k, traffic, width)
+    sizes = (batch, m, n, k, 2 * batch * m * n * k, traffic, width)
+    return (0, Direction.FORWARD, PartBreakdown.MATMUL, Form.PRODUCT, False, *sizes)
 
 
 def _seconds(*rows: tuple[float, ...]) -> list[float]:
@@ -80,8 +88,9 @@ def test_products_and_attention_are_of_the_numbers_that_a_run_computes_with(prec
 
 
 def test_attention_of_32_bit_numbers_takes_longer_as_products_of_them_do() -> None:
+    sizes = (64, 4096, 4096, 128)
     rows = [
-        (0, Way.FORWARD, Cause.ATTENTION, Form.ATTENTION, False, 64, 4096, 4096, 128, 4 * 64 * 4096**2 * 128, 0.0, x)
+        (0, Direction.FORWARD, PartBreakdown.ATTENTION, Form.ATTENTION, False, *sizes, 4 * 64 * 4096**2 * 128, 0.0, x)
         for x in (2, 4)
     ]
     fast, slow = _seconds(*rows)
@@ -110,7 +119,7 @@ def test_a_bias_slows_attention_down() -> None:
     operations = EAGER.part_operations("block", SETTING, 2)
     plain, biased = (OperationTable.of(operation_rows(0, operations, biased=way)) for way in (False, True))
     slow, fast = compute_seconds(biased, PROFILE), compute_seconds(plain, PROFILE)
-    attention = plain.cause == Cause.ATTENTION
+    attention = plain.component == PartBreakdown.ATTENTION
     assert attention.sum() == 2 and np.all(slow[attention] > fast[attention])
     assert np.array_equal(slow[~attention], fast[~attention])
 
@@ -146,9 +155,11 @@ def test_uncompiled_blocks_pass_over_memory_more_slowly() -> None:
             ).seconds
             for share in (0.5, 1.0)
         )
-        assert fast[0, :, Cause.MEMORY].all()
-        assert slow[0, :, Cause.MEMORY].tolist() == pytest.approx((factor * fast[0, :, Cause.MEMORY]).tolist())
-        assert slow[0, :, Cause.MATMUL].tolist() == fast[0, :, Cause.MATMUL].tolist()
+        assert fast[0, :, PartBreakdown.MEMORY].all()
+        assert slow[0, :, PartBreakdown.MEMORY].tolist() == pytest.approx(
+            (factor * fast[0, :, PartBreakdown.MEMORY]).tolist()
+        )
+        assert slow[0, :, PartBreakdown.MATMUL].tolist() == fast[0, :, PartBreakdown.MATMUL].tolist()
 
 
 def test_an_exchange_is_one_call_of_the_host_however_finely_a_program_cuts_up_its_work() -> None:

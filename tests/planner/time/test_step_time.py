@@ -13,12 +13,12 @@ from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
 from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.time.framework import COMPILED, EAGER
-from phalanx.planner.time.operation_time import Cause, compute_seconds
+from phalanx.planner.time.operation_time import PartBreakdown, compute_seconds
 from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.pipeline_time import bound_pipelines, simulate_pipelines
 from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.step_parts import Steps
-from phalanx.planner.time.step_time import StepCause, time_steps
+from phalanx.planner.time.step_time import StepBreakdown, time_steps
 from phalanx.planner.time.timing import our_framework, step_times, steps_of_run
 from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_full_step
@@ -75,7 +75,7 @@ def _seconds(steps: Steps, profile: object = PROFILE, constants: object = CONSTA
 def test_every_cause_is_counted_once_and_none_is_negative(steps: Steps) -> None:
     seconds = _seconds(steps)
     assert np.all(seconds >= -1e-12)
-    assert np.all(seconds[:, StepCause.MATMUL] > 0)
+    assert np.all(seconds[:, StepBreakdown.MATMUL] > 0)
 
 
 def test_blocks_that_wait_for_many_nodes_straggle_and_others_do_not() -> None:
@@ -85,7 +85,7 @@ def test_blocks_that_wait_for_many_nodes_straggle_and_others_do_not() -> None:
     added = uneven - even
     assert added[0] == added[2] == 0.0
     # What the host takes to gather in small micro-batches is not what others wait for.
-    compute = _seconds(found, replace(PROFILE, straggling=0.0, shard_host_s=0.0))[1, : len(Cause)].sum()
+    compute = _seconds(found, replace(PROFILE, straggling=0.0, shard_host_s=0.0))[1, : len(PartBreakdown)].sum()
     # Eight nodes of eight devices are three doublings.
     assert added[1] == pytest.approx(3 * 0.02 * compute, rel=0.1)
 
@@ -97,20 +97,23 @@ def test_one_rank_takes_what_its_operations_take(steps: Steps) -> None:
     weights = {int(steps.embedding[0]): 1, int(steps.block[0]): layers, int(steps.head[0]): 1}
     kernels = sum(seconds[alone.operations.part == part].sum() * count for part, count in weights.items())
     found = _seconds(steps)[0]
-    of_parts = found[: len(Cause)].sum()
+    of_parts = found[: len(PartBreakdown)].sum()
     # The host may be slower than the device, and gradients of further micro-batches are added.
     assert of_parts >= BATCH * kernels
-    quick = _seconds(steps, replace(PROFILE, host_s=0.0))[0, : len(Cause)].sum()
+    quick = _seconds(steps, replace(PROFILE, host_s=0.0))[0, : len(PartBreakdown)].sum()
     added = (BATCH - 1) * steps.layers.first[0] * steps.block_parameters[0] * 10 / PROFILE.memory_b_s
     assert quick == pytest.approx(BATCH * kernels + added, rel=0.02)
-    assert np.all(found[[StepCause.TP, StepCause.CP, StepCause.BUBBLE, StepCause.TRANSFER, StepCause.DATA]] == 0)
+    assert np.all(
+        found[[StepBreakdown.TP, StepBreakdown.CP, StepBreakdown.BUBBLE, StepBreakdown.TRANSFER, StepBreakdown.DATA]]
+        == 0
+    )
 
 
 def test_whole_parameters_have_a_copy_whose_gradients_are_passed_on(steps: Steps) -> None:
     times = part_times(steps.parts, MACHINE, CONSTANTS, PROFILE)
     without = replace(COMPILED, low_precision_copy=False)
     one, other = (time_steps(steps, times, PROFILE, CONSTANTS, framework).seconds for framework in (COMPILED, without))
-    passed = (one - other)[:, StepCause.MEMORY]
+    passed = (one - other)[:, StepBreakdown.MEMORY]
     # The first layout holds all of them, three pipelines those of a stage; the rest have ranks to reduce with, some at once,
     # some when all micro-batches are done.
     whole = (MANY.data_ranks == 1) & (MANY.cp == 1)
@@ -124,7 +127,7 @@ def test_whole_parameters_have_a_copy_whose_gradients_are_passed_on(steps: Steps
 
 
 def test_a_rank_that_waits_for_no_other_has_less_between_its_steps(steps: Steps) -> None:
-    rest = _seconds(steps)[:, StepCause.REST] - _seconds(steps, replace(PROFILE, step_s=0.0))[:, StepCause.REST]
+    rest = _seconds(steps)[:, StepBreakdown.REST] - _seconds(steps, replace(PROFILE, step_s=0.0))[:, StepBreakdown.REST]
     alone = MANY.world_size == 1
     assert alone.sum() == 1
     assert rest == pytest.approx(np.where(alone, COMPILED.single_rank_overhead, 1.0) * PROFILE.step_s)
@@ -153,10 +156,10 @@ def test_more_of_anything_is_never_slower(steps: Steps, name: str) -> None:
 def test_where_time_goes_is_where_the_layout_says(steps: Steps) -> None:
     seconds = _seconds(steps)
     layouts = steps.layouts
-    assert np.array_equal(seconds[:, StepCause.TP] > 0, layouts.tp > 1)
-    assert np.array_equal(seconds[:, StepCause.CP] > 0, layouts.cp > 1)
-    assert np.array_equal(seconds[:, StepCause.BUBBLE] > 0, layouts.pp > 1)
-    assert np.array_equal(seconds[:, StepCause.DATA] > 0, layouts.data_ranks * layouts.cp > 1)
+    assert np.array_equal(seconds[:, StepBreakdown.TP] > 0, layouts.tp > 1)
+    assert np.array_equal(seconds[:, StepBreakdown.CP] > 0, layouts.cp > 1)
+    assert np.array_equal(seconds[:, StepBreakdown.BUBBLE] > 0, layouts.pp > 1)
+    assert np.array_equal(seconds[:, StepBreakdown.DATA] > 0, layouts.data_ranks * layouts.cp > 1)
 
 
 def test_layouts_take_as_long_beside_others_as_alone(steps: Steps) -> None:
@@ -174,7 +177,9 @@ def test_larger_units_save_latency_and_show_more_at_the_ends() -> None:
     alone, together = (steps_of_run(bind(one, TracedModel), layouts, MACHINE, EAGER) for one in (RUN, run))
     assert together.unit.tolist() == [6]
     slow, quick = (replace(CONSTANTS, launch_s=latency, step_s=0.0, step_across_s=0.0) for latency in (0.01, 0.0))
-    exposed = [[_seconds(one, PROFILE, each)[0, StepCause.DATA] for each in (slow, quick)] for one in (alone, together)]
+    exposed = [
+        [_seconds(one, PROFILE, each)[0, StepBreakdown.DATA] for each in (slow, quick)] for one in (alone, together)
+    ]
     # Two gathers and a reduction of each unit, a gather before the first one; embedding and head are units as before.
     units = RUN.model.n_layers
     latencies = [exposed[place][0] - exposed[place][1] for place in range(2)]
@@ -183,7 +188,7 @@ def test_larger_units_save_latency_and_show_more_at_the_ends() -> None:
 
 
 def test_zero_3_gathers_more_than_zero_1(steps: Steps) -> None:
-    seconds = _seconds(steps)[:, StepCause.DATA]
+    seconds = _seconds(steps)[:, StepBreakdown.DATA]
     assert seconds[1] > seconds[2] > seconds[3]
 
 
@@ -222,7 +227,7 @@ def test_blocks_are_gathered_and_reduced_as_often_as_the_code_does_it(words: dic
     profile = replace(PROFILE, hidden=0.0, straggling=0.0)
     times = part_times(steps.parts, MACHINE, CONSTANTS, profile)
     latency = sum(
-        sign * time_steps(steps, times, profile, constants, COMPILED).seconds[0, StepCause.DATA]
+        sign * time_steps(steps, times, profile, constants, COMPILED).seconds[0, StepBreakdown.DATA]
         for sign, constants in ((1, costly), (-1, CONSTANTS))
     )
     micro_batches = int(layouts.accumulation[0])
@@ -236,7 +241,7 @@ def test_shards_on_one_node_exchange_faster_than_across_slow_nodes() -> None:
     narrow = _layouts({"dp_shard": 8, "dp_replicate": 4, "zero": 3, "reshard_after_forward": True})
     found = [steps_of_run(bind(RUN, TracedModel), one, MACHINE, EAGER) for one in (wide, narrow)]
     slow = replace(PROFILE, network_share=0.2)
-    assert _seconds(found[0], slow)[0, StepCause.DATA] > 1.5 * _seconds(found[1], slow)[0, StepCause.DATA]
+    assert _seconds(found[0], slow)[0, StepBreakdown.DATA] > 1.5 * _seconds(found[1], slow)[0, StepBreakdown.DATA]
 
 
 @pytest.mark.parametrize("pp", [2, 4, 8])
@@ -264,7 +269,7 @@ def test_copies_replace_collectives_within_a_node_only() -> None:
     steps = steps_of_run(bind(RUN, TracedModel), layouts, MACHINE, copying)
     times = part_times(steps.parts, MACHINE, CONSTANTS, PROFILE)
     with_copies, without = (
-        time_steps(steps, times, PROFILE, CONSTANTS, framework).of(StepCause.DATA) for framework in (copying, EAGER)
+        time_steps(steps, times, PROFILE, CONSTANTS, framework).of(StepBreakdown.DATA) for framework in (copying, EAGER)
     )
     assert with_copies[0] < without[0]
     assert with_copies[1] == without[1]

@@ -18,7 +18,7 @@ from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import place_groups
 from phalanx.planner.measured.calibration import fit_near_priors
 from phalanx.planner.time.framework import COMPILED, EAGER
-from phalanx.planner.time.operation_time import Cause, Floats, Form, OperationTable, Way, compute_seconds
+from phalanx.planner.time.operation_time import Direction, Floats, Form, OperationTable, PartBreakdown, compute_seconds
 from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import CONSTANTS, RATES, NamedProfile, Profile, default_profile
 from phalanx.planner.time.timed_operations import Kind, TimedOperation
@@ -168,7 +168,7 @@ def _with_curves(prior: Profile, found: Measurements) -> Profile:
 def _operation_errors(profile: Profile, found: Measurements) -> Floats:
     """Return the logarithms of predicted over measured seconds: of operations, then of traffic."""
     rows = [_operation_row(x) for x in found.operations]
-    start = (0, Way.FORWARD, Cause.MEMORY, Form.TRAFFIC, False)
+    start = (0, Direction.FORWARD, PartBreakdown.MEMORY, Form.TRAFFIC, False)
     rows += [(*start, 1, 1, 1, 1, 0.0, x.bytes, 1) for x in found.traffic]
     measured = [*(x.seconds for x in found.operations), *(x.seconds for x in found.traffic)]
     return np.log(compute_seconds(OperationTable.of(rows), profile)) - np.log(measured)
@@ -179,7 +179,7 @@ def _is_whole(x: TimedOperation) -> bool:
 
 
 def _operation_row(x: TimedOperation) -> tuple[float, ...]:
-    start = (0, Way.FORWARD, Cause.MATMUL)
+    start = (0, Direction.FORWARD, PartBreakdown.MATMUL)
     if (width := _WIDTHS.get(x.kind)) is not None:
         traffic = width * x.batch * (x.m * x.n + x.m * x.k + x.n * x.k)
         flops = 2 * x.batch * x.m * x.n * x.k

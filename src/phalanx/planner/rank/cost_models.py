@@ -23,7 +23,7 @@ from phalanx.planner.schedule.table import Pass, schedule_table
 from phalanx.planner.time.part_time import in_training, part_times
 from phalanx.planner.time.pipeline_time import PipelineModel, bound_pipelines, simulate_pipelines, stage_times
 from phalanx.planner.time.profile import NamedProfile
-from phalanx.planner.time.step_time import StepCause
+from phalanx.planner.time.step_time import StepBreakdown
 from phalanx.planner.time.timing import our_framework, step_times, steps_of_run
 from phalanx.planner.trace.traced_model import TracedModel
 
@@ -31,18 +31,18 @@ Floats = npt.NDArray[np.float64]
 
 WAITING = "pipeline bubble"
 """The part of a step's time in which a device has no work."""
-CAUSES = {
-    StepCause.MATMUL: "matmul",
-    StepCause.ATTENTION: "attention",
-    StepCause.MEMORY: "memory traffic",
-    StepCause.TP: "tensor-parallel exposed",
-    StepCause.CP: "context-parallel exposed",
-    StepCause.HOST: "host",
-    StepCause.BUBBLE: WAITING,
-    StepCause.TRANSFER: "pipeline transfers exposed",
-    StepCause.DATA: "data-parallel exposed",
-    StepCause.OPTIMIZER: "optimizer",
-    StepCause.REST: "rest",
+STEP_COMPONENTS = {
+    StepBreakdown.MATMUL: "matmul",
+    StepBreakdown.ATTENTION: "attention",
+    StepBreakdown.MEMORY: "memory traffic",
+    StepBreakdown.TP: "tensor-parallel exposed",
+    StepBreakdown.CP: "context-parallel exposed",
+    StepBreakdown.HOST: "host",
+    StepBreakdown.BUBBLE: WAITING,
+    StepBreakdown.TRANSFER: "pipeline transfers exposed",
+    StepBreakdown.DATA: "data-parallel exposed",
+    StepBreakdown.OPTIMIZER: "optimizer",
+    StepBreakdown.REST: "rest",
 }
 """Names of the parts of a step's time, as they are printed."""
 COMPUTING_SHARE, WAITING_SHARE = 0.75, 0.4
@@ -155,10 +155,10 @@ class CostModels:
 
     def _time(self, model: TracedModel, layouts: LayoutTable, pipelines: PipelineModel) -> Times:
         if not len(layouts):
-            return Times(np.zeros(0), {name: np.zeros(0) for name in CAUSES.values()}, np.zeros(0))
+            return Times(np.zeros(0), {name: np.zeros(0) for name in STEP_COMPONENTS.values()}, np.zeros(0))
         profile, constants = self.profile.profile, self._constants
         found = step_times(model, layouts, self.machine, profile, constants=constants, pipelines=pipelines)
-        causes = {name: found.of(cause) for cause, name in CAUSES.items()}
+        causes = {name: found.of(component) for component, name in STEP_COMPONENTS.items()}
         return Times(found.total, causes, np.full(len(layouts), estimate_spread(self.profile)))
 
     def memory(self, model: TracedModel, layouts: LayoutTable) -> Memory:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.planner.time.operation_time import Cause, Floats, Ints, Way
+from phalanx.planner.time.operation_time import Direction, Floats, Ints, PartBreakdown
 from phalanx.planner.time.part_time import PartTimes, slower_of
 from phalanx.planner.time.profile import Profile
 from phalanx.planner.time.step_parts import Steps
@@ -21,7 +21,7 @@ _FELT = 0.4
 
 @dataclass(frozen=True)
 class HostWaits:
-    """Seconds that a device waits more than `PartTimes` says, in one micro-batch's pass of each part: [layouts, ways]."""
+    """Seconds that a device waits more than `PartTimes` says, in one micro-batch's pass of each part: [layouts, directions]."""
 
     block: Floats
     embedding: Floats
@@ -51,12 +51,12 @@ class HostWaits:
 
 
 def _waits(times: PartTimes, part: Ints, more: Floats) -> Floats:
-    """part: of each layout. more: seconds of the host beside those that `times` knows, [layouts, ways]."""
+    """part: of each layout. more: seconds of the host beside those that `times` knows, [layouts, directions]."""
     whole = times.seconds.sum(axis=2)
-    device = whole - times.seconds[..., Cause.HOST]
-    found = np.zeros((len(part), len(Way)))
-    for way in Way:
-        busy, host = device[part, way], times.issued[part, way] + more[:, way]
-        some = np.flatnonzero((more[:, way] > 0) & (host > _FELT * busy))
-        found[some, way] = slower_of(busy[some], host[some]) - whole[part[some], way]
+    device = whole - times.seconds[..., PartBreakdown.HOST]
+    found = np.zeros((len(part), len(Direction)))
+    for direction in Direction:
+        busy, host = device[part, direction], times.issued[part, direction] + more[:, direction]
+        some = np.flatnonzero((more[:, direction] > 0) & (host > _FELT * busy))
+        found[some, direction] = slower_of(busy[some], host[some]) - whole[part[some], direction]
     return found

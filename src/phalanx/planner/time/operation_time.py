@@ -22,8 +22,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
-class Cause(IntEnum):
-    """What time goes to in a part of a model."""
+class PartBreakdown(IntEnum):
+    """Components of the time of a part of a model."""
 
     MATMUL = 0
     ATTENTION = 1
@@ -34,8 +34,8 @@ class Cause(IntEnum):
     """The device waits for the host to issue operations."""
 
 
-class Way(IntEnum):
-    """Which pass an operation belongs to; what is recomputed belongs to the backward pass."""
+class Direction(IntEnum):
+    """The pass an operation belongs to; recomputation belongs to the backward pass."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -68,8 +68,8 @@ class OperationTable:
 
     part: Ints
     """Which part it belongs to."""
-    way: Ints
-    cause: Ints
+    direction: Ints
+    component: Ints
     """What its time counts as."""
     form: Ints
     weight: npt.NDArray[np.bool_]
@@ -210,28 +210,28 @@ def operation_rows(
     return [(*_row_of(part, op, biased=biased, eager=eager), op.times) for op in operations]
 
 
-_CAUSES = {"attention": Cause.ATTENTION, "matmul": Cause.MATMUL}
+_COMPONENTS = {"attention": PartBreakdown.ATTENTION, "matmul": PartBreakdown.MATMUL}
 
 
 def _row_of(part: int, op: Operation, *, biased: bool, eager: bool) -> tuple[float, ...]:
     """The fields of an `OperationTable` before `times`."""
-    way = Way.FORWARD if op.phase == "forward" else Way.BACKWARD
+    direction = Direction.FORWARD if op.phase == "forward" else Direction.BACKWARD
     traffic = op.bytes_read + op.bytes_written
     if op.collective is not None:
-        cause = Cause.TP if op.collective.axis == "tp" else Cause.CP
+        component = PartBreakdown.TP if op.collective.axis == "tp" else PartBreakdown.CP
         form = Form[op.collective.operation.upper()]
-        return (part, way, cause, form, False, 1, 1, 1, 1, 0.0, op.collective.bytes, 1)
-    cause = _CAUSES.get(op.kind, Cause.MEMORY)
+        return (part, direction, component, form, False, 1, 1, 1, 1, 0.0, op.collective.bytes, 1)
+    component = _COMPONENTS.get(op.kind, PartBreakdown.MEMORY)
     if op.attention is not None:
         x = op.attention
         form = Form.ATTENTION_BACKWARD if x.backward else Form.ATTENTION
         if biased:
             form = Form.BIASED_BACKWARD if x.backward else Form.BIASED
         sizes = (x.samples * x.heads, x.queries, x.keys, x.head_size, x.flops, traffic)
-        return (part, way, cause, form, False, *sizes, x.width)
+        return (part, direction, component, form, False, *sizes, x.width)
     if op.matmul is not None:
         y = op.matmul
         sizes = (y.batch, y.m, y.n, y.k, y.flops, traffic)
-        return (part, way, cause, Form.PRODUCT, op.weight_gradient, *sizes, y.width)
+        return (part, direction, component, Form.PRODUCT, op.weight_gradient, *sizes, y.width)
     form = Form.EAGER_TRAFFIC if eager else Form.TRAFFIC
-    return (part, way, cause, form, op.weight_gradient, 1, 1, 1, 1, 0.0, traffic, 1)
+    return (part, direction, component, form, op.weight_gradient, 1, 1, 1, 1, 0.0, traffic, 1)

@@ -1,4 +1,4 @@
-"""How long one micro-batch takes in each part of a model on one rank, forward and backward, by cause.
+"""How long one micro-batch takes in each part of a model on one rank, forward and backward, by component.
 
 Kernels follow one another. Collectives of the tensor-parallel axis lie between them and hide behind nothing; those that
 pass keys and values around a ring hide behind attention. Where the host issues operations more slowly than the device does
@@ -19,12 +19,12 @@ from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import place_groups
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.operation_time import (
-    Cause,
+    Direction,
     Floats,
     Form,
     Ints,
     OperationTable,
-    Way,
+    PartBreakdown,
     compute_seconds,
     operation_rows,
 )
@@ -78,11 +78,11 @@ class PartTimes:
     """Seconds of one micro-batch."""
 
     seconds: Floats
-    """[parts, ways, causes]: forward and backward, recompute in the latter."""
+    """[parts, directions, components]: forward and backward, recompute in the latter."""
     weight: Floats
     """The part of backward that makes gradients of weights, [parts]."""
     issued: Floats
-    """What the host takes to issue all that, [parts, ways]; the device waits for it in the cause HOST."""
+    """What the host takes to issue all that, [parts, directions]; the device waits for it in the component HOST."""
 
 
 def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], framework: FrameworkProfile) -> Parts:
@@ -133,19 +133,21 @@ def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Pr
     table, count = parts.operations, parts.count
     seconds = compute_seconds(table, profile)
     seconds = seconds + _collective_seconds(parts, machine, in_training(constants, profile))
-    ways, causes = len(Way), len(Cause)
-    where = (table.part * ways + table.way) * causes + table.cause
-    sums = np.asarray(np.bincount(where, seconds, count * ways * causes), np.float64).reshape(count, ways, causes)
-    ring = np.bincount(where, np.where(table.form == Form.SEND, seconds, 0.0), count * ways * causes)
-    sent = ring.reshape(count, ways, causes)[..., Cause.CP]
-    hidden = np.minimum(sent, sums[..., Cause.ATTENTION] * profile.hidden)
-    sums[..., Cause.CP] += profile.slowdown * hidden - hidden
+    directions, components = len(Direction), len(PartBreakdown)
+    where = (table.part * directions + table.direction) * components + table.component
+    sums = np.asarray(np.bincount(where, seconds, count * directions * components), np.float64).reshape(
+        count, directions, components
+    )
+    ring = np.bincount(where, np.where(table.form == Form.SEND, seconds, 0.0), count * directions * components)
+    sent = ring.reshape(count, directions, components)[..., PartBreakdown.CP]
+    hidden = np.minimum(sent, sums[..., PartBreakdown.ATTENTION] * profile.hidden)
+    sums[..., PartBreakdown.CP] += profile.slowdown * hidden - hidden
     device = sums.sum(axis=2)
     issued = _issued(parts, profile)
     together = slower_of(device, issued)
-    sums[..., Cause.HOST] = together - device
+    sums[..., PartBreakdown.HOST] = together - device
     weight = np.bincount(table.part, np.where(table.weight, seconds, 0.0), count)
-    return PartTimes(sums, np.minimum(weight, together[:, Way.BACKWARD]), issued)
+    return PartTimes(sums, np.minimum(weight, together[:, Direction.BACKWARD]), issued)
 
 
 def slower_of(device: Floats, host: Floats) -> Floats:
@@ -155,11 +157,11 @@ def slower_of(device: Floats, host: Floats) -> Floats:
 
 
 def _issued(parts: Parts, profile: Profile) -> Floats:
-    table, count, ways = parts.operations, parts.count, len(Way)
-    where = table.part * ways + table.way
+    table, count, directions = parts.operations, parts.count, len(Direction)
+    where = table.part * directions + table.direction
     exchanged = table.form >= Form.ALL_REDUCE
     calls, exchanges = (
-        np.bincount(where, np.where(which, table.times, 0), count * ways).reshape(count, ways)
+        np.bincount(where, np.where(which, table.times, 0), count * directions).reshape(count, directions)
         for which in (~exchanged, exchanged)
     )
     issued = calls * parts.host_work[:, None] + exchanges * parts.exchange_work[:, None]
@@ -169,15 +171,15 @@ def _issued(parts: Parts, profile: Profile) -> Floats:
 def _collective_seconds(parts: Parts, machine: Machine, constants: Constants) -> Floats:
     table = parts.operations
     seconds = np.zeros(len(table))
-    for cause, sizes, strides in (
-        (Cause.TP, parts.tp, np.ones_like(parts.tp)),
-        (Cause.CP, parts.cp, parts.tp),
+    for component, sizes, strides in (
+        (PartBreakdown.TP, parts.tp, np.ones_like(parts.tp)),
+        (PartBreakdown.CP, parts.cp, parts.tp),
     ):
         if not np.any(sizes > 1):
             continue
         places = place_groups(machine, sizes, strides)
         for form, collective in _COLLECTIVES.items():
-            rows = np.flatnonzero((table.cause == cause) & (table.form == form))
+            rows = np.flatnonzero((table.component == component) & (table.form == form))
             if len(rows):
                 each = collective(table.bytes[rows], at(places, table.part[rows]), constants)
                 seconds[rows] = each * table.times[rows]

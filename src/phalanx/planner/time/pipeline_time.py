@@ -13,7 +13,7 @@ from phalanx.layout.stage_assignment import stage_layer_counts
 from phalanx.planner.schedule.bounds import bound_makespan
 from phalanx.planner.schedule.simulate import StageTimes, makespans_together
 from phalanx.planner.schedule.table import table_of
-from phalanx.planner.time.operation_time import Floats, Ints, Way
+from phalanx.planner.time.operation_time import Direction, Floats, Ints
 from phalanx.planner.time.part_time import PartTimes
 from phalanx.planner.time.profile import Profile
 from phalanx.planner.time.step_parts import Steps, distinct_rows
@@ -107,7 +107,7 @@ def stage_times(steps: Steps, which: Ints, times: PartTimes) -> StageSeconds:
     blocks = np.asarray([stage_layer_counts(n_layers, n_stages, *costs) for n_layers, costs in models], np.float64)
     both = times.seconds.sum(axis=2)
     columns = []
-    for column in (both[:, Way.FORWARD], both[:, Way.BACKWARD], times.weight):
+    for column in (both[:, Direction.FORWARD], both[:, Direction.BACKWARD], times.weight):
         stages = column[steps.block[which]][:, None] * blocks
         stages[:, 0] += column[steps.embedding[which]]
         stages[:, -1] += column[steps.head[which]]

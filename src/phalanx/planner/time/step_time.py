@@ -18,15 +18,15 @@ import numpy.typing as npt
 from phalanx.hardware.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.host_time import HostWaits
-from phalanx.planner.time.operation_time import Cause, Floats, Way
+from phalanx.planner.time.operation_time import Direction, Floats, PartBreakdown
 from phalanx.planner.time.part_time import PartTimes, at, in_training
 from phalanx.planner.time.pipeline_time import PipelineModel, simulate_pipelines
 from phalanx.planner.time.profile import Profile
 from phalanx.planner.time.step_parts import Steps
 
 
-class StepCause(IntEnum):
-    """What a step's time goes to; the first ones are those of parts."""
+class StepBreakdown(IntEnum):
+    """Components of an optimizer step's time; the first are those of `PartBreakdown`, with the same numbers."""
 
     MATMUL = 0
     ATTENTION = 1
@@ -53,29 +53,29 @@ class StepTimes:
     """Seconds of a step on the busiest rank."""
 
     seconds: Floats
-    """[layouts, causes]"""
+    """[layouts, components]"""
 
     @property
     def total(self) -> Floats:
-        """All causes together, [layouts]."""
+        """Seconds of all components together, [layouts]."""
         return np.asarray(self.seconds.sum(axis=1))
 
-    def of(self, cause: StepCause) -> Floats:
-        """Of one cause, [layouts]."""
-        return self.seconds[:, cause]
+    def of(self, component: StepBreakdown) -> Floats:
+        """Return the seconds of one component, [layouts]."""
+        return self.seconds[:, component]
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a rank holds of the model. Arrays of [layouts]."""
+class RankParts:
+    """Parts of the model that a pipeline rank computes. Arrays of [layouts]."""
 
     blocks: Floats
     embedding: Floats
-    """1 where it holds the embedding, else 0."""
+    """1 on the rank of the embedding, else 0."""
     head: Floats
 
     def of_parts(self, steps: Steps, column: Floats) -> Floats:
-        """What it has of something in all its parts together, [layouts]. column: of each part."""
+        """Return the sum of `column`, a quantity of each part, over the parts of the rank, [layouts]."""
         return np.asarray(
             self.blocks * column[steps.block]
             + self.embedding * column[steps.embedding]
@@ -84,7 +84,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Busiest(Held):
+class Busiest(RankParts):
     """The rank that computes longest, and its times. Arrays of [layouts]."""
 
     forward: Floats
@@ -110,27 +110,27 @@ def time_steps(
     layouts, count = steps.layouts, steps.layouts.accumulation
     constants = in_training(constants, profile)
     busiest = busiest_rank(steps, times)
-    seconds = np.zeros((len(StepCause), len(steps)))
-    causes = times.seconds.sum(axis=1)
-    for cause in Cause:
-        if np.any(causes[:, cause]):
-            seconds[cause] = count * busiest.of_parts(steps, causes[:, cause])
+    seconds = np.zeros((len(StepBreakdown), len(steps)))
+    components = times.seconds.sum(axis=1)
+    for component in PartBreakdown:
+        if np.any(components[:, component]):
+            seconds[component] = count * busiest.of_parts(steps, components[:, component])
     waits = HostWaits.of(steps, times, profile)
     if waits is not None:
-        seconds[StepCause.HOST] += count * (
+        seconds[StepBreakdown.HOST] += count * (
             busiest.blocks * waits.block.sum(axis=1)
             + busiest.embedding * waits.embedding.sum(axis=1)
             + busiest.head * waits.head.sum(axis=1)
         )
     pipeline, piped = pipelines(steps, times, constants, profile), layouts.pp > 1
     ramp = pipeline.computing - count * (busiest.forward + busiest.backward)
-    seconds[StepCause.BUBBLE] = np.where(piped, ramp * profile.pipeline_ramp, 0.0)
-    seconds[StepCause.TRANSFER] = pipeline.whole - pipeline.computing
+    seconds[StepBreakdown.BUBBLE] = np.where(piped, ramp * profile.pipeline_ramp, 0.0)
+    seconds[StepBreakdown.TRANSFER] = pipeline.whole - pipeline.computing
     data = (data_parallel or DataParallel).of(steps, times, waits, profile, constants, framework)
-    seconds[StepCause.DATA] = data.exposed(steps, busiest)
+    seconds[StepBreakdown.DATA] = data.exposed(steps, busiest)
     held = parameters_held(steps)
     mine = held / layouts.shards
-    seconds[StepCause.OPTIMIZER] = mine * framework.optimizer_bytes / profile.optimizer_b_s
+    seconds[StepBreakdown.OPTIMIZER] = mine * framework.optimizer_bytes / profile.optimizer_b_s
     # Gradients of further micro-batches are added to what is there, unless they are reduced first.
     reduced = layouts.reduces_each & data.reduces_each_microbatch
     added = np.where(reduced, mine, held) * (framework.gather_bytes + 2 * framework.reduce_bytes)
@@ -140,9 +140,9 @@ def time_steps(
     begun = np.where((alone | waits_for_more) & framework.low_precision_copy, held, 0.0) * (
         framework.gather_bytes + framework.reduce_bytes
     )
-    seconds[StepCause.MEMORY] += ((count - 1) * added + begun) / profile.memory_b_s
+    seconds[StepBreakdown.MEMORY] += ((count - 1) * added + begun) / profile.memory_b_s
     between = profile.step_s * np.where(layouts.world_size == 1, framework.single_rank_overhead, 1.0)
-    seconds[StepCause.REST] = between + 4 * mine / profile.memory_b_s
+    seconds[StepBreakdown.REST] = between + 4 * mine / profile.memory_b_s
     return StepTimes(seconds.T)
 
 
@@ -166,13 +166,13 @@ def busiest_rank(steps: Steps, times: PartTimes) -> Busiest:
     other = layers.other * one
     is_first = first >= np.maximum(last, other)
     is_last = ~is_first & (last >= other)
-    held = Held(
+    parts = RankParts(
         blocks=np.where(is_first, layers.first, np.where(is_last, layers.last, layers.other)),
         embedding=is_first.astype(np.float64),
         head=np.where(is_first, steps.joined, apart * is_last),
     )
-    forward, backward = (held.of_parts(steps, both[:, way]) for way in Way)
-    return Busiest(held.blocks, held.embedding, held.head, forward, backward)
+    forward, backward = (parts.of_parts(steps, both[:, direction]) for direction in Direction)
+    return Busiest(parts.blocks, parts.embedding, parts.head, forward, backward)
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class DataParallel:
         if waits is not None:
             both = both + waits.block
         copied = (steps.shards.nodes == 1) & (steps.shards.size > 1) & framework.copy_engines
-        return cls(profile, framework, constants, (both[:, Way.FORWARD], both[:, Way.BACKWARD]), copied)
+        return cls(profile, framework, constants, (both[:, Direction.FORWARD], both[:, Direction.BACKWARD]), copied)
 
     def exposed(self, steps: Steps, busiest: Busiest) -> Floats:
         """Seconds a step."""
