@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from phalanx.config.schema import Layout, Optimizer, Training
-from phalanx.families.language.config import Data, DataSource, LanguageRun
+from phalanx.config.families import find_family
+from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.hardware.device import known_devices
 from phalanx.planner.measured.groups import MeasuredGroup, grouped, refused
@@ -140,26 +140,32 @@ def _memory(run: MeasuredRun, peak: float | None) -> dict[str, Any]:
 
 def peak_bytes(run: MeasuredRun) -> float | None:
     """Predict the bytes of live tensors on the worst rank of a run; None where too little is known of it."""
-    language_run = run_of(run)
-    if run.layout is None or language_run is None:
+    described = run_of(run)
+    if run.layout is None or described is None:
         return None
     ranks = rank_memory(
-        bind(language_run, TracedModel), run.layout, language_run.layout.recompute, Kernels("flash", compiled=True)
+        bind(described, TracedModel), run.layout, described.layout.recompute, Kernels("flash", compiled=True)
     )
     return max(rank.allocated for rank in ranks)
 
 
-def run_of(run: MeasuredRun) -> LanguageRun | None:
+def run_of(run: MeasuredRun) -> Run | None:
     """Return the contents of a run file for a measured run, None where its model, length or layout is not known."""
     if run.layout is None or run.model is None or run.sequence_length is None:
         return None
-    precision, recompute = run.precision or "bf16", run.recompute or "none"
-    return LanguageRun(
-        model=run.model,
-        data=Data(sources=[DataSource(path="measured")], sequence_length=run.sequence_length),
-        layout=Layout(global_batch=run.layout.global_batch, recompute=recompute, precision=precision),
-        optimizer=Optimizer(lr=1e-4),
-        training=Training(steps=1),
+    # The family's own kind of run, found by name: this room knows none of them.
+    return find_family(run.model.family).run.model_validate(
+        {
+            "model": run.model,
+            "data": {"sources": [{"path": "measured"}], "sequence_length": run.sequence_length},
+            "layout": {
+                "global_batch": run.layout.global_batch,
+                "recompute": run.recompute or "none",
+                "precision": run.precision or "bf16",
+            },
+            "optimizer": {"lr": 1e-4},
+            "training": {"steps": 1},
+        }
     )
 
 

@@ -21,7 +21,7 @@ _FELT = 0.4
 
 @dataclass(frozen=True)
 class HostWaits:
-    """Seconds that a device waits more than `PartTimes` says, in one micro-batch's pass of each part: [layouts, directions]."""
+    """Seconds that a device waits more than `PartTimes` says, in one micro-batch of each part: [layouts, directions]."""
 
     block: Floats
     embedding: Floats
