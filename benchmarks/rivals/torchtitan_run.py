@@ -310,7 +310,7 @@ def summarise(trainer: TimedTrainer, options: argparse.Namespace) -> dict[str, A
         "allocator": os.environ["PYTORCH_ALLOC_CONF"],
         "ranks": dist.get_world_size(),
         "mixed_precision": "fully_shard" if trainer.parallel_dims.fsdp_enabled else "autocast over float32 parameters",
-        "parameters": sum(parameter.numel() for parameter in trainer.model_chunks[0].parameters()),
+        "parameters": sum(parameter.numel() for parameter in trainer.model_parts[0].parameters()),
         "step_seconds": step_seconds,
         "median_step_seconds": median,
         "tokens_per_second_per_gpu": rate,
