@@ -59,27 +59,45 @@ def random_transformers(config: transformers.PreTrainedConfig, *, seed: int = 0)
             norm = parameter.dim() == 1 and name.endswith("weight")
             values = torch.randn_like(parameter)
             parameter.copy_(1.0 + 0.1 * values if norm else 0.15 * values)
+        for name, buffer in model.named_buffers():
+            # Of a router, what is added to scores where experts are chosen.
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     return model
 
 
+_ROTARY = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+# The width of an expert is odd, and that of a head unlike width over heads.
+CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, object]]] = {
+    "llama": (transformers.LlamaConfig, _ROTARY),
+    "gpt2": (transformers.GPT2Config, {"vocab_size": 97, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 6}),
+    "mpt": (transformers.MptConfig, {"vocab_size": 97, "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64}),
+    "mistral": (transformers.MistralConfig, {**_ROTARY, "head_dim": 12, "sliding_window": None}),
+    "qwen3": (transformers.Qwen3Config, {**_ROTARY, "head_dim": 10}),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {**_ROTARY, "head_dim": 12, "intermediate_size": 35, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": (
+        transformers.Qwen3MoeConfig,
+        {**_ROTARY, "head_dim": 10, "moe_intermediate_size": 35, "num_experts": 6, "num_experts_per_tok": 3},
+    ),
+}
+"""Small configurations of every architecture that is read."""
+
+
 def huggingface_config(name: str, **changes: object) -> transformers.PreTrainedConfig:
-    """A small configuration of llama, gpt2 or mpt."""
-    if name == "llama":
-        fields = {
-            "vocab_size": 97,
-            "hidden_size": 48,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
-        }
-        return transformers.LlamaConfig(**{**fields, **changes})
-    if name == "gpt2":
-        fields = {"vocab_size": 97, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 6}
-        return transformers.GPT2Config(**{**fields, **changes})
-    fields = {"vocab_size": 97, "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64}
-    return transformers.MptConfig(**{**fields, **changes})
+    """The small configuration `name` of `CONFIGS`, with some fields changed."""
+    kind, fields = CONFIGS[name]
+    return kind(**{**fields, **changes})
 
 
 def save_huggingface(
@@ -92,7 +110,7 @@ def save_huggingface(
 
 
 def byte_tokenizer(vocab_size: int = 300) -> tokenizers.Tokenizer:
-    """A byte-level BPE tokenizer with <|endoftext|> as token 0, trained on this file."""
+    """A byte-level BPE tokenizer with <|endoftext|> as token 0, trained on a text that stays as it is."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -102,7 +120,7 @@ def byte_tokenizer(vocab_size: int = 300) -> tokenizers.Tokenizer:
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([Path(__file__).read_text()], trainer)
+    tokenizer.train_from_iterator([(Path(__file__).parents[1] / "LICENSE").read_text()], trainer)
     return tokenizer
 
 

@@ -57,7 +57,7 @@ def test_json_and_options(call: Call, tmp_path: Path) -> None:
         (
             ["RUN", "NEW"],
             2,
-            "model.positions=rope makes this a LlamaForCausalLM in Hugging Face's terms, which has no counterpart for "
+            "LlamaForCausalLM, the architecture of Hugging Face nearest to this model, has no counterpart for "
             "model.clip_qkv=1.0 (it has none); such a model stays in Phalanx's own format",
         ),
     ],

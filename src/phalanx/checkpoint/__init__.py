@@ -7,8 +7,8 @@ from phalanx.checkpoint.folders import Checkpoint
 from phalanx.checkpoint.rank_group import RankGroup
 from phalanx.checkpoint.reader import (
     CheckpointReader,
+    TensorReader,
     open_checkpoints,
-    read_manifest,
     read_state,
     read_tensors,
 )
@@ -33,11 +33,11 @@ __all__ = [
     "RngState",
     "RunLock",
     "SaveHandle",
+    "TensorReader",
     "collect_tensors",
     "materialise_optimizer_state",
     "open_checkpoints",
     "placed_tensors",
-    "read_manifest",
     "read_state",
     "read_tensors",
     "rng_state",

@@ -24,7 +24,7 @@ from phalanx.checkpoint.manifest import Manifest, TensorRecord, count_bytes, par
 from phalanx.checkpoint.rank_group import RankGroup
 from phalanx.checkpoint.shard_plan import ChunkRead, SavedTensors, describe_dtype, plan_load
 from phalanx.errors import CheckpointDamaged, CheckpointError
-from phalanx.layout.place import as_place
+from phalanx.layout.place import Place, as_place
 
 MAX_NAMED = 3
 """Tensors that one message lists before it only counts."""
@@ -194,9 +194,44 @@ def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:
         return tensors
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Return the table of contents of the checkpoint at `path`. Raises CheckpointDamaged."""
-    return _read_text(path).parse_manifest()
+class TensorReader:
+    """An opened checkpoint, for one process that wants its tensors one after another; close it, or use it in a `with`."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the table of contents of the checkpoint at `path`. Raises CheckpointDamaged."""
+        self._files = ExitStack()
+        try:
+            self._folder = self._files.enter_context(CheckpointFolder(path))
+            self._manifest = self._folder.read_text().parse_manifest()
+            self._folder.check_lengths(self._manifest)
+        except BaseException:
+            self._files.close()
+            raise
+        self.records: dict[str, TensorRecord] = {record.name: record for record in self._manifest.tensors}
+        """Every tensor that is there, by name."""
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the rows `start` to `stop` of the tensor `name`, by default all: on the CPU, in the saved dtype.
+
+        Raises CheckpointDamaged when they are not what was written.
+        """
+        record = self.records[name]
+        rows = [] if not record.shape else [(record.shape[0] if stop is None else stop) - start]
+        part = torch.empty(rows + record.shape[1:], dtype=record.torch_dtype)
+        offsets = (start, *[0] * len(record.shape[1:])) if record.shape else ()
+        place = Place(part, offsets, tuple(record.shape))
+        _read_chunks(self._folder, self._manifest, plan_load([record], {name: place}))
+        return part
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ def run_convert(
     to: Literal["huggingface", "phalanx"] | None,
     dtype: str | None,
     tokenizer: Path | None,
+    architecture: str | None,
     shard_gb: float,
     as_json: bool,
 ) -> None:
@@ -29,6 +30,7 @@ def run_convert(
             to=to,
             dtype=find_number_format(dtype, "--dtype"),
             tokenizer=tokenizer,
+            architecture=architecture,
             shard_bytes=round(shard_gb * 1e9),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -78,12 +78,16 @@ def declare_convert(
         ),
     ] = None,
     tokenizer: TokenizerPath = None,
+    architecture: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Hugging Face's name of the model to write, where several compute the same."),
+    ] = None,
     shard_gb: Annotated[
         float, typer.Option(min=0.001, help="Largest weight file of a Hugging Face folder, in GB (10^9 bytes).")
     ] = DEFAULT_SHARD_BYTES / 1e9,
     as_json: Json = False,
 ) -> None:
-    """Import or export weights: Llama, GPT-2 and MPT.
+    """Import or export weights: Llama, Mistral, Mixtral, Qwen and others (docs/guides/convert.md).
 
     Nothing is fetched from a network, and nothing is computed: every number is carried over as it is, unless --dtype
     rounds it. An import has no optimizer state; train from it with training.init_from=OUT.

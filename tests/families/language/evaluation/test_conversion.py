@@ -142,8 +142,8 @@ def test_another_tokenizer_can_be_given(tmp_path: Path) -> None:
 
 
 def test_a_model_without_counterpart_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    save_run(tmp_path / "run", random_decoder(LLAMA.model_copy(update={"qk_norm": True})))
-    with pytest.raises(ConfigError, match=r"model.qk_norm=true \(it has false\)"):
+    save_run(tmp_path / "run", random_decoder(LLAMA.model_copy(update={"clip_qkv": 1.0})))
+    with pytest.raises(ConfigError, match=r"model.clip_qkv=1.0 \(it has none\)"):
         convert_weights(tmp_path / "run", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
     assert convert_weights(tmp_path / "run", tmp_path / "copy", to="phalanx").form == "phalanx"

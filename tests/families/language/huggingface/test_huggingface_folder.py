@@ -13,12 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.config.model import LanguageModel
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.families.language.huggingface.checkpoint_folder import (
-    Export,
-    HuggingFaceFolder,
-    architecture_for,
-    write_folder,
-)
+from phalanx.families.language.huggingface.architectures import architecture_for
+from phalanx.families.language.huggingface.checkpoint_folder import HuggingFaceFolder
+from phalanx.families.language.huggingface.export_folder import Export, write_folder
 from phalanx.families.language.huggingface.folder_files import TokenizerFiles
 from small_models import FAMILIES, LLAMA, huggingface_config, random_decoder, save_huggingface
 
@@ -60,7 +57,7 @@ def split_with_index(folder: Path, file_name: str) -> None:
         (
             {"architectures": ["BertModel"], "model_type": "bert"},
             "FOLDER/config.json: architectures=['BertModel'] model_type=bert is not read; "
-            "those that are: LlamaForCausalLM, GPT2LMHeadModel, MptForCausalLM",
+            "those that are: LlamaForCausalLM, GPT2LMHeadModel, MptForCausalLM, ",
         ),
         (
             {"hidden_act": "relu"},
@@ -221,18 +218,18 @@ def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
     [
         (
             LLAMA.model_copy(update={"norm": "layernorm", "qk_norm": True}),
-            "model.positions=rope makes this a LlamaForCausalLM in Hugging Face's terms, which has no counterpart for "
-            "model.norm=layernorm (it has rmsnorm); model.qk_norm=true (it has false); "
+            "Qwen3ForCausalLM, the architecture of Hugging Face nearest to this model, has no counterpart for "
+            "model.norm=layernorm (it has rmsnorm); "
             "such a model stays in Phalanx's own format",
         ),
         (
             FAMILIES["gpt"].model_copy(update={"bias": False, "n_kv_heads": 2}),
-            "model.positions=learned makes this a GPT2LMHeadModel in Hugging Face's terms, which has no counterpart for "
+            "GPT2LMHeadModel, the architecture of Hugging Face nearest to this model, has no counterpart for "
             "model.bias=false (it has true); model.n_kv_heads=2 (it has 6); such a model stays in Phalanx's own format",
         ),
         (
             FAMILIES["mpt"].model_copy(update={"mlp": "gelu_tanh", "d_ff": 100, "alibi_bias_max": 16.0}),
-            "model.positions=alibi makes this a MptForCausalLM in Hugging Face's terms, which has no counterpart for "
+            "MptForCausalLM, the architecture of Hugging Face nearest to this model, has no counterpart for "
             "model.mlp=gelu_tanh (it has gelu); model.d_ff=100 (it has 192); model.alibi_bias_max=16.0 (it has 8.0); "
             "such a model stays in Phalanx's own format",
         ),
@@ -247,16 +244,16 @@ def test_shapes_without_an_architecture_are_named_field_by_field(model: Language
 def test_an_export_never_overwrites_and_never_stays_half_written(tmp_path: Path) -> None:
     weights = random_decoder(LLAMA).state_dict()
     plan = {"model": LLAMA, "architecture": architecture_for(LLAMA), "dtype": torch.float32}
-    export = Export(**plan, read=weights.__getitem__, tokenizer=TokenizerFiles())
+    export = Export(**plan, read=lambda name, rows: weights[name][rows], tokenizer=TokenizerFiles())
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="used already exists and is not an empty folder; give another name"):
         write_folder(tmp_path / "used", export)
 
-    def fail_late(name: str) -> torch.Tensor:
+    def fail_late(name: str, rows: slice) -> torch.Tensor:
         if name == "head.weight":
             raise CheckpointError("cannot be read")
-        return weights[name]
+        return weights[name][rows]
 
     with pytest.raises(CheckpointError):
         write_folder(tmp_path / "out", Export(**plan, read=fail_late, tokenizer=TokenizerFiles()))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from phalanx.checkpoint import CheckpointStore
 from phalanx.config.model import LanguageModel
+from phalanx.errors import ConfigError
 from phalanx.families.language.evaluation.load_weights import (
     PREFIX,
     Weights,
@@ -26,9 +27,10 @@ from phalanx.families.language.evaluation.load_weights import (
     open_weights,
     tokenizer_files,
 )
-from phalanx.families.language.huggingface.checkpoint_folder import (
+from phalanx.families.language.huggingface.architectures import architecture_for
+from phalanx.families.language.huggingface.export_folder import (
     Export,
-    architecture_for,
+    ReadRows,
     new_folder,
     refuse_used,
     write_folder,
@@ -39,6 +41,7 @@ from phalanx.families.language.huggingface.folder_files import (
     TOKENIZER_FOLDER,
     TokenizerFiles,
 )
+from phalanx.families.language.huggingface.tensor_rules import LOADS
 from phalanx.families.language.sizes import parameter_count
 from phalanx.nn.precision import PRECISIONS
 
@@ -72,6 +75,7 @@ def convert_weights(
     to: Form | None = None,
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
+    architecture: str | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress = lambda done, total: None,
 ) -> Conversion:
@@ -79,7 +83,8 @@ def convert_weights(
 
     to: the form to write; by default the one `source` is not in. dtype: number format; by default float32 for a
     checkpoint, which is what training keeps, and the stored one for a Hugging Face folder. tokenizer: a tokenizer.json,
-    or a folder with one, in place of the tokenizer that belongs to `source`.
+    or a folder with one, in place of the tokenizer that belongs to `source`. architecture: Hugging Face's name of the model
+    to write, where more than one computes the same.
 
     Raises ConfigError for a model that no Hugging Face architecture can express and for a `target` in use,
     CheckpointError for a `source` that cannot be read.
@@ -88,12 +93,14 @@ def convert_weights(
     refuse_used(target)
     with open_weights(source) as weights:
         form: Form = to or ("huggingface" if weights.kind == "phalanx" else "phalanx")
-        architecture = architecture_for(weights.model) if form == "huggingface" else None
+        if architecture is not None and form == "phalanx":
+            raise ConfigError(f"--architecture={architecture} counts for Hugging Face folders alone; leave it out")
+        written = architecture_for(weights.model, architecture) if form == "huggingface" else None
         files = tokenizer_files(weights, tokenizer)
-        if architecture is not None:
+        if written is not None:
             chosen = dtype or weights.widest_format()
             read = _report_reads(weights, progress)
-            write_folder(target, Export(weights.model, architecture, read, chosen, files, shard_bytes))
+            write_folder(target, Export(weights.model, written, read, chosen, files, shard_bytes))
         else:
             chosen = dtype or torch.float32
             _write_checkpoint(target, weights, files, chosen, progress)
@@ -101,21 +108,22 @@ def convert_weights(
         source=source,
         target=target,
         form=form,
-        architecture=architecture.name if architecture else None,
+        architecture=written.name if written else None,
         parameters=parameter_count(weights.model),
         dtype=next(name for name, value in PRECISIONS.items() if value.compute_dtype == chosen),
         tokenizer=TOKENIZER in files.files,
     )
 
 
-def _report_reads(weights: Weights, progress: Progress) -> Callable[[str], Tensor]:
+def _report_reads(weights: Weights, progress: Progress) -> ReadRows:
     """Return a reader of tensors that reports its progress."""
-    total = sum(map(prod, weights.shapes.values()))
+    # Those that Hugging Face has no counterpart for are never asked for.
+    total = sum(prod(shape) for name, shape in weights.shapes.items() if not LOADS.fullmatch(name))
     done = 0
 
-    def read(name: str) -> Tensor:
+    def read(name: str, rows: slice) -> Tensor:
         nonlocal done
-        tensor = weights.read(name)
+        tensor = weights.read(name, rows)
         done += tensor.numel()
         progress(done, total)
         return tensor
@@ -143,23 +151,37 @@ def _write_checkpoint(
 
 
 def _in_scratch_file(scratch: Path, weights: Weights, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
-    """Read all tensors in `dtype` into memory that the system may move to the file `scratch`."""
-    total = sum(map(prod, weights.shapes.values()))
+    """Read all tensors into memory that the system may move to the file `scratch`: parameters in `dtype`."""
+    sizes = {name: prod(shape) * _format_of(weights, name, dtype).itemsize for name, shape in weights.shapes.items()}
+    # Aligned, so that tensors of different formats lie where their numbers may.
+    total = sum(map(_aligned, sizes.values()))
     with scratch.open("wb") as file:
         # Without the blocks reserved, a full disk would end the process instead of raising.
         reserve = getattr(os, "posix_fallocate", lambda descriptor, _start, size: os.truncate(descriptor, size))
-        reserve(file.fileno(), 0, total * dtype.itemsize)
+        reserve(file.fileno(), 0, total)
     # Shared memory of a file: the system writes it back under pressure instead of running out.
-    memory = torch.from_file(str(scratch), shared=True, size=total, dtype=dtype)
+    memory = torch.from_file(str(scratch), shared=True, size=total, dtype=torch.uint8)
     tensors: dict[str, Tensor] = {}
-    done = 0
+    numbers = sum(map(prod, weights.shapes.values()))
+    start = done = 0
     for name, shape in weights.shapes.items():
-        tensor = memory[done : done + prod(shape)].view(shape)
-        tensor.copy_(weights.read(name))
+        tensor = memory[start : start + sizes[name]].view(_format_of(weights, name, dtype)).view(shape)
+        weights.read_into(name, tensor)
         tensors[PREFIX + name] = tensor
+        start += _aligned(sizes[name])
         done += tensor.numel()
-        progress(done, total)
+        progress(done, numbers)
     return tensors
+
+
+def _format_of(weights: Weights, name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the format that the tensor `name` gets in a checkpoint in `dtype`: what routers count is never rounded."""
+    return torch.float32 if name in weights.state else dtype
+
+
+def _aligned(size: int) -> int:
+    """Return `size` bytes, filled up to a multiple of what any number format is aligned to."""
+    return -(-size // 8) * 8
 
 
 def _model_section(model: LanguageModel, target: Path) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, reduce
+from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +17,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from phalanx.checkpoint import open_checkpoints, read_manifest, read_state, read_tensors
+from phalanx.checkpoint import TensorReader, open_checkpoints, read_state
 from phalanx.config.load import parse_run
 from phalanx.config.model import LanguageModel
 from phalanx.data.prepared_folder import MANIFEST, check_size
@@ -34,12 +35,15 @@ from phalanx.families.language.huggingface.folder_files import (
     is_huggingface_folder,
 )
 from phalanx.hardware.device import require_cpu_format
+from phalanx.nn.experts import Router
 from phalanx.nn.precision import PRECISIONS
 
 PREFIX = "model."
 """What the names of a checkpoint's model tensors begin with."""
 _VERBS = {"weather": "`phalanx forecast` scores it", "materials": "`phalanx errors` scores it"}
 """What does for other families what `phalanx evaluate` does for text."""
+_WINDOW_BYTES = 2**28
+"""Rows of a tensor that are read at once, though fewer were asked for: each stored chunk is then read about once."""
 _CHUNK_LOGITS = 2**24
 """Logits that the loss holds at once, unless a single chunk of 128 tokens has more."""
 
@@ -65,8 +69,12 @@ class Weights(ABC):
         """Return number format in which the tensor `name` is stored."""
 
     @abstractmethod
-    def read(self, name: str) -> Tensor:
-        """Read the tensor `name`. Raises CheckpointError where it is damaged."""
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Read the tensor `name`, or some of its rows. Raises CheckpointError where it is damaged."""
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Fill `out` with the tensor `name`, on any device and in any format. Raises as `read` does."""
+        out.copy_(self.read(name))
 
     @abstractmethod
     def close(self) -> None:
@@ -74,13 +82,22 @@ class Weights(ABC):
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return shape of every tensor by name, in the decoder's order."""
+        """Return shape of every tensor by name, parameters and the state of routers, in the decoder's order."""
+        return {name: tuple(tensor.shape) for name, tensor in self._empty.state_dict().items()}
+
+    @cached_property
+    def state(self) -> frozenset[str]:
+        """Return the names of tensors that are no parameters; they are kept in float32 beside weights of fewer bits."""
+        return frozenset(self.shapes) - {name for name, _ in self._empty.named_parameters()}
+
+    @cached_property
+    def _empty(self) -> Decoder:
         with torch.device("meta"):
-            return {name: tuple(parameter.shape) for name, parameter in Decoder(self.model).named_parameters()}
+            return Decoder(self.model)
 
     def widest_format(self) -> torch.dtype:
-        """Return the number format that holds every tensor exactly."""
-        return reduce(torch.promote_types, {self.format_of(name) for name in self.shapes})
+        """Return the number format that holds every parameter exactly."""
+        return reduce(torch.promote_types, {self.format_of(name) for name in self.shapes.keys() - self.state})
 
     def __enter__(self) -> Self:
         return self
@@ -114,9 +131,13 @@ class HuggingFaceWeights(Weights):
         """Return number format in which the tensor `name` is stored."""
         return self._folder.format_of(name)
 
-    def read(self, name: str) -> Tensor:
-        """Read the tensor `name`."""
-        return self._folder.read(name)
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Read the tensor `name`, or some of its rows."""
+        return self._folder.read(name, rows)
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        """Fill `out` with the tensor `name`, holding no more of it than one expert."""
+        self._folder.read_into(name, out)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -124,7 +145,7 @@ class HuggingFaceWeights(Weights):
 
 
 class PhalanxWeights(Weights):
-    """Weights in a checkpoint of ours. Holds one block's tensors, so that each file is looked into once."""
+    """Weights in a checkpoint of ours."""
 
     kind = "phalanx"
 
@@ -138,8 +159,12 @@ class PhalanxWeights(Weights):
         self.step = newest.step
         state = read_state(newest.path)
         self.run, self.model = _parse_state(state, newest.path)
-        records = read_manifest(newest.path).tensors
-        stored = {r.name.removeprefix(PREFIX): r for r in records if r.name.startswith(PREFIX)}
+        self._reader = TensorReader(newest.path)
+        stored = {
+            name.removeprefix(PREFIX): record
+            for name, record in self._reader.records.items()
+            if name.startswith(PREFIX)
+        }
         self._formats = {name: record.torch_dtype for name, record in stored.items()}
         self._check_shapes({name: tuple(record.shape) for name, record in stored.items()})
         stored_tokens = state.get("special_tokens")
@@ -147,28 +172,39 @@ class PhalanxWeights(Weights):
         # The run's folder holds checkpoints/; a checkpoint that was copied elsewhere has its own parent.
         root = newest.path.parent.parent if newest.path.parent.name == "checkpoints" else newest.path.parent
         self.tokenizer = TokenizerFiles.read(root / TOKENIZER_FOLDER, special)
-        self._group = ""
-        self._held: dict[str, Tensor] = {}
+        self._held: tuple[str, int, Tensor] | None = None
+        """Rows that were read last: of which tensor, and from where on."""
 
     def format_of(self, name: str) -> torch.dtype:
         """Return number format in which the tensor `name` is stored."""
         return self._formats[name]
 
-    def read(self, name: str) -> Tensor:
-        """Read the tensor `name` and verify its checksums."""
-        parts = name.split(".")
-        # Tensors of one block are read together, so that each file is looked into once.
-        group = PREFIX + ".".join(parts[: 2 if parts[0] == "blocks" else 1]) + "."
-        if group != self._group:
-            # Emptied first, so that two blocks are never held at once.
-            self._held = {}
-            self._held = read_tensors(self.where, group)
-            self._group = group
-        return self._held[PREFIX + name]
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Read the tensor `name`, or some of its rows, and verify their checksums."""
+        shape = self.shapes[name]
+        if rows == slice(None) or not shape:
+            return self._reader.read(PREFIX + name)
+        start, stop, _ = rows.indices(shape[0])
+        if self._held is None or not self._holds(name, start, stop):
+            # Let go of first, so that two windows are never held at once.
+            self._held = None
+            row_bytes = prod(shape[1:]) * self._formats[name].itemsize
+            last = min(shape[0], max(stop, start + _WINDOW_BYTES // max(row_bytes, 1)))
+            self._held = name, start, self._reader.read(PREFIX + name, start, last)
+        _, first, held = self._held
+        return held[start - first : stop - first]
+
+    def _holds(self, name: str, start: int, stop: int) -> bool:
+        """Return whether these rows were read already."""
+        if self._held is None:
+            return False
+        held_name, first, held = self._held
+        return held_name == name and first <= start and stop <= first + len(held)
 
     def close(self) -> None:
-        """Let go of the tensors held."""
-        self._held, self._group = {}, ""
+        """Let go of the tensors held and of the files."""
+        self._held = None
+        self._reader.close()
 
     def _check_shapes(self, stored: dict[str, tuple[int, ...]]) -> None:
         """Refuse tensors that are not those of the model that state.json describes."""
@@ -275,11 +311,17 @@ def load_for_inference(
         with torch.device("meta"):
             chunk = max(128, _CHUNK_LOGITS // weights.model.vocab_size)
             model = Decoder(weights.model, dtype=dtype, chunk_tokens=chunk)
-        # Every layer casts its parameters to the activations' format, so keeping them in it changes no number.
-        model.to(dtype).to_empty(device=device)
+        # Every layer but a router casts its parameters to the activations' format, so keeping them in it changes no number.
+        model.to(dtype)
+        for module in model.modules():
+            if isinstance(module, Router):
+                module.float()
+        model.to_empty(device=device)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(weights.read(name))
+            for buffer in model.buffers():
+                buffer.zero_()
+            for name, tensor in model.state_dict().items():
+                weights.read_into(name, tensor)
         files = tokenizer_files(weights, tokenizer)
         found = TextTokenizer.from_files(files, weights.where) if files.files else None
         return LoadedModel(model.eval(), weights.run, found, weights.where, weights.step)

@@ -4,24 +4,19 @@ An architecture is a table in a module of its own (`llama`, `gpt2`, `mpt`): the 
 which of them hold a field of the decoder as it is (`same`), which values the decoder's fields must have (`needs`), and the
 names of tensors. Only what is written in another way takes code. A field of the decoder that a table does not speak of must
 have its default, so an architecture refuses options that came after it by itself.
-
-Every tensor rule only moves numbers, so both directions are exact and each undoes the other.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
-import torch
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from phalanx.config.model import LanguageModel
-from phalanx.families.language.decoder import Decoder
-from phalanx.nn.layers import gate_block
+from phalanx.config.model import Experts, LanguageModel
+from phalanx.families.language.huggingface.tensor_rules import Counterpart, TensorRule, tensor_rules
 
 # fmt: off
 GENERAL_KEYS = frozenset(
@@ -83,7 +78,10 @@ class KnownKeys(BaseModel):
 
 
 class ConfigFields(KnownKeys):
-    """The fields of `config.json` that say what a model computes, with Hugging Face's defaults."""
+    """The fields of `config.json` that say what a model computes, with Hugging Face's defaults.
+
+    Fields of the decoder go by their names, those of its mixtures of experts as in `experts.count`.
+    """
 
     same: ClassVar[Mapping[str, str]]
     """Fields of the decoder, each with the key that holds the same value."""
@@ -106,7 +104,7 @@ class ConfigFields(KnownKeys):
         # Alternatives are told apart by `to_others`, which comes last.
         needed = {field: value for field, value in self.needs.items() if not isinstance(value, tuple)}
         same = {field: getattr(self, key) for field, key in self.same.items()}
-        return LanguageModel.model_validate({**needed, **same, **self.to_others()})
+        return LanguageModel.model_validate(_nested({**needed, **same, **self.to_others()}))
 
     @classmethod
     def from_model(cls, model: LanguageModel) -> Self:
@@ -119,15 +117,30 @@ class ConfigFields(KnownKeys):
         """Return the fields of `model` without a counterpart, as in "model.norm=rmsnorm (it has layernorm)"."""
         found = resolved_fields(model)
         spoken_of = cls.same.keys() | cls.needs.keys() | cls.others | _unused_fields(model)
-        needs = {
-            **cls.needs,
-            **{field: value for field, value in _default_fields(model).items() if field not in spoken_of},
-        }
-        return [
+        defaults = {field: value for field, value in _default_fields(model).items() if field not in spoken_of}
+        has_mixtures = cls.needs.get(MIXTURES) == SOME
+        problems = [
             f"model.{field}={_show_value(found[field])} (it has {_show_value(needed)})"
-            for field, needed in needs.items()
+            for field, needed in {**cls.needs, **defaults}.items()
+            # Where there are mixtures of experts on one side alone, that says it all.
+            if field in found and not (field.startswith(_IN_MIXTURES) and not has_mixtures)
             if found[field] not in (needed if isinstance(needed, tuple) else (needed,))
         ]
+        return problems or cls._out_of_range(model)
+
+    @classmethod
+    def _out_of_range(cls, model: LanguageModel) -> list[str]:
+        """Return the values of a decoder that fits in kind which the architecture does not take."""
+        try:
+            cls.from_model(model)
+        except ValidationError as error:
+            return [
+                f"{'.'.join(map(str, detail['loc']))}={_show_value(detail['input'])} ({detail['msg']})".removeprefix(
+                    "="
+                )
+                for detail in error.errors()
+            ]
+        return []
 
 
 @dataclass(frozen=True)
@@ -149,36 +162,100 @@ class Architecture:
     ignored: re.Pattern[str] = re.compile(r"(?!)")
     """Names of tensors that hold constants, which some versions wrote out; by default there are none."""
 
-    def rules(self, model: LanguageModel) -> list[TensorRule]:
-        """Return one rule for each parameter of the decoder."""
-        return tensor_rules(model, self.counterparts)
+    further_layers: bool = False
+    """Whether files hold layers behind the decoder's last, which predict further tokens and are passed over."""
+
+    def rules(self, model: LanguageModel, *, fused: bool = False) -> list[TensorRule]:
+        """Return the rules for all tensors of the decoder. fused: see `tensor_rules`."""
+        return tensor_rules(model, self.counterparts, fused=fused)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether files may keep the experts of a layer in one tensor."""
+        return any(counterpart.fused is not None for counterpart in self.counterparts.values())
+
+    def passes_over(self, name: str, model: LanguageModel) -> bool:
+        """Return whether the tensor `name` of theirs is no part of the decoder."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        behind = self.further_layers and layer is not None and int(layer[1]) >= model.n_layers
+        return behind or self.ignored.fullmatch(name) is not None
 
     def config_json(self, model: LanguageModel) -> dict[str, Any]:
         """Return the content of `config.json` for a decoder that fits."""
         fields = self.config.from_model(model).model_dump(exclude_none=True)
-        return {"architectures": [self.name], "model_type": self.model_type, **fields}
+        # Said of the fields that are something else in a file that leaves them out.
+        nulls = {
+            name: None
+            for name, field in self.config.model_fields.items()
+            if name not in fields and field.default is not None and not field.exclude and not field.is_required()
+        }
+        return {"architectures": [self.name], "model_type": self.model_type, **fields, **nulls}
+
+
+MIXTURES = "experts"
+"""The field that says whether there are mixtures of experts."""
+SOME = "some"
+"""What that field has where there are."""
+_IN_MIXTURES = f"{MIXTURES}."
+_TRAINING_ONLY = frozenset({"experts.balance", "experts.balance_weight", "experts.z_loss", "experts.bias_rate"})
 
 
 def resolved_fields(model: LanguageModel) -> dict[str, object]:
-    """Return every field of `model`, with the sizes that null stands for filled in."""
-    return {**model.model_dump(), "n_kv_heads": model.kv_heads, "head_dim": model.head_size, "d_ff": model.ff_size}
+    """Return every field of `model`, with the sizes that null stands for filled in; see `ConfigFields` on their names."""
+    sizes = {"n_kv_heads": model.kv_heads, "head_dim": model.head_size, "d_ff": model.ff_size}
+    experts = model.experts
+    if experts is None:
+        return {**model.model_dump(), **sizes}
+    fields = {
+        **experts.model_dump(),
+        "d_ff": experts.d_ff or model.ff_size,
+        # The weight of a single expert is never divided.
+        "normalize": experts.normalize and experts.active > 1,
+        "selection_bias": experts.biased,
+        # Null where it is what follows from the number of shared experts.
+        "shared_d_ff": None
+        if experts.shared_d_ff == experts.shared * (experts.d_ff or model.ff_size)
+        else experts.shared_d_ff,
+    }
+    mixtures = {_IN_MIXTURES + name: value for name, value in fields.items()}
+    return {**model.model_dump(), **sizes, **mixtures, MIXTURES: SOME}
 
 
 def _default_fields(model: LanguageModel) -> dict[str, object]:
     """Return the default of every field that has one, with the sizes that null stands for filled in."""
     defaults = {name: field.default for name, field in LanguageModel.model_fields.items() if not field.is_required()}
-    sizes = {"n_kv_heads": model.n_heads, "head_dim": model.d_model // model.n_heads, "d_ff": 4 * model.d_model}
-    return defaults | sizes
+    mixtures = {
+        _IN_MIXTURES + name: field.default for name, field in Experts.model_fields.items() if not field.is_required()
+    }
+    sizes = {
+        "n_kv_heads": model.n_heads,
+        "head_dim": model.d_model // model.n_heads,
+        "d_ff": 4 * model.d_model,
+        "experts.d_ff": model.ff_size,
+    }
+    return defaults | mixtures | sizes
 
 
 def _unused_fields(model: LanguageModel) -> set[str]:
     """Return the fields that do not change what the trained `model` computes."""
-    unused = {"family", "preset", "dropout", "init_std"}
+    unused = {"family", "preset", "dropout", "init_std", *_TRAINING_ONLY}
     if model.positions != "rope":
         unused |= {"rope_theta", "rope_scaling"}
     if model.positions != "alibi":
         unused.add("alibi_bias_max")
+    experts = model.experts
+    if experts is not None and experts.dense_layers == 0:
+        unused.add("d_ff")
+    if experts is not None and experts.groups == 1:
+        unused |= {"experts.active_groups", "experts.group_score"}
     return unused
+
+
+def _nested(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the `model` section for fields that go by the names of `ConfigFields`."""
+    within = {name.removeprefix(_IN_MIXTURES): value for name, value in fields.items() if name.startswith(_IN_MIXTURES)}
+    outside = {name: value for name, value in fields.items() if name != MIXTURES and not name.startswith(_IN_MIXTURES)}
+    return {**outside, MIXTURES: within} if within else outside
 
 
 def _show_value(value: object) -> str:
@@ -187,91 +264,3 @@ def _show_value(value: object) -> str:
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else f"{value}"
-
-
-@dataclass(frozen=True)
-class Counterpart:
-    """The Hugging Face modules that together hold one module (or one parameter) of ours."""
-
-    names: tuple[str, ...]
-    """Their names; `*` stands for the layer."""
-    rows: Literal["same", "qkv", "gate_up"] = "same"
-    """What the rows are, where ours are in another order: query, key, value (in one tensor or three), or gate and up."""
-    transposed: bool = False
-    """Whether matrices are kept as [in, out]."""
-
-
-@dataclass(frozen=True)
-class TensorRule:
-    """One tensor of ours and the tensors of theirs that hold the same numbers."""
-
-    ours: str
-    theirs: tuple[str, ...]
-    shape: tuple[int, ...]
-    """Shape of ours."""
-    counterpart: Counterpart
-    model: LanguageModel
-
-    def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join their tensors, given in the order of `theirs`, into ours."""
-        model = self.model
-        parts = [self._transposed(part) for part in parts]
-        if self.counterpart.rows == "qkv":
-            if len(parts) == 1:
-                sizes = [heads * model.head_size for heads in (model.n_heads, model.kv_heads, model.kv_heads)]
-                parts = parts[0].split(sizes)
-            # All queries, keys and values become for each key/value head its query heads, its key, its value, so that a
-            # contiguous slice of the rows is a whole part of the layer.
-            heads = [part.unflatten(0, (model.kv_heads, -1, model.head_size)) for part in parts]
-            return torch.cat(heads, dim=1).flatten(0, 2)
-        if self.counterpart.rows == "gate_up":
-            gate_up = [part.unflatten(0, (-1, gate_block(model.ff_size))) for part in parts]
-            return torch.stack(gate_up, dim=1).flatten(0, 2)
-        return parts[0]
-
-    def split(self, tensor: Tensor) -> list[Tensor]:
-        """Split our tensor into theirs, in the order of `theirs`: the inverse of `join`."""
-        model = self.model
-        parts: Sequence[Tensor] = (tensor,)
-        if self.counterpart.rows == "qkv":
-            group = model.n_heads // model.kv_heads
-            heads = tensor.unflatten(0, (model.kv_heads, group + 2, model.head_size))
-            parts = [part.flatten(0, 2) for part in heads.split([group, 1, 1], dim=1)]
-            if len(self.theirs) == 1:
-                parts = (torch.cat(parts),)
-        elif self.counterpart.rows == "gate_up":
-            gate_up = tensor.unflatten(0, (-1, 2, gate_block(model.ff_size)))
-            parts = [part.flatten(0, 1) for part in gate_up.unbind(1)]
-        return [self._transposed(part) for part in parts]
-
-    def their_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each of their tensors, by name."""
-        parts = self.split(torch.empty(self.shape, device="meta"))
-        return {name: tuple(part.shape) for name, part in zip(self.theirs, parts, strict=True)}
-
-    def _transposed(self, tensor: Tensor) -> Tensor:
-        return tensor.T if self.counterpart.transposed and tensor.dim() == 2 else tensor
-
-
-def tensor_rules(model: LanguageModel, counterparts: Mapping[str, Counterpart]) -> list[TensorRule]:
-    """Return a rule for every parameter of the decoder that `model` describes, in the decoder's own order.
-
-    counterparts: by our module name, or by parameter name where a module's parameters have different homes; `*` stands
-    for the layer.
-    """
-    # Names and shapes come from the model itself, without memory, so a rule can never be forgotten.
-    with torch.device("meta"):
-        decoder = Decoder(model)
-    rules = []
-    for ours, parameter in decoder.named_parameters():
-        pattern, layer = ours, ""
-        if ours.startswith("blocks."):
-            _, layer, rest = ours.split(".", 2)
-            pattern = f"blocks.*.{rest}"
-        # A rule for the parameter itself goes before that of its module.
-        module, _, kind = pattern.rpartition(".")
-        suffix = "" if pattern in counterparts else f".{kind}"
-        counterpart = counterparts[pattern if pattern in counterparts else module]
-        theirs = tuple(name.replace("*", layer) + suffix for name in counterpart.names)
-        rules.append(TensorRule(ours, theirs, tuple(parameter.shape), counterpart, model))
-    return rules

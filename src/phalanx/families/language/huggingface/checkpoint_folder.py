@@ -1,49 +1,34 @@
-"""A folder with a Hugging Face checkpoint: read and written one tensor at a time.
+"""A folder with a Hugging Face checkpoint, read one tensor at a time.
 
 Folders come from strangers and are checked before any tensor is read: only safetensors are read (never pickle), names in the
 index may not lead out of the folder, and every tensor must be one the architecture has, in the shape that `config.json`
-gives it. A folder that is written is one that `transformers` loads; it appears whole or not at all.
+gives it.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from functools import reduce
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from phalanx.config.model import LanguageModel
-from phalanx.errors import CheckpointError, ConfigError, PhalanxError
-from phalanx.families.language.huggingface.architecture import Architecture, TensorRule
+from phalanx.errors import CheckpointError
+from phalanx.families.language.huggingface.architectures import read_config
 from phalanx.families.language.huggingface.folder_files import (
-    DEFAULT_SHARD_BYTES,
+    FORMATS,
+    GENERATION,
+    INDEX,
+    WEIGHTS,
     SpecialTokens,
-    TokenizerFiles,
     file_inside,
     read_json,
 )
-from phalanx.families.language.huggingface.gpt2 import GPT2
-from phalanx.families.language.huggingface.llama import LLAMA
-from phalanx.families.language.huggingface.mpt import MPT
-from phalanx.files import whole_folder
+from phalanx.families.language.huggingface.tensor_rules import LOADS, TensorRule
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-GENERATION = "generation_config.json"
-
-ARCHITECTURES = (LLAMA, GPT2, MPT)
-_UNKNOWN_KEY = "what it changes is not known; if it is nothing, take it out of config.json"
-_FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_FORMAT_NAMES = {dtype: name for name, dtype in _FORMATS.items()}
 _SHOWN = 5
 _HEAD = "lm_head.weight"
 _ROWS = 8192
@@ -63,7 +48,7 @@ class HuggingFaceFolder:
         self._files = ExitStack()
         try:
             self._open_weights()
-            self._rules = {rule.ours: rule for rule in self.architecture.rules(self.model)}
+            self._rules = self._choose_rules()
             self._check_tensors()
             self._check_tied_head()
         except BaseException:
@@ -80,32 +65,71 @@ class HuggingFaceFolder:
         """Close the weight files."""
         self._files.close()
 
-    @property
-    def names(self) -> list[str]:
-        """Return our names of all tensors, in the decoder's order."""
-        return list(self._rules)
-
     def format_of(self, name: str) -> torch.dtype:
         """Return the number format in which our tensor `name` is stored; one that holds all parts, where they differ."""
-        stored = [self._stored_name(theirs) for theirs in self._rules[name].theirs]
-        formats = (_FORMATS[self._tensors[part].get_slice(part).get_dtype()] for part in stored)
+        if LOADS.fullmatch(name):
+            return torch.float32
+        stored = [self._stored_name(theirs) for rule in self._rules[name] for theirs in rule.theirs]
+        formats = (FORMATS[self._tensors[part].get_slice(part).get_dtype()] for part in stored)
         return reduce(torch.promote_types, formats)
 
-    def read(self, name: str) -> Tensor:
-        """Read our tensor `name` on the CPU, in its stored format. Raises CheckpointError where it holds NaN or
-        infinities."""
-        rule = self._rules[name]
-        parts = []
-        for stored in map(self._stored_name, rule.theirs):
-            part = self._tensors[stored].get_tensor(stored)
-            broken = part.numel() - int(part.isfinite().sum())
-            if broken:
-                raise CheckpointError(
-                    f"{self.path}: {broken:,} of {part.numel():,} numbers of tensor {stored} are NaN or infinite; "
-                    f"nothing can be computed with them, fetch or save the model again"
-                )
-            parts.append(part)
-        return rule.join(parts).contiguous()
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Read some rows of our tensor `name` on the CPU, in its stored format. Raises as `read_into` does."""
+        stop, *sizes = self.shape_of(name)
+        first, last, _ = rows.indices(stop)
+        out = torch.empty(last - first, *sizes, dtype=self.format_of(name))
+        self.read_into(name, out, first)
+        return out
+
+    def read_into(self, name: str, out: Tensor, first_row: int = 0) -> None:
+        """Fill `out` with the rows of our tensor `name` from `first_row`, holding the tensors of one rule besides.
+
+        Raises CheckpointError where one of these holds NaN or infinities."""
+        if LOADS.fullmatch(name):
+            # What an untrained router begins with: all experts alike.
+            out.fill_(1.0 / self.shape_of(name)[0])
+            return
+        for rule in self._rules[name]:
+            start, stop = max(rule.rows.start, first_row), min(rule.rows.stop, first_row + len(out))
+            if start < stop:
+                joined = rule.join([self._read_part(theirs, rule.expert) for theirs in rule.theirs])
+                within = slice(start - rule.rows.start, stop - rule.rows.start)
+                out[start - first_row : stop - first_row].copy_(joined[within])
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of our tensor `name`."""
+        if LOADS.fullmatch(name):
+            name = name.removesuffix("load") + "weight"
+            return self.shape_of(name)[:1]
+        last = self._rules[name][-1]
+        return (last.rows.stop, *last.shape[1:])
+
+    def _read_part(self, theirs: str, expert: int | None) -> Tensor:
+        """Read their tensor, or one expert's part of it."""
+        stored = self._stored_name(theirs)
+        whole = self._tensors[stored]
+        part: Tensor = whole.get_tensor(stored) if expert is None else whole.get_slice(stored)[expert]
+        broken = part.numel() - int(part.isfinite().sum())
+        if broken:
+            raise CheckpointError(
+                f"{self.path}: {broken:,} of {part.numel():,} numbers of tensor {stored} are NaN or infinite; "
+                f"nothing can be computed with them, fetch or save the model again"
+            )
+        return part
+
+    def _choose_rules(self) -> dict[str, list[TensorRule]]:
+        """Return the rules for each of our tensors, for the layout of experts that the files have."""
+        rules = self.architecture.rules(self.model)
+        if self.architecture.fuses:
+            fused = self.architecture.rules(self.model, fused=True)
+            separate = {name for rule in rules for name in rule.theirs}
+            found = {name for rule in fused for name in rule.theirs if name not in separate}
+            if any(self._stored_name(name) in self._tensors for name in found):
+                rules = fused
+        by_tensor: dict[str, list[TensorRule]] = {}
+        for rule in rules:
+            by_tensor.setdefault(rule.ours, []).append(rule)
+        return by_tensor
 
     def _read_special_tokens(self) -> SpecialTokens:
         """Read the special tokens of the configuration, overruled by those of generation_config.json."""
@@ -143,14 +167,15 @@ class HuggingFaceFolder:
     def _check_tensors(self) -> None:
         expected = {
             self._stored_name(name): shape
-            for rule in self._rules.values()
+            for rules in self._rules.values()
+            for rule in rules
             for name, shape in rule.their_shapes().items()
         }
         problems = [f"{self.path}: tensor {name} is missing" for name in expected if name not in self._tensors]
         for name in sorted(self._tensors):
             if name in expected:
                 problems += self._check_tensor(name, expected[name])
-            elif not (self.architecture.ignored.fullmatch(name) or (self.model.tied_head and name == _HEAD)):
+            elif not (self.architecture.passes_over(name, self.model) or (self.model.tied_head and name == _HEAD)):
                 problems.append(f"{self.path}: {self.architecture.name} has no tensor {name}")
         if problems:
             more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
@@ -162,7 +187,7 @@ class HuggingFaceFolder:
         A tied head is often written out a second time, so one that is equal is passed over."""
         if not self.model.tied_head or _HEAD not in self._tensors:
             return
-        embedding = self._stored_name(self._rules["embedding.weight"].theirs[0])
+        embedding = self._stored_name(self._rules["embedding.weight"][0].theirs[0])
         head, tied = (self._tensors[name].get_slice(name) for name in (_HEAD, embedding))
         # In slices, as both are widened to float64 to be compared.
         rows = tied.get_shape()[0]
@@ -184,8 +209,8 @@ class HuggingFaceFolder:
             problems.append(
                 f"{self.path}: tensor {name} has shape {list(shape)}, config.json asks for {list(expected)}"
             )
-        if stored not in _FORMATS:
-            problems.append(f"{self.path}: tensor {name} is stored as {stored}; read are {', '.join(_FORMATS)}")
+        if stored not in FORMATS:
+            problems.append(f"{self.path}: tensor {name} is stored as {stored}; read are {', '.join(FORMATS)}")
         return problems
 
 
@@ -206,181 +231,3 @@ def weight_files(path: Path) -> list[str]:
             f"save the model as safetensors (transformers: model.save_pretrained(folder)) and give that folder"
         )
     raise CheckpointError(f"{path} holds no weights: neither {WEIGHTS} nor {INDEX}")
-
-
-def architecture_for(model: LanguageModel) -> Architecture:
-    """Return the architecture that computes what `model` describes.
-
-    Raises ConfigError naming every field without a counterpart in the nearest architecture of the same positions.
-    """
-    misfits = {a.name: a.config.misfits(model) for a in ARCHITECTURES}
-    found = next((a for a in ARCHITECTURES if not misfits[a.name]), None)
-    if found is None:
-        alike = (a for a in ARCHITECTURES if a.config.needs["positions"] == model.positions)
-        nearest = min(alike, key=lambda a: len(misfits[a.name]))
-        raise ConfigError(
-            f"model.positions={model.positions} makes this a {nearest.name} in Hugging Face's terms, "
-            f"which has no counterpart for {'; '.join(misfits[nearest.name])}; such a model stays in Phalanx's own format"
-        )
-    return found
-
-
-def read_config(values: Mapping[str, Any], where: str) -> tuple[Architecture, LanguageModel]:
-    """Return the architecture and decoder that a parsed `config.json` describes; `where` names the file in messages.
-
-    Raises CheckpointError for another architecture and for every setting the decoder has no counterpart for.
-    """
-    names, model_type = values.get("architectures") or [], values.get("model_type")
-    found = next((a for a in ARCHITECTURES if {a.name, *a.aliases} & set(names)), None)
-    if not names:
-        found = next((a for a in ARCHITECTURES if a.model_type == model_type), None)
-    if found is None:
-        raise CheckpointError(
-            f"{where}: architectures={names} model_type={model_type} is not read; "
-            f"those that are: {', '.join(a.name for a in ARCHITECTURES)}"
-        )
-    if model_type not in (None, found.model_type):
-        raise CheckpointError(
-            f"{where}: architectures={names} is a model of type {found.model_type}, but model_type={model_type}, by which "
-            f"transformers chooses what it computes; correct the one that is wrong"
-        )
-    if values.get("quantization_config") is not None:
-        raise CheckpointError(
-            f"{where}: quantization_config is set; only unquantised weights are read, use the original"
-        )
-    try:
-        return found, found.config.model_validate(dict(values)).to_model()
-    except ValidationError as error:
-        problems = []
-        for detail in error.errors():
-            unknown = detail["type"] == "extra_forbidden"
-            reason = _UNKNOWN_KEY if unknown else detail["msg"].removeprefix("Value error, ")
-            value: Any = values
-            for part in detail["loc"]:
-                value = value.get(part) if isinstance(value, dict) else None
-            field = ".".join(map(str, detail["loc"]))
-            problems.append(f"{field}={value!r} has no counterpart in the decoder: {reason}" if field else reason)
-        raise CheckpointError("\n".join(f"{where}: {problem}" for problem in problems)) from None
-
-
-@dataclass(frozen=True)
-class Export:
-    """What is to be written, and in which form."""
-
-    model: LanguageModel
-    architecture: Architecture
-    """One that `model` fits."""
-    read: Callable[[str], Tensor]
-    """Gives our tensor of a name."""
-    dtype: torch.dtype
-    """Number format of all tensors."""
-    tokenizer: TokenizerFiles
-    """Tokenizer and special tokens; may be empty."""
-    shard_bytes: int = DEFAULT_SHARD_BYTES
-    """Largest weight file in bytes; a single tensor that is larger gets a file of its own."""
-
-
-def write_folder(path: Path, export: Export) -> None:
-    """Write `export` as the new folder `path`. Raises as `new_folder` does."""
-    with new_folder(path) as folder:
-        _write_weights(folder, export)
-        special_tokens = export.tokenizer.special.as_config()
-        config = {
-            **export.architecture.config_json(export.model),
-            **special_tokens,
-            "torch_dtype": str(export.dtype).removeprefix("torch."),
-            "use_cache": True,
-        }
-        _write_json(folder / "config.json", config)
-        _write_json(folder / GENERATION, special_tokens)
-        export.tokenizer.write(folder, export.model.max_positions)
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes `path` at the end; nothing stays where that fails.
-
-    Raises ConfigError if `path` is already in use, PhalanxError if it cannot be written.
-    """
-    refuse_used(path)
-    path = path.absolute()
-    try:
-        with whole_folder(path) as folder:
-            yield folder
-    except OSError as error:
-        raise PhalanxError(f"{path} cannot be written: {error.strerror}; nothing was left there") from error
-
-
-def refuse_used(path: Path) -> None:
-    """Raise ConfigError if there is something at `path` that could be lost."""
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ConfigError(f"{path} already exists and is not an empty folder; give another name, or remove it first")
-
-
-def _write_weights(folder: Path, export: Export) -> None:
-    shards = _plan_shards(export.architecture.rules(export.model), export.dtype, export.shard_bytes)
-    weight_map: dict[str, str] = {}
-    # Hugging Face's own names, by which its libraries find the files.
-    for number, rules in enumerate(shards, start=1):
-        name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_safetensors(folder / name, rules, export)
-        weight_map |= {theirs: name for rule in rules for theirs in rule.theirs}
-    if len(shards) > 1:
-        total = sum(_tensor_bytes(rule.shape, export.dtype) for rules in shards for rule in rules)
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-
-
-def _plan_shards(rules: Sequence[TensorRule], dtype: torch.dtype, limit: int) -> list[list[TensorRule]]:
-    shards: list[list[TensorRule]] = []
-    room = 0
-    for rule in rules:
-        size = _tensor_bytes(rule.shape, dtype)
-        # A tensor that is larger than the limit gets a file of its own.
-        if not shards or size > room:
-            shards.append([])
-            room = limit
-        shards[-1].append(rule)
-        room -= size
-    return shards
-
-
-def _write_safetensors(file: Path, rules: Sequence[TensorRule], export: Export) -> None:
-    """Write a safetensors file: length of the header (8 bytes, little-endian), header as JSON, then the bytes of all
-    tensors.
-
-    The safetensors package wants all tensors of a file in memory at once; this does not.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for rule in rules:
-        for name, shape in rule.their_shapes().items():
-            start, end = end, end + _tensor_bytes(shape, export.dtype)
-            header[name] = {"dtype": _FORMAT_NAMES[export.dtype], "shape": list(shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    # The format wants tensors aligned to 8 bytes, so the header is filled up with spaces.
-    encoded += b" " * (-len(encoded) % 8)
-    with file.open("wb") as stream:
-        stream.write(len(encoded).to_bytes(8, "little") + encoded)
-        # One tensor in memory at a time.
-        for rule in rules:
-            for part in rule.split(export.read(rule.ours)):
-                # As bytes: numpy knows no bfloat16.
-                bits = part.to(export.dtype).contiguous().flatten().view(torch.uint8)
-                stream.write(bits.numpy().data)
-        _flush_to_disk(stream)
-
-
-def _write_json(file: Path, values: dict[str, Any]) -> None:
-    with file.open("wb") as stream:
-        stream.write(json.dumps(values, indent=2).encode() + b"\n")
-        _flush_to_disk(stream)
-
-
-def _flush_to_disk(stream: BinaryIO) -> None:
-    stream.flush()
-    # On disk before the folder gets its name: a crash must not leave a whole folder with empty files.
-    os.fsync(stream.fileno())
-
-
-def _tensor_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize

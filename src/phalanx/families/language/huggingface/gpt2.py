@@ -11,10 +11,10 @@ from phalanx.families.language.huggingface.architecture import (
     GENERAL_KEYS,
     Architecture,
     ConfigFields,
-    Counterpart,
     Positive,
     Size,
 )
+from phalanx.families.language.huggingface.tensor_rules import Counterpart
 
 
 class GPT2Fields(ConfigFields):

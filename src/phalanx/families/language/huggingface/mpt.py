@@ -15,11 +15,11 @@ from phalanx.families.language.huggingface.architecture import (
     GENERAL_KEYS,
     Architecture,
     ConfigFields,
-    Counterpart,
     KnownKeys,
     Positive,
     Size,
 )
+from phalanx.families.language.huggingface.tensor_rules import Counterpart
 
 Unlimited = Annotated[Literal[-1], Field(exclude=True)]
 """A window that bounds nothing. It is read, to refuse other values, and not written."""
