@@ -53,8 +53,8 @@ def test_outputs_that_are_kept_show(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Tensor] = []
     forward = Block.forward
 
-    def keeping(self: Block, *arguments: Any) -> Tensor:
-        kept.append(forward(self, *arguments))
+    def keeping(self: Block, *arguments: Any, **options: Any) -> Tensor:
+        kept.append(forward(self, *arguments, **options))
         return kept[-1]
 
     right = dry(name, 0)
