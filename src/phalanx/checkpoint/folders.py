@@ -299,8 +299,27 @@ class DataFile:
         self.path = path
         self._fd = descriptor
         self._start = record.header_bytes
-        # Checked once: every chunk's place is then known to lie in the file.
-        self._entries = _read_header(path, descriptor, record)
+        # The header is safetensors' own: where each key's data begin and end, in bytes from the header's end. It is checked
+        # once: every chunk's place is then known to lie in the file.
+        header = bytearray(record.header_bytes)
+        read_exactly(descriptor, memoryview(header), 0, path)
+        found = compute_checksum(bytes(header))
+        if found != record.header_crc32:
+            raise CheckpointDamaged(f"{path}: header checksum expected {record.header_crc32}, found {found}")
+        length = int.from_bytes(header[:8], "little")
+        if length != record.header_bytes - 8:
+            raise CheckpointDamaged(
+                f"{path}: header of {record.header_bytes - 8} bytes expected, the file claims {length}"
+            )
+        try:
+            entries = parse_json(bytes(header[8:]), max_nested=max_nested_of_table(header))
+            spans = {key: entry["data_offsets"] for key, entry in entries.items() if key != "__metadata__"}
+            for begin, end in spans.values():
+                if not (type(begin) is type(end) is int and 0 <= begin <= end <= record.bytes - record.header_bytes):
+                    raise ValueError(f"data at {begin} to {end}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointDamaged(f"{path}: the header is not that of a safetensors file: {error}") from error
+        self._entries = {key: (begin, end) for key, (begin, end) in spans.items()}
 
     def close(self) -> None:
         """Close the file."""
@@ -320,27 +339,6 @@ class DataFile:
         found = compute_checksum(buffer)
         if found != chunk.crc32:
             raise CheckpointDamaged(f"{where}: checksum expected {chunk.crc32}, found {found}")
-
-
-def _read_header(path: Path, descriptor: int, record: FileRecord) -> dict[str, tuple[int, int]]:
-    """Return where each key's data begin and end, in bytes from the header's end. The header is safetensors' own."""
-    header = bytearray(record.header_bytes)
-    read_exactly(descriptor, memoryview(header), 0, path)
-    found = compute_checksum(bytes(header))
-    if found != record.header_crc32:
-        raise CheckpointDamaged(f"{path}: header checksum expected {record.header_crc32}, found {found}")
-    length = int.from_bytes(header[:8], "little")
-    if length != record.header_bytes - 8:
-        raise CheckpointDamaged(f"{path}: header of {record.header_bytes - 8} bytes expected, the file claims {length}")
-    try:
-        entries = parse_json(bytes(header[8:]), max_nested=max_nested_of_table(header))
-        spans = {key: entry["data_offsets"] for key, entry in entries.items() if key != "__metadata__"}
-        for begin, end in spans.values():
-            if not (type(begin) is type(end) is int and 0 <= begin <= end <= record.bytes - record.header_bytes):
-                raise ValueError(f"data at {begin} to {end}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointDamaged(f"{path}: the header is not that of a safetensors file: {error}") from error
-    return {key: (begin, end) for key, (begin, end) in spans.items()}
 
 
 def byte_view(memory: Tensor) -> memoryview:

@@ -230,17 +230,13 @@ def parse_manifest(text: bytes) -> Manifest:
     try:
         manifest = Manifest.model_validate(fields)
     except ValidationError as error:
-        raise ValueError(_first_problem(error)) from None
+        problem = error.errors(include_url=False, include_context=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise ValueError(f"{where}={str(problem['input'])[:80]!r}: {problem['msg']}") from None
     for tensor in manifest.tensors:
         _check_chunks(tensor)
     _check_files(manifest)
     return manifest
-
-
-def _first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(part) for part in problem["loc"])
-    return f"{where}={str(problem['input'])[:80]!r}: {problem['msg']}"
 
 
 def _check_files(manifest: Manifest) -> None:

@@ -84,7 +84,14 @@ class SavePlanner:
         if self._ranks.any(changed).item():
             # Forgotten first, so that a plan that fails half-way is made anew by all ranks.
             self._planned_for = None
-            self._agree_on_plan([_write_item(name, place) for name, place in places.items() if _has_part(place)])
+            # An empty shard begins where the next part of the tensor does, and DCP takes shards that begin alike for copies.
+            self._agree_on_plan(
+                [
+                    _write_item(name, place)
+                    for name, place in places.items()
+                    if place.local.numel() > 0 or math.prod(place.shape) == 0
+                ]
+            )
             self._planned_for = layout
         return [piece for item in self._items for piece in _cut_pieces(item, places)]
 
@@ -126,12 +133,6 @@ def _why_unsaveable(name: str, saved: Tensor | Place) -> str | None:
     if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
         return f"its placements {tensor.placements} hold a sum not yet made; redistribute it first"
     return None
-
-
-def _has_part(place: Place) -> bool:
-    """Return whether this rank has elements of the tensor, or the tensor has none at all."""
-    # An empty shard begins where the next part of the tensor does, and DCP takes shards that begin alike for copies.
-    return place.local.numel() > 0 or math.prod(place.shape) == 0
 
 
 def _write_item(name: str, place: Place) -> WriteItem:

@@ -63,7 +63,25 @@ def list_presets(
         raise ConfigError(f"{name} is not a preset" + (f"\nnearest: {', '.join(matches)}" if matches else ""))
     presets = [load_preset(known) for known in preset_names() if name in (None, known)]
     if as_json:
-        print_json({"presets": [_summarise_preset(preset) for preset in presets]})
+        print_json(
+            {
+                "presets": [
+                    {
+                        "name": preset.name,
+                        "about": preset.about,
+                        "source": preset.source,
+                        "family": preset.family,
+                        "parameters": sizes_of(preset.model()).parameter_count(preset.model()),
+                        "published": [
+                            {"parameters": printed.parameters, "counts": printed.counts} for printed in preset.published
+                        ],
+                        "sequence_length": preset.sequence_length,
+                        "model": preset.model().model_dump(mode="json"),
+                    }
+                    for preset in presets
+                ]
+            }
+        )
     elif markdown:
         print("\n".join(write_markdown_presets(presets)))
     elif name is not None:
@@ -231,19 +249,6 @@ def _describe_summary(run: Run, summary: dict[str, Any]) -> Iterator[tuple[str, 
         "model FLOPs",
         f"{summary['flops']:.3g} ({short_count(summary['flops_per_token'])} a token; {run.training.flops}: {halved})",
     )
-
-
-def _summarise_preset(preset: Preset) -> dict[str, Any]:
-    return {
-        "name": preset.name,
-        "about": preset.about,
-        "source": preset.source,
-        "family": preset.family,
-        "parameters": sizes_of(preset.model()).parameter_count(preset.model()),
-        "published": [{"parameters": printed.parameters, "counts": printed.counts} for printed in preset.published],
-        "sequence_length": preset.sequence_length,
-        "model": preset.model().model_dump(mode="json"),
-    }
 
 
 def _summarise_section(info: SectionInfo) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from phalanx.cli.ranks import start_ranks, words_without_nproc
 from phalanx.errors import CheckFailed
 from phalanx.hardware.device import choose_device
 from phalanx.hardware.doctor.examine import Examination, examine_ranks
-from phalanx.hardware.doctor.finding import Finding, format_ranks
+from phalanx.hardware.doctor.finding import format_ranks
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.mesh import leave_process_group, ranks_from_environment
 
@@ -58,25 +58,33 @@ def run_doctor(
 
 
 def _print_examination(found: Examination) -> None:
-    print_lines([_describe_job(found), *(f"  {line}" for line in _write_rates(found))])
-    for finding in found.findings:
-        open_output().print(_write_finding(finding, len(found.facts)), soft_wrap=True)
-    warnings = sum(finding.level == "warning" for finding in found.findings)
-    if found.passed:
-        also = f" with {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
-        print_lines([f"PASS{also}"], style="green")
-
-
-def _describe_job(found: Examination) -> str:
     devices = Counter(one.device for one in found.facts)
     hosts = len({one.host for one in found.facts})
     versions = found.facts[0].versions
     listed = ", ".join(f"{count:,} x {name}" for name, count in devices.most_common())
     ranks = len(found.facts)
-    return (
-        f"{ranks:,} rank{'s' if ranks > 1 else ''} on {hosts:,} host{'s' if hosts > 1 else ''}: {listed}; "
-        f"phalanx {versions['phalanx']}, torch {versions['torch']}, Python {versions['python']}"
+    print_lines(
+        [
+            (
+                f"{ranks:,} rank{'s' if ranks > 1 else ''} on {hosts:,} host{'s' if hosts > 1 else ''}: {listed}; "
+                f"phalanx {versions['phalanx']}, torch {versions['torch']}, Python {versions['python']}"
+            ),
+            *(f"  {line}" for line in _write_rates(found)),
+        ]
     )
+    for finding in found.findings:
+        style = "bold red" if finding.level == "failed" else "yellow"
+        all_of_them = len(finding.ranks) in (0, len(found.facts))
+        # findings of one rank name it with its host
+        whose = "" if all_of_them or len(finding.ranks) == 1 else f" ({format_ranks(finding.ranks)})"
+        open_output().print(
+            Text.assemble((f"{finding.level:7}", style), f"  {finding.check}: {finding.message}{whose}; {finding.fix}"),
+            soft_wrap=True,
+        )
+    warnings = sum(finding.level == "warning" for finding in found.findings)
+    if found.passed:
+        also = f" with {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
+        print_lines([f"PASS{also}"], style="green")
 
 
 def _write_rates(found: Examination) -> list[str]:
@@ -102,11 +110,3 @@ def _write_rate(what: str, unit: str, values: Sequence[float], found: Examinatio
         f"{what}: {statistics.median(values):.4g} {unit} in the median, {values[slowest]:.4g} at least "
         f"({found.facts[slowest].words})"
     )
-
-
-def _write_finding(finding: Finding, world_size: int) -> Text:
-    style = "bold red" if finding.level == "failed" else "yellow"
-    all_of_them = len(finding.ranks) in (0, world_size)
-    # findings of one rank name it with its host
-    whose = "" if all_of_them or len(finding.ranks) == 1 else f" ({format_ranks(finding.ranks)})"
-    return Text.assemble((f"{finding.level:7}", style), f"  {finding.check}: {finding.message}{whose}; {finding.fix}")

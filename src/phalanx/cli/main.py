@@ -230,7 +230,19 @@ class _LazyCommand(TyperCommand):
         self.subcommand = subcommand
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        return _load_command(self.subcommand).make_context(info_name, args, parent=parent, **extra)
+        # Only the options are imported for parsing, not what computes.
+        if self.subcommand.options is None:
+            target = getattr(import_module(f"phalanx.cli.{self.subcommand.module}"), f"{self.subcommand.name}_app")
+        else:
+            options = import_module(f"phalanx.cli.options.{self.subcommand.options}")
+            target = typer.Typer(add_completion=False, rich_markup_mode=None)
+            declared = target.command(name=self.subcommand.name, context_settings=app.info.context_settings)
+            declared(_defer_import(self.subcommand, getattr(options, f"declare_{self.subcommand.name}")))
+        command = typer.main.get_command(target)
+        command.name = self.subcommand.name
+        if command.epilog is None and "Example" not in (command.help or ""):
+            command.epilog = show_examples(*self.subcommand.examples)
+        return command.make_context(info_name, args, parent=parent, **extra)
 
 
 class _CommandGroup(TyperGroup):
@@ -292,7 +304,8 @@ def run_command_line(arguments: Sequence[str]) -> int:
         # 128 + the number of SIGINT, as shells expect
         return 130
     except BrokenPipeError:
-        _close_stdout()
+        # The reader of stdout has gone. Python would complain at exit that it cannot flush: it flushes into nothing.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OSError, ValueError) as error:
         if (problem := _describe_impossible_path(error)) is None:
@@ -331,22 +344,6 @@ def phalanx(
     """Take the options in front of the subcommand."""
 
 
-def _load_command(subcommand: Subcommand) -> Any:
-    """Return the command that parses the arguments of a subcommand, without what computes."""
-    if subcommand.options is None:
-        target = getattr(import_module(f"phalanx.cli.{subcommand.module}"), f"{subcommand.name}_app")
-    else:
-        options = import_module(f"phalanx.cli.options.{subcommand.options}")
-        target = typer.Typer(add_completion=False, rich_markup_mode=None)
-        declared = target.command(name=subcommand.name, context_settings=app.info.context_settings)
-        declared(_defer_import(subcommand, getattr(options, f"declare_{subcommand.name}")))
-    command = typer.main.get_command(target)
-    command.name = subcommand.name
-    if command.epilog is None and "Example" not in (command.help or ""):
-        command.epilog = show_examples(*subcommand.examples)
-    return command
-
-
 def _defer_import(subcommand: Subcommand, declared: Callable[..., None]) -> Callable[..., None]:
     """Return a function with the declared arguments, which imports what the subcommand does and does it."""
 
@@ -371,9 +368,3 @@ def _describe_usage_error(error: Any) -> str:
     elif error.ctx is not None:
         lines.append(f"{error.ctx.command_path} --help shows what it takes")
     return "\n".join(lines)
-
-
-def _close_stdout() -> None:
-    """Let the interpreter flush into nothing at exit: the reader of stdout has gone."""
-    # else Python complains at exit that it cannot flush
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

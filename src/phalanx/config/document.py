@@ -208,9 +208,5 @@ def _flow_scalar(value: object) -> str:
         return str(value).lower()
     if isinstance(value, str):
         reads_back = value == value.strip() and value.isprintable() and plain_scalar(value) == value
-        return value if reads_back else _quote_text(value)
+        return value if reads_back else (ascii(value) if not value.isprintable() else f'"{value}"')
     return str(value)
-
-
-def _quote_text(text: str) -> str:
-    return ascii(text) if not text.isprintable() else f'"{text}"'

@@ -55,7 +55,10 @@ class EpochShuffle:
     def __call__(self, place: Int64Array) -> Int64Array:
         """Return the items read at each `place` (n, any shape) of an endless reading; place // items is the epoch."""
         epoch, item = np.divmod(np.atleast_1d(place), self.items)
-        keys = self._round_keys(epoch)
+        # One key a round and element (rounds, n), from the key of this shuffle and each element's epoch.
+        epoch_key = _scramble_bits(np.uint64(self.key) ^ _scramble_bits(epoch.astype(np.uint64) * _GOLDEN))
+        rounds = np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None]
+        keys = _scramble_bits(epoch_key[None, :] + rounds * _GOLDEN)
         shuffled = self._network(item.astype(np.uint64), keys)
         # Fewer than one value in sqrt(items) lands outside, so this ends after a few rounds.
         outside = np.flatnonzero(shuffled >= np.uint64(self.items))
@@ -63,12 +66,6 @@ class EpochShuffle:
             shuffled[outside] = self._network(shuffled[outside], keys[:, outside])
             outside = outside[shuffled[outside] >= np.uint64(self.items)]
         return shuffled.astype(np.int64)
-
-    def _round_keys(self, epoch: Int64Array) -> UInt64Array:
-        """Return one key a round and element (rounds, n), from the key of this shuffle and each element's epoch."""
-        epoch_key = _scramble_bits(np.uint64(self.key) ^ _scramble_bits(epoch.astype(np.uint64) * _GOLDEN))
-        rounds = np.arange(1, _ROUNDS + 1, dtype=np.uint64)[:, None]
-        return _scramble_bits(epoch_key[None, :] + rounds * _GOLDEN)
 
     def _network(self, x: UInt64Array, keys: UInt64Array) -> UInt64Array:
         """Permute values below rows * columns."""

@@ -7,7 +7,6 @@ at the same time, so they share the network interfaces of their nodes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
@@ -138,7 +137,15 @@ def _pattern_rates(machine: Machine, members: Ints, stride: Ints, devices: int) 
                 for a, b in itertools.pairwise(group)
             )
         if machine.network is not None:
-            rates[row, 2:] = _share_interfaces(machine.network, groups)
+            # Each device has its part of the interfaces that it shares with others.
+            share: dict[int, float] = {}
+            for nic in machine.network.nics:
+                for device in nic.devices:
+                    share[device] = share.get(device, 0.0) + nic.gb_s * 1e9 / len(nic.devices)
+            sharing = max(
+                sum(any(device in nic.devices for device in group) for group in groups) for nic in machine.network.nics
+            )
+            rates[row, 2:] = min(sum(share[device] for device in group) for group in groups), sharing
     found = rates[which.reshape(members.shape)]
     return found[..., 0], found[..., 1], found[..., 2], found[..., 3].astype(np.int64)
 
@@ -200,16 +207,6 @@ def _widest_paths(links: Links) -> Floats:
         width = np.maximum(width, np.minimum(width[:, between, None], width[None, between, :]))
     direct = _link_capacity(links)
     return np.where(direct > 0, direct, width)
-
-
-def _share_interfaces(network: Network, groups: Sequence[Sequence[int]]) -> tuple[float, int]:
-    """Return (B/s of a node's interfaces left to one group, groups per interface) while all groups send."""
-    share: dict[int, float] = {}
-    for nic in network.nics:
-        for device in nic.devices:
-            share[device] = share.get(device, 0.0) + nic.gb_s * 1e9 / len(nic.devices)
-    sharing = max(sum(any(device in nic.devices for device in group) for group in groups) for nic in network.nics)
-    return min(sum(share[device] for device in group) for group in groups), sharing
 
 
 def _tier_effects(network: Network | None, step: Floats, span: Ints) -> tuple[Floats, Floats, Floats]:

@@ -161,7 +161,18 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[IntArray, dict[str, Flo
             if (number := _number_or_none(value)) is not None:
                 columns[name][row] = number
     columns = {name: values if name == "step" else _measurable(values) for name, values in columns.items()}
-    return _in_step_order(path, columns, notes)
+    steps = columns["step"].astype(np.int64)
+    # A resumed run repeats steps, and the last record of each counts. np.unique finds first occurrences: of the reversed
+    # steps these are the last ones.
+    unique, last_from_end = np.unique(steps[::-1], return_index=True)
+    repeats, gaps = len(steps) - len(unique), int(unique[-1] - unique[0]) + 1 - len(unique)
+    if repeats:
+        notes.append(f"{path.name}: {repeats:,} steps are recorded more than once; the last record of each counts.")
+    if gaps:
+        first = int(unique[:-1][np.diff(unique) > 1][0]) + 1
+        notes.append(f"{path.name}: {gaps:,} steps have no record, the first of them step {first:,}.")
+    rows = len(steps) - 1 - last_from_end
+    return unique, {name: values[rows] for name, values in columns.items()}
 
 
 def _measurable(values: FloatArray) -> FloatArray:
@@ -182,23 +193,6 @@ def metrics_problem(record: dict[str, Any]) -> str | None:
         if isinstance(value, bool) or _number_or_none(value) is None:
             return f"has {name} {value!r:.80}, not a number"
     return None
-
-
-def _in_step_order(
-    path: Path, columns: dict[str, FloatArray], notes: list[str]
-) -> tuple[IntArray, dict[str, FloatArray]]:
-    """Sort the records by step and keep the last one of each; note repeats and gaps."""
-    steps = columns["step"].astype(np.int64)
-    # np.unique finds first occurrences: of the reversed steps these are the last ones.
-    unique, last_from_end = np.unique(steps[::-1], return_index=True)
-    repeats, gaps = len(steps) - len(unique), int(unique[-1] - unique[0]) + 1 - len(unique)
-    if repeats:
-        notes.append(f"{path.name}: {repeats:,} steps are recorded more than once; the last record of each counts.")
-    if gaps:
-        first = int(unique[:-1][np.diff(unique) > 1][0]) + 1
-        notes.append(f"{path.name}: {gaps:,} steps have no record, the first of them step {first:,}.")
-    rows = len(steps) - 1 - last_from_end
-    return unique, {name: values[rows] for name, values in columns.items()}
 
 
 def _read_events(path: Path, notes: list[str]) -> tuple[Event, ...]:

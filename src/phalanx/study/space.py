@@ -177,7 +177,14 @@ def condition_holds(text: str, columns: Mapping[str, npt.NDArray[Any]], count: i
     """
     shown = repr(text) if len(text) <= MAX_LENGTH else repr(show_value(text))
     try:
-        tree = _parse_condition(text)
+        if len(text) > MAX_LENGTH:
+            raise _TooLarge(f"{len(text):,} characters; a condition has at most {MAX_LENGTH:,}")
+        tree = ast.parse(text.strip(), mode="eval").body
+        level: list[ast.AST] = [tree]
+        for _ in range(MAX_DEPTH):
+            level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if level:
+            raise _TooLarge(f"operations nested more than {MAX_DEPTH} deep; split the condition into several")
         with np.errstate(all="ignore"):
             value = _evaluate_node(tree, columns)
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -202,18 +209,6 @@ class _Unknown(Exception):
 
 class _TooLarge(Exception):
     """A condition, or a number in it, beyond the bounds."""
-
-
-def _parse_condition(text: str) -> ast.AST:
-    if len(text) > MAX_LENGTH:
-        raise _TooLarge(f"{len(text):,} characters; a condition has at most {MAX_LENGTH:,}")
-    tree = ast.parse(text.strip(), mode="eval").body
-    level: list[ast.AST] = [tree]
-    for _ in range(MAX_DEPTH):
-        level = [child for node in level for child in ast.iter_child_nodes(node)]
-    if level:
-        raise _TooLarge(f"operations nested more than {MAX_DEPTH} deep; split the condition into several")
-    return tree
 
 
 def _evaluate_node(node: ast.AST, columns: Mapping[str, npt.NDArray[Any]]) -> Any:

@@ -234,7 +234,10 @@ class SizedProgram:
                 assert sizes[dimension] > 1, "a size of 0 or 1 is taken to be fixed"
                 # One symbol a name: sizes of different names are told apart where they happen to be equal in the example.
                 if name not in self._symbols:
-                    self._symbols[name] = _make_symbol(shapes, name, sizes[dimension])
+                    example = sizes[dimension]
+                    source = ConstantSource(name)
+                    symbol = shapes.create_symbol(example, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+                    self._symbols[name] = shapes.create_symintnode(symbol, hint=example, source=source)
                 sizes[dimension] = self._symbols[name]
             with mode:
                 self._examples.append(torch.empty(sizes, dtype=argument.dtype, device=argument.device))
@@ -262,10 +265,3 @@ class SizedProgram:
     def __call__(self, *arguments: Tensor) -> Any:
         """Return what the function gives for arguments whose sizes it holds for."""
         return self._program(*arguments)
-
-
-def _make_symbol(shapes: ShapeEnv, name: str, example: int) -> Any:
-    """Return a size of its own."""
-    source = ConstantSource(name)
-    symbol = shapes.create_symbol(example, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-    return shapes.create_symintnode(symbol, hint=example, source=source)

@@ -122,20 +122,16 @@ def gather_stages_once(schedule: PipelineScheduleMulti) -> None:
     """
     orders = getattr(schedule, "pipeline_order_with_comms", {})
     for rank, actions in orders.items():
-        orders[rank] = _gathered_once(actions)
-
-
-def _gathered_once(actions: Sequence[Any]) -> list[Any]:
-    kinds = [action.computation_type.name for action in actions]
-    stages = [action.stage_index for action in actions]
-    last = {stages[place]: place for place, kind in enumerate(kinds) if kind == "RESHARD"}
-    first = {stages[place]: place for place, kind in reversed(list(enumerate(kinds))) if kind == "UNSHARD"}
-    wanted = {"UNSHARD": first, "RESHARD": last}
-    return [
-        action
-        for place, action in enumerate(actions)
-        if kinds[place] not in wanted or wanted[kinds[place]][stages[place]] == place
-    ]
+        kinds = [action.computation_type.name for action in actions]
+        stages = [action.stage_index for action in actions]
+        last = {stages[place]: place for place, kind in enumerate(kinds) if kind == "RESHARD"}
+        first = {stages[place]: place for place, kind in reversed(list(enumerate(kinds))) if kind == "UNSHARD"}
+        wanted = {"UNSHARD": first, "RESHARD": last}
+        orders[rank] = [
+            action
+            for place, action in enumerate(actions)
+            if kinds[place] not in wanted or wanted[kinds[place]][stages[place]] == place
+        ]
 
 
 def _leave_gradients(_parameters: Sequence[Tensor]) -> None:

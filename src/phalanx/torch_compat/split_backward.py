@@ -156,11 +156,7 @@ def _group_parameters(outputs: list[Tensor], inputs: list[Tensor], parameters: l
                 groups.append(_Group(sorted(reached), [node]))
         else:
             beside[node] = reached | ({numbers[node]} if node in numbers else set())
-    return _join_groups(groups)
-
-
-def _join_groups(groups: list[_Group]) -> list[_Group]:
-    """Return groups with a parameter in common made one."""
+    # Groups with a parameter in common become one: its gradient is computed in one go.
     of_parameter: dict[int, _Group] = {}
     for group in groups:
         met = {id(found): found for number in group.parameters if (found := of_parameter.get(number)) is not None}

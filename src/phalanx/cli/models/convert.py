@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.cli.console import make_progress_bar, open_output, print_json, short_count
-from phalanx.families.language.evaluation.convert_weights import Conversion, convert_weights
+from phalanx.families.language.evaluation.convert_weights import convert_weights
 from phalanx.nn.precision import find_number_format
 
 
@@ -47,14 +47,10 @@ def run_convert(
             }
         )
     else:
-        _print_result(done)
-
-
-def _print_result(done: Conversion) -> None:
-    console = open_output()
-    form = f"Hugging Face folder ({done.architecture})" if done.architecture else "Phalanx checkpoint"
-    console.print(f"{done.target}: {form}, {short_count(done.parameters)} parameters, {done.dtype}")
-    if not done.tokenizer:
-        console.print("no tokenizer went along: none was found; give one with --tokenizer", style="yellow")
-    if done.form == "phalanx":
-        console.print(f"train from it with training.init_from={done.target} and the model section in model.yaml")
+        console = open_output()
+        form = f"Hugging Face folder ({done.architecture})" if done.architecture else "Phalanx checkpoint"
+        console.print(f"{done.target}: {form}, {short_count(done.parameters)} parameters, {done.dtype}")
+        if not done.tokenizer:
+            console.print("no tokenizer went along: none was found; give one with --tokenizer", style="yellow")
+        if done.form == "phalanx":
+            console.print(f"train from it with training.init_from={done.target} and the model section in model.yaml")

@@ -99,7 +99,15 @@ def run_ensemble(
     if not model.selects_members and opened[0].score is not None:
         # A family that does not choose by errors takes the members of a study that scored best.
         opened, options = opened[: options.top], replace(options, top=None)
-    _require_useful_options(model, words, options)
+    family = model.run.model.family
+    if options.hours is not None and not model.forecasts:
+        raise ConfigError(f"--hours {options.hours} is for weather models, these are of model.family={family}")
+    alike = EnsembleOptions(samples=options.samples, hours=options.hours)
+    if not model.selects_members and (options != alike or words):
+        raise ConfigError(
+            f"an ensemble of model.family={family} takes all members alike, as they were trained: leave out "
+            f"fields to change, --top, --diversity, --weights, --calibration and --side-by-side"
+        )
     here = choose_device(device, ranks.local_rank)
     join_process_group(ranks, here)
     built = _build_ensemble(model, opened, options, here, ranks)
@@ -156,19 +164,6 @@ def study_candidates(folder: Path) -> list[Candidate]:
     except ModuleNotFoundError as error:
         raise PhalanxError(f'a study needs the package {error.name}: pip install "phalanx-train[search]"') from error
     return [Candidate(trial.run_dir, trial.score, f"trial-{trial.number:04d}") for trial in finished_trials(folder)]
-
-
-def _require_useful_options(model: EnsembleModel, words: Sequence[str], options: EnsembleOptions) -> None:
-    """Raise ConfigError for options that the family of the members has no use for."""
-    family = model.run.model.family
-    if options.hours is not None and not model.forecasts:
-        raise ConfigError(f"--hours {options.hours} is for weather models, these are of model.family={family}")
-    alike = EnsembleOptions(samples=options.samples, hours=options.hours)
-    if not model.selects_members and (options != alike or words):
-        raise ConfigError(
-            f"an ensemble of model.family={family} takes all members alike, as they were trained: leave out "
-            f"fields to change, --top, --diversity, --weights, --calibration and --side-by-side"
-        )
 
 
 def _build_ensemble(
@@ -288,25 +283,21 @@ def print_ensemble(summary: Row) -> None:
         mean = f"their mean (perplexity {format_number(summary['perplexity'])})"
         print_lines([f"  loss {summary['loss']:.4f}  {mean}, {compared}"])
     else:
-        _print_materials(summary)
-
-
-def _print_materials(summary: Row) -> None:
-    members, selection = summary["members"], summary["selection"]
-    print_lines([f"{len(members)} of {len(summary['candidates'])} candidates:"])
-    print_lines(f"  {member['weight']:>6.3f}  {member['checkpoint']}" for member in members)
-    if len(members) > 1 and max(member["weight"] for member in members) == 1.0:
-        warning = (
-            "warning: all weight is on one member, so that members never differ and uncertainties are the same everywhere; "
-            "take --weights equal, or other members"
-        )
-        print_lines([warning], style="yellow")
-    if selection["by_score"] and set(selection["by_score"]) != set(selection["members"]):
-        ours, others = selection["validation_error"][-1], selection["by_score_validation_error"][-1]
-        print_lines([f"validation error, relative: {ours:.4f}, {others:.4f} by score alone"])
-    print_table(LABEL_COLUMNS, [scale_label(label) for label in summary["labels"]])
-    for split, found in summary["untrained_elements"].items():
-        print_lines((f"warning: {split} split, {line}" for line in untrained_in_words(found)), style="yellow")
+        members, selection = summary["members"], summary["selection"]
+        print_lines([f"{len(members)} of {len(summary['candidates'])} candidates:"])
+        print_lines(f"  {member['weight']:>6.3f}  {member['checkpoint']}" for member in members)
+        if len(members) > 1 and max(member["weight"] for member in members) == 1.0:
+            warning = (
+                "warning: all weight is on one member, so that members never differ and uncertainties are the same "
+                "everywhere; take --weights equal, or other members"
+            )
+            print_lines([warning], style="yellow")
+        if selection["by_score"] and set(selection["by_score"]) != set(selection["members"]):
+            ours, others = selection["validation_error"][-1], selection["by_score_validation_error"][-1]
+            print_lines([f"validation error, relative: {ours:.4f}, {others:.4f} by score alone"])
+        print_table(LABEL_COLUMNS, [scale_label(label) for label in summary["labels"]])
+        for split, found in summary["untrained_elements"].items():
+            print_lines((f"warning: {split} split, {line}" for line in untrained_in_words(found)), style="yellow")
 
 
 LABEL_COLUMNS: tuple[Column[Row], ...] = (

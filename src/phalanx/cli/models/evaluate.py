@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_pairs
-from phalanx.families.language.evaluation.held_out import HeldOut, Scores, score_model
+from phalanx.families.language.evaluation.held_out import Scores, score_model
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
 from phalanx.hardware.device import choose_device
 from phalanx.nn.precision import find_number_format
@@ -67,15 +67,15 @@ def _print_scores(loaded: LoadedModel, scores: Scores) -> None:
     print_lines([f"{loaded.where} on the {scores.split} split: {part}, {scores.sequence_length:,} tokens a sample"])
     if len(scores.sources) > 1:
         for path, held_out in scores.sources.items():
-            print_pairs([(path, _describe_held_out(held_out))])
+            bits = "" if held_out.bits_per_byte is None else f", {held_out.bits_per_byte:.4f} bits a byte"
+            loss = (
+                "no samples"
+                if math.isnan(held_out.loss) and not held_out.tokens
+                else f"{held_out.loss:.4f} nats a token"
+            )
+            print_pairs([(path, f"{loss}{bits}, {held_out.tokens:,} tokens")])
     total = scores.total
     pairs = [("loss", f"{total.loss:.4f} nats a token"), ("perplexity", f"{total.perplexity:.3f}")]
     if total.bits_per_byte is not None:
         pairs.append(("bits per byte", f"{total.bits_per_byte:.4f} ({total.bytes:,} bytes of text)"))
     print_pairs([*pairs, ("tokens", f"{total.tokens:,}")])
-
-
-def _describe_held_out(held_out: HeldOut) -> str:
-    bits = "" if held_out.bits_per_byte is None else f", {held_out.bits_per_byte:.4f} bits a byte"
-    loss = "no samples" if math.isnan(held_out.loss) and not held_out.tokens else f"{held_out.loss:.4f} nats a token"
-    return f"{loss}{bits}, {held_out.tokens:,} tokens"

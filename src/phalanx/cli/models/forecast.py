@@ -10,8 +10,6 @@ from phalanx.cli.console import make_progress_bar, print_json, print_lines, prin
 from phalanx.families.weather.evaluation.compare_forecasts import ScoreRow, skill_in_words
 from phalanx.families.weather.evaluation.forecast_page import render_forecasts
 from phalanx.families.weather.evaluation.forecast_split import (
-    Forecasts,
-    LoadedForecaster,
     forecast_split,
     load_forecaster,
 )
@@ -56,7 +54,11 @@ def run_forecast(
         about = {"checkpoint": str(loaded.where), "step": loaded.step, "report": str(page), "seconds": seconds}
         print_json({**about, **found.as_dict()})
     else:
-        _print_scores(loaded, found, page)
+        print_lines([f"{loaded.where} on the {found.split} split: {found.starts:,} starts"])
+        print_table(SCORE_COLUMNS, found.rows)
+        if found.without_climatology is not None:
+            print_lines([f"  no climatology: {found.without_climatology}"])
+        print_lines([skill_in_words(found.rows), str(page)])
 
 
 SCORE_COLUMNS: tuple[Column[ScoreRow], ...] = (
@@ -68,11 +70,3 @@ SCORE_COLUMNS: tuple[Column[ScoreRow], ...] = (
     Column("saved", lambda row: f"{row.skill:+.0%}"),
     Column("ACC", lambda row: "-" if row.acc is None else f"{row.acc:.3f}"),
 )
-
-
-def _print_scores(loaded: LoadedForecaster, found: Forecasts, page: Path) -> None:
-    print_lines([f"{loaded.where} on the {found.split} split: {found.starts:,} starts"])
-    print_table(SCORE_COLUMNS, found.rows)
-    if found.without_climatology is not None:
-        print_lines([f"  no climatology: {found.without_climatology}"])
-    print_lines([skill_in_words(found.rows), str(page)])

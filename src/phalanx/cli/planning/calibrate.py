@@ -65,10 +65,20 @@ def run_calibrate(
     machine = describe_this_machine(here, per_node, cluster)
     path = out or Path(measured_name(machine.name))
     if ranks.first:
-        _require_writable(path)
+        # A path that cannot be written is found out before minutes are spent on measuring.
+        probe = path.with_name(f".{path.name}.probe")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(bytes(64 * 1024))
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
+        finally:
+            probe.unlink(missing_ok=True)
     measured = _measure_here(ranks, here, per_node, seconds)
     if ranks.first:
-        found = profile_of(measured, machine, _name_source(here, ranks))
+        devices, today = f"{ranks.world_size} x {device_name(here)}", date.today().isoformat()
+        source = f"measured by phalanx calibrate on {devices}, torch {torch.__version__}, {today}"
+        found = profile_of(measured, machine, source)
         _write_profile(path, found.named)
         _print_profile(found, measured, machine, path, json=json)
 
@@ -85,25 +95,6 @@ def _measure_here(ranks: Ranks, device: torch.device, per_node: int, seconds: fl
     if dist.is_initialized():
         dist.destroy_process_group()
     return measured
-
-
-def _name_source(device: torch.device, ranks: Ranks) -> str:
-    return (
-        f"measured by phalanx calibrate on {ranks.world_size} x {device_name(device)}, torch {torch.__version__}, "
-        f"{date.today().isoformat()}"
-    )
-
-
-def _require_writable(path: Path) -> None:
-    """Find out before minutes are spent. Raises ConfigError."""
-    probe = path.with_name(f".{path.name}.probe")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(bytes(64 * 1024))
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def _write_profile(path: Path, named: NamedProfile) -> None:

@@ -84,12 +84,23 @@ class Found:
 
 def profile_of(found: Measurements, machine: Machine, source: str) -> Found:
     """Fit a profile to measurements. machine: where they were made. source: on what and when, in words."""
-    curves = _with_curves(_prior_profile(machine.node.device, found), found)
+    prior = _prior_profile(machine.node.device, found)
+    # Curves are moved to single operations. Whole attention has none of its own: what its calls take is kept as a ratio to
+    # that of causal ones.
+    causal = replace(found, operations=tuple(x for x in found.operations if not _is_whole(x)))
+    timed = {x.kind for x in causal.operations}
+    untimed = {f"{kind}_flop_s" for kind in _WIDTHS if kind not in timed}
+    names = {name: spread for name, spread in _CURVES.items() if name not in untimed}
+    if areas := [x.batch * x.m for x in causal.operations if x.kind not in _WIDTHS]:
+        # By default 0, which no factor moves; so little costs the fewest rows a ninth of their rate.
+        prior = replace(prior, attention_area=min(areas) / 8)
+    curves = _fit_constants(prior, names, lambda profile: _operation_errors(profile, causal) / _NOISE)
     by_curves = np.exp(_operation_errors(curves, found))
     operations = tuple(
         replace(x, ratio=float(1 / ratio)) for x, ratio in zip(found.operations, by_curves.tolist(), strict=False)
     )
-    profile = replace(curves, measured=operations, host_s=found.host_s, optimizer_b_s=_optimizer_rate(found))
+    largest = max(found.optimizer, key=lambda x: x.bytes)
+    profile = replace(curves, measured=operations, host_s=found.host_s, optimizer_b_s=largest.bytes / largest.seconds)
     if (host := found.host_exchanges) is not None:
         profile = replace(profile, exchange_host_s=host.exchange_s, shard_host_s=host.shard_s)
     profile, constants, exchanged = _with_exchanges(profile, found, machine)
@@ -121,20 +132,16 @@ def _prior_profile(device: str, found: Measurements) -> Profile:
     try:
         return default_profile(device).profile
     except ConfigError:
-        return _prior_of_unknown(found)
-
-
-def _prior_of_unknown(found: Measurements) -> Profile:
-    """Return another device's constants with the rates that were measured."""
-    known = default_profile("A100-80GB").profile
-    highest = max(2.0 * x.batch * x.m * x.n * x.k / x.seconds for x in found.operations if x.kind == "matmul")
-    factor = highest / known.matmul_flop_s
-    names = (*RATES, "attention_flop_s", "attention_backward_flop_s")
-    scaled = known.scaled(dict.fromkeys(names, factor))
-    memory = max(x.bytes / x.seconds for x in found.traffic)
-    # Where nothing is compiled, the traffic that was timed is that of blocks.
-    share = scaled.eager_share if found.eager_blocks else 1.0
-    return replace(scaled, memory_b_s=memory, kernel_s=1e-6, eager_share=share)
+        # No profile of this device is known: another one's constants, with the highest rates that were measured here.
+        known = default_profile("A100-80GB").profile
+        highest = max(2.0 * x.batch * x.m * x.n * x.k / x.seconds for x in found.operations if x.kind == "matmul")
+        factor = highest / known.matmul_flop_s
+        names = (*RATES, "attention_flop_s", "attention_backward_flop_s")
+        scaled = known.scaled(dict.fromkeys(names, factor))
+        memory = max(x.bytes / x.seconds for x in found.traffic)
+        # Where nothing is compiled, the traffic that was timed is that of blocks.
+        share = scaled.eager_share if found.eager_blocks else 1.0
+        return replace(scaled, memory_b_s=memory, kernel_s=1e-6, eager_share=share)
 
 
 def _fit_constants(start: Profile, spread: Mapping[str, float], errors: Callable[[Profile], Floats]) -> Profile:
@@ -148,21 +155,6 @@ def _fit_constants(start: Profile, spread: Mapping[str, float], errors: Callable
 
 
 # --- single operations -------------------------------------------------------------------------------------------------
-
-
-def _with_curves(prior: Profile, found: Measurements) -> Profile:
-    """Return `prior` with its curves moved to single operations.
-
-    Whole attention has none of its own: what its calls take is kept as a ratio to that of causal ones.
-    """
-    fitted_to = replace(found, operations=tuple(x for x in found.operations if not _is_whole(x)))
-    timed = {x.kind for x in fitted_to.operations}
-    untimed = {f"{kind}_flop_s" for kind in _WIDTHS if kind not in timed}
-    names = {name: spread for name, spread in _CURVES.items() if name not in untimed}
-    if areas := [x.batch * x.m for x in fitted_to.operations if x.kind not in _WIDTHS]:
-        # By default 0, which no factor moves; so little costs the fewest rows a ninth of their rate.
-        prior = replace(prior, attention_area=min(areas) / 8)
-    return _fit_constants(prior, names, lambda profile: _operation_errors(profile, fitted_to) / _NOISE)
 
 
 def _operation_errors(profile: Profile, found: Measurements) -> Floats:
@@ -189,12 +181,6 @@ def _operation_row(x: TimedOperation) -> tuple[float, ...]:
     flops = (5 if backward else 2) * (2 if _is_whole(x) else 1) * x.batch * x.m * x.n * x.k
     form = Form.ATTENTION_BACKWARD if backward else Form.ATTENTION
     return (*start, form, False, x.batch, x.m, x.n, x.k, flops, 0.0, 2)
-
-
-def _optimizer_rate(found: Measurements) -> float:
-    """Return the bytes per second of the largest optimizer step."""
-    largest = max(found.optimizer, key=lambda x: x.bytes)
-    return largest.bytes / largest.seconds
 
 
 # --- exchanges ---------------------------------------------------------------------------------------------------------

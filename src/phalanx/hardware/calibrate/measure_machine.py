@@ -96,7 +96,7 @@ def measure_rank(device: torch.device, effort: Effort, per_node: int, seconds: f
     """Measure on this rank. per_node: ranks on each node. seconds: how long it may take, about."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     clock = Clock(device, effort.span_s, effort.samples)
-    free = _free_bytes(device)
+    free = 2.0**32 if device.type == "cpu" else float(torch.get_device_module(device).mem_get_info(device)[0])
     shapes = shapes_for(effort, free)
     deadline = Deadline(seconds, several)
     warm_up(clock, _WARM_S)
@@ -144,12 +144,6 @@ def _measure_exchanges(
         collectives_beside=time_beside(clock, group, rows, count, size, copies=False),
         copies_beside=time_beside(clock, group, rows, count, size, copies=True),
     )
-
-
-def _free_bytes(device: torch.device) -> float:
-    if device.type == "cpu":
-        return 2.0**32
-    return float(torch.get_device_module(device).mem_get_info(device)[0])
 
 
 def _unowned_bytes(device: torch.device) -> float | None:

@@ -213,7 +213,12 @@ class HostExchanges:
 
 def time_host_exchanges(clock: Clock) -> HostExchanges:
     """Time what the host does for exchanges in training over all ranks; the slowest rank's figures are returned."""
-    found = torch.tensor([_exchange_seconds(clock), _shard_seconds(clock)], dtype=torch.float64)
+    sharded, plain = (
+        clock.host_seconds(_training_pass(_build_stack(clock.device, shared)), calls=_CALLS) for shared in (True, False)
+    )
+    # Forward each is gathered; backward it is gathered again, and its gradient is reduced.
+    per_shard = max(0.0, sharded - plain) / (3 * _UNITS * _TENSORS)
+    found = torch.tensor([_exchange_seconds(clock), per_shard], dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     exchange, shard = found.tolist()
     return HostExchanges(exchange, shard)
@@ -239,14 +244,6 @@ def _exchange_seconds(clock: Clock) -> float:
     with_exchange = clock.host_seconds(passes(lambda y: gather_parts(y, axis, 0)[:_SIDE]), calls=_CALLS)
     without = clock.host_seconds(passes(lambda y: y.repeat(axis.size)[:_SIDE]), calls=_CALLS)
     return max(0.0, with_exchange - without) / (2 * _EXCHANGES)
-
-
-def _shard_seconds(clock: Clock) -> float:
-    sharded, plain = (
-        clock.host_seconds(_training_pass(_build_stack(clock.device, shared)), calls=_CALLS) for shared in (True, False)
-    )
-    # Forward each is gathered; backward it is gathered again, and its gradient is reduced.
-    return max(0.0, sharded - plain) / (3 * _UNITS * _TENSORS)
 
 
 class _Unit(nn.Module):

@@ -102,7 +102,14 @@ def _find_taken_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
 def _check_cores(facts: Sequence[RankFacts], machine: Machine | None) -> Iterator[Finding]:
     masks = () if machine is None else machine.node.cpu_masks
     for host, ranks in _group_ranks([one for one in facts if one.cores], lambda one: one.host).items():
-        yield from _find_crowded_cores(host, ranks)
+        # Ranks share fewer cores than there are ranks where no launcher has spread them.
+        numbers = tuple(one.rank for one in ranks)
+        cores = {core for one in ranks for core in one.cores}
+        if len(cores) < len(ranks):
+            message = f"{format_ranks(numbers)} of {host} share {len(cores)} core{'s' if len(cores) > 1 else ''}"
+            yield Finding(
+                "warning", "binding", message, "give each rank cores of its own: srun --cpus-per-task", numbers
+            )
         for one in [one for one in ranks if one.device != "cpu"]:
             wanted = tuple(cores_of(masks[one.local_rank])) if one.local_rank < len(masks) else ()
             if wanted and not set(one.cores) <= set(wanted):
@@ -117,15 +124,6 @@ def _misbound_finding(one: RankFacts, wanted: Sequence[int], why: str) -> Findin
     return Finding(
         "warning", "binding", message, "bind as the scripts of phalanx launch do (srun --cpu-bind)", (one.rank,)
     )
-
-
-def _find_crowded_cores(host: str, ranks: Sequence[RankFacts]) -> Iterator[Finding]:
-    """Find a host whose ranks share fewer cores than there are ranks, as where no launcher has spread them."""
-    numbers = tuple(one.rank for one in ranks)
-    cores = {core for one in ranks for core in one.cores}
-    if len(cores) < len(ranks):
-        message = f"{format_ranks(numbers)} of {host} share {len(cores)} core{'s' if len(cores) > 1 else ''}"
-        yield Finding("warning", "binding", message, "give each rank cores of its own: srun --cpus-per-task", numbers)
 
 
 def _format_cores(cores: Sequence[int]) -> str:

@@ -162,24 +162,20 @@ class CandidateQueue:
             # In a resumed study too: a longer trial may have begun before it, and its process may have ended since.
             self._drawn = {key_of(default): default, **self._drawn}
         # A batch is drawn from one history: what is drawn is told apart by the taken keys alone.
-        history = self._observe(known)
+        # Samplers cannot compare scores of different rungs: they see each as it may be at the last rung.
+        scores = project_scores([one.standing() for one in known], len(self.rungs))
+        history = []
+        for one in known:
+            failed = one.failure
+            if failed is not None and failed.outcome is not None:
+                history.append(Observation(one.values, None, failed.outcome.cause))
+            elif one.number in scores:
+                history.append(Observation(one.values, scores[one.number]))
         while len(self._drawn) < wanted:
             proposal = self.sampler.propose(history, begun | set(self._drawn))
             if proposal is None:
                 return
             self._drawn[key_of(proposal.values)] = proposal.values
-
-    def _observe(self, known: list[Configuration]) -> list[Observation]:
-        """Return failures, and scores as they may be at the last rung: samplers cannot compare those of different rungs."""
-        scores = project_scores([one.standing() for one in known], len(self.rungs))
-        found = []
-        for one in known:
-            failed = one.failure
-            if failed is not None and failed.outcome is not None:
-                found.append(Observation(one.values, None, failed.outcome.cause))
-            elif one.number in scores:
-                found.append(Observation(one.values, scores[one.number]))
-        return found
 
     def _candidate(
         self, key: str, values: Values, rung: int, number: int | None, *, backfill: bool = False

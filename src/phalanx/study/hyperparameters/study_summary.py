@@ -50,6 +50,12 @@ def summarize_study(folder: Path) -> Row:
     rows = [_summarize_configuration(one, folder, rungs) for one in known]
     scored = sorted((row for row in rows if row["score"] is not None and row["failed"] is None), key=_by_score)
     default = space.default()
+    # How many configurations reached each rung, and how many of these stay there.
+    stopped = []
+    for steps in rungs:
+        reached = [row for row in rows if str(steps) in row["scores"]]
+        stayed = [row for row in reached if row["steps"] == steps and row["failed"] is None]
+        stopped.append({"steps": steps, "reached": len(reached), "stopped": len(stayed)})
     return {
         "study": str(folder),
         "model": run.model.preset or run.model.family,
@@ -61,7 +67,7 @@ def summarize_study(folder: Path) -> Row:
         "unfinished": unfinished_words(rows, rungs, store.about["eta"]) if scored else "",
         "default": next((row for row in rows if row["values"] == default and row["score"] is not None), None),
         "order": [row["number"] for row in scored],
-        "stopped": _count_stopped(rows, rungs),
+        "stopped": stopped,
         "failures": count_failures(parts),
         "importance": _summarize_importance(space, known, project_scores(list(standings.values()), len(rungs))),
         "devices": _summarize_devices(folder, known),
@@ -114,16 +120,6 @@ def _describe_state(one: Configuration) -> str:
     if one.running:
         return "running"
     return "scored" if one.standing().scores else INTERRUPTED
-
-
-def _count_stopped(rows: list[Row], rungs: list[int]) -> list[Row]:
-    """Return for each rung how many configurations reached it, and how many of these stay there."""
-    found = []
-    for steps in rungs:
-        reached = [row for row in rows if str(steps) in row["scores"]]
-        stayed = [row for row in reached if row["steps"] == steps and row["failed"] is None]
-        found.append({"steps": steps, "reached": len(reached), "stopped": len(stayed)})
-    return found
 
 
 def _summarize_importance(

@@ -235,7 +235,12 @@ class Tuner(StudyLoop[TuningJob]):
                     self.record(part, Outcome("refused", words=one.reason, more={"rung": one.rung}))
             candidates = {one.key: one for one in found if isinstance(one, Candidate)}
             ready = [
-                *self._waiting_jobs(),
+                # Jobs without a process wait for a device of their own.
+                *(
+                    Ready(job.trial.key, job.seconds_left(1, self.start_s), job.expected_bytes, alone=True)
+                    for job in self.jobs
+                    if job.process is None
+                ),
                 *(Ready(one.key, one.seconds, one.memory_bytes, one.backfill) for one in candidates.values()),
             ]
             # What is refused, or turns out to be another process's, makes room for others.
@@ -295,13 +300,6 @@ class Tuner(StudyLoop[TuningJob]):
         if self.settings.sampler == "random":
             return self.queue.trials
         return _DRAWN_PER_SLOT * sum(device.slots for device in self.devices)
-
-    def _waiting_jobs(self) -> list[Ready]:
-        """Return the jobs that wait for a device of their own."""
-        waiting = (job for job in self.jobs if job.process is None)
-        return [
-            Ready(job.trial.key, job.seconds_left(1, self.start_s), job.expected_bytes, alone=True) for job in waiting
-        ]
 
     def _running_jobs(self) -> list[Running]:
         found = []

@@ -104,7 +104,12 @@ class TuningJob:
         if ended is None:
             return None
         self.process = None
-        self._note_span()
+        # When the process that has just ended computed.
+        (report,) = read_rank_reports(self.folder, 1)
+        assert self.slot is not None
+        span = training_span(self.run_dir, self.began, report["ended"] if report else time.time())
+        if span is not None:
+            self.spans.append(Span(self.slot.name, *span, label=str(self.number)))
         outcome = self._read_outcome(ended)
         # It has written a checkpoint and goes on elsewhere, with the same claim in the store.
         if outcome.cause == INTERRUPTED and self.moving_to is not None:
@@ -164,14 +169,6 @@ class TuningJob:
     def remove_checkpoints(self) -> None:
         """Remove the checkpoints of a failed trial, which nothing resumes."""
         shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
-
-    def _note_span(self) -> None:
-        """Note when the process that has just ended computed."""
-        (report,) = read_rank_reports(self.folder, 1)
-        assert self.slot is not None
-        span = training_span(self.run_dir, self.began, report["ended"] if report else time.time())
-        if span is not None:
-            self.spans.append(Span(self.slot.name, *span, label=str(self.number)))
 
     def _read_outcome(self, ended: Ended) -> Outcome:
         (report,) = read_rank_reports(self.folder, 1)

@@ -94,9 +94,16 @@ def expect_layouts(planner: Planner, model: TracedModel, layouts: LayoutTable) -
     copies = our_framework(model, planner.machine).copy_engines
     held = memory(model, layouts, Kernels.on_accelerators(model, rocm=rocm), peer_copies=copies)
     needed = device_bytes(held.allocated, communicators(layouts), models.beside, held.peer_buffers)
+    # How the logarithm of the time changes with an error of each constant of the device.
+    names = [name for name in CONSTANTS if spread_of(name) > 0]
+    sensitivity = []
+    for name in names:
+        # Half a standard deviation: the time is not linear, and larger errors are rare.
+        changed = with_constants(models, {name: math.exp(0.5 * spread_of(name))})
+        sensitivity.append(2.0 * np.log(changed.bound_times(model, layouts).total / times.total))
     return Prior(
         seconds=seconds,
-        sensitivity=_constant_sensitivity(models, model, layouts, times.total),
+        sensitivity=np.stack(sensitivity, axis=1),
         spread=float(np.median(times.spread)),
         margin=np.log(models.device_bytes * (1 - KEPT_BY_DRIVER) / needed),
         peak=held.held,
@@ -135,17 +142,6 @@ def _expect_tunables(planner: Planner, model: TracedModel, space: LayoutSpace, p
 def _bound_costs(models: CostModels, model: TracedModel, layouts: LayoutTable) -> tuple[Floats, Floats]:
     """Return (seconds of a step, by a bound, and bytes on the worst rank), [layouts]: good for ratios."""
     return models.bound_times(model, layouts).total, models.memory(model, layouts).peak
-
-
-def _constant_sensitivity(models: CostModels, model: TracedModel, layouts: LayoutTable, seconds: Floats) -> Floats:
-    """Return the change of the logarithm of `seconds` by an error of each constant, [layouts, constants]."""
-    names = [name for name in CONSTANTS if spread_of(name) > 0]
-    columns = []
-    for name in names:
-        # Half a standard deviation: the time is not linear, and larger errors are rare.
-        changed = with_constants(models, {name: math.exp(0.5 * spread_of(name))})
-        columns.append(2.0 * np.log(changed.bound_times(model, layouts).total / seconds))
-    return np.stack(columns, axis=1)
 
 
 def with_constants(models: CostModels, factors: dict[str, float]) -> CostModels:
