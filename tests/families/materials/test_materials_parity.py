@@ -56,7 +56,7 @@ def verify_captured(world: int) -> list[Verdict]:
     """On one of `world` ranks: steps run as programs on padded batches, as they are captured on accelerators."""
     groups: Groups = {}
     run = run_of("painn", world)
-    with patch("phalanx.families.materials.layout._records", return_value=True):
+    with patch("phalanx.families.materials.layout._captures_steps", return_value=True):
         # Of the blocks' activations a program tells nothing.
         verifier = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=2, activations=False, groups=groups)
         return [verifier.verify(layout) for layout in cases("painn", world)]

@@ -22,10 +22,6 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 LabelName = Literal["energy", "forces", "stress", "charges", "dipole", "total_charge"]
 
 
-def _label_from_unit(value: object) -> object:
-    return {"unit": value} if isinstance(value, str) else value
-
-
 class GraphLabel(Section):
     """Where a label stands in the files of a source, and in which unit."""
 
@@ -40,7 +36,9 @@ class GraphLabel(Section):
 
 
 _Label = Annotated[
-    GraphLabel, BeforeValidator(_label_from_unit), Words("a unit or a mapping with unit, key, column and factor")
+    GraphLabel,
+    BeforeValidator(lambda value: {"unit": value} if isinstance(value, str) else value),
+    Words("a unit or a mapping with unit, key, column and factor"),
 ]
 
 
@@ -151,8 +149,25 @@ class MaterialsRun(Run):
 
     def find_problems(self) -> Iterator[Problem]:
         """See `Run`."""
-        for rule in (_check_cutoff, _check_branches, _check_labels, _check_training):
-            yield from rule(self)
+        data, model = self.data.cutoff, self.model.cutoff
+        if data != model:
+            yield Problem(
+                ("data", "cutoff"),
+                f"data.cutoff={data:g} is not model.cutoff={model:g}: the model fades messages to 0 at its cutoff, and "
+                "needs every pair of atoms up to there",
+                f"data.cutoff={model:g} model.cutoff={model:g}, or both {data:g}",
+            )
+        branches, sources = ([one.name for one in part] for part in (self.model.branches, self.data.sources))
+        # A single branch takes all sources, whatever their names.
+        if len(branches) > 1 and branches != sources:
+            yield Problem(
+                ("model", "branches"),
+                f"model.branches are {', '.join(branches)}, data.sources are {', '.join(sources)}; several branches are one "
+                f"for each source, by name and in order",
+                "one branch named as each source, or a single branch for all",
+            )
+        yield from _check_labels(self)
+        yield from _check_training(self)
 
     @property
     def data_names(self) -> list[str]:
@@ -176,29 +191,6 @@ def learned_labels(model: MaterialsModel) -> dict[str, str]:
         options = getattr(model, head)
         found |= dict.fromkeys(options.names if options else [], f"model.{head}")
     return found
-
-
-def _check_cutoff(run: MaterialsRun) -> Iterator[Problem]:
-    data, model = run.data.cutoff, run.model.cutoff
-    if data != model:
-        yield Problem(
-            ("data", "cutoff"),
-            f"data.cutoff={data:g} is not model.cutoff={model:g}: the model fades messages to 0 at its cutoff, and needs "
-            f"every pair of atoms up to there",
-            f"data.cutoff={model:g} model.cutoff={model:g}, or both {data:g}",
-        )
-
-
-def _check_branches(run: MaterialsRun) -> Iterator[Problem]:
-    """Refuse several branches that are not the sources by name and order; a single one takes all sources."""
-    branches, sources = ([one.name for one in part] for part in (run.model.branches, run.data.sources))
-    if len(branches) > 1 and branches != sources:
-        yield Problem(
-            ("model", "branches"),
-            f"model.branches are {', '.join(branches)}, data.sources are {', '.join(sources)}; several branches are one for "
-            f"each source, by name and in order",
-            "one branch named as each source, or a single branch for all",
-        )
 
 
 def _check_labels(run: MaterialsRun) -> Iterator[Problem]:

@@ -93,7 +93,26 @@ class Balancer:
                 self._sums += _sums(timed)
             if step % self._every == 0:
                 self._agree(step)
-        return self._waits(step, timed)
+        # Where ranks wait for each other after every micro-batch, the slowest of each counts; else the slowest step.
+        seconds = [one.seconds for one in timed] if self._each_waits else [sum(one.seconds for one in timed)]
+        mean: Tensor = torch.tensor(seconds, dtype=torch.float64).to(self._device, non_blocking=True)
+        longest = mean.clone()
+        dist.all_reduce(mean, group=self._mesh.world)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._mesh.world)
+        # Read later, when it is there anyway: reading now would wait for the device.
+        both = HostCopy(torch.stack((mean.sum() / dist.get_world_size(self._mesh.world), longest.sum())))
+        expected = self._stream.imbalance(step)
+
+        def times() -> RankTimes:
+            computed, lasted = both.read()
+            return RankTimes(
+                compute_seconds=computed,
+                rank_wait_seconds=lasted - computed,
+                imbalance=lasted / computed if computed else 1.0,
+                imbalance_expected=expected,
+            )
+
+        return times
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps: measurements that all ranks share, and from which step on which costs hold."""
@@ -121,28 +140,6 @@ class Balancer:
         values = agreed.cpu().numpy()
         self._fit.state = values[:SUMS].copy()
         self._stream.use_costs(CostModel(*values[SUMS:].tolist()), first=step + _LAUNCHED + self._stream.reach)
-
-    def _waits(self, step: int, timed: list[TimedMicrobatch]) -> Callable[[], RankTimes]:
-        # Where ranks wait for each other after every micro-batch, the slowest of each counts; else the slowest step.
-        seconds = [one.seconds for one in timed] if self._each_waits else [sum(one.seconds for one in timed)]
-        mean: Tensor = torch.tensor(seconds, dtype=torch.float64).to(self._device, non_blocking=True)
-        longest = mean.clone()
-        dist.all_reduce(mean, group=self._mesh.world)
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self._mesh.world)
-        # Read later, when it is there anyway: reading now would wait for the device.
-        both = HostCopy(torch.stack((mean.sum() / dist.get_world_size(self._mesh.world), longest.sum())))
-        expected = self._stream.imbalance(step)
-
-        def times() -> RankTimes:
-            computed, lasted = both.read()
-            return RankTimes(
-                compute_seconds=computed,
-                rank_wait_seconds=lasted - computed,
-                imbalance=lasted / computed if computed else 1.0,
-                imbalance_expected=expected,
-            )
-
-        return times
 
 
 def _count_inputs(species_N: Tensor, inputs: dict[str, Any]) -> tuple[float, ...]:

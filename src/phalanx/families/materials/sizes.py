@@ -10,7 +10,8 @@ atoms with atoms, MACE its coupled products. Look-ups, sums over neighbours and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement, pairwise
 from typing import Literal
@@ -128,13 +129,28 @@ def embedding_piece(config: MaterialsModel) -> Piece:
 
 def block_piece(config: MaterialsModel, number: int) -> Piece:
     """Describe one block, its global attention included."""
+    width, angles = config.d_model, config.dimenet
     if config.body == "mace":
         piece = _mace_piece(config, number)
     else:
-        other = {"gin": 1, "gatv2": config.d_model, "pna": config.d_model}.get(config.body, 0)
-        atom, edge = _message_columns(config)
+        other = {"gin": 1, "gatv2": width, "pna": width}.get(config.body, 0)
+        # DimeNet++ sends what edges say of each other, all others what atoms say: EGNN where they moved, too.
+        atom = {"egnn": width + 3, "painn": 6 * width, "dimenet++": 0}.get(config.body, width)
+        edge = angles.triplet_width + angles.angular * angles.basis_width if config.body == "dimenet++" else 0
         piece = Piece(_block_matmuls(config, number), other, atom_columns=atom, edge_columns=edge)
-    return piece if config.attention is None else _with_attention(config, piece)
+    if config.attention is None:
+        return piece
+    sizes = ((width, 3 * width), (width, width), (width, 2 * width), (2 * width, width))
+    softmax = config.attention.kind == "softmax"
+    # Linear attention forms a matrix of each head's size for every atom; softmax a product for every pair of atoms.
+    by_atom = 0.0 if softmax else 4.0 * width * (width // config.attention.heads)
+    return replace(
+        piece,
+        matmuls=(*piece.matmuls, *(Matmul("atom", inside, outside) for inside, outside in sizes)),
+        other_parameters=piece.other_parameters + 4 * width,
+        atom_products=piece.atom_products + by_atom,
+        pair_products=4.0 * width if softmax else 0.0,
+    )
 
 
 def head_piece(config: MaterialsModel) -> Piece:
@@ -152,31 +168,6 @@ def head_piece(config: MaterialsModel) -> Piece:
     if config.dipole is not None and channels:
         matmuls.append(Matmul("atom", width, channels))
     return Piece(tuple(matmuls))
-
-
-def _with_attention(config: MaterialsModel, piece: Piece) -> Piece:
-    width = config.d_model
-    assert config.attention is not None
-    sizes = ((width, 3 * width), (width, width), (width, 2 * width), (2 * width, width))
-    matmuls = tuple(Matmul("atom", inside, outside) for inside, outside in sizes)
-    softmax = config.attention.kind == "softmax"
-    return Piece(
-        piece.matmuls + matmuls,
-        piece.other_parameters + 4 * width,
-        piece.atom_products + (0.0 if softmax else 4.0 * width * (width // config.attention.heads)),
-        piece.edge_products,
-        4.0 * width if softmax else 0.0,
-        piece.atom_columns,
-        piece.edge_columns,
-    )
-
-
-def _message_columns(config: MaterialsModel) -> tuple[int, int]:
-    """Return the numbers of an atom and of an edge that messages carry; for any backbone but MACE."""
-    c, options = config.d_model, config.dimenet
-    if config.body == "dimenet++":
-        return 0, options.triplet_width + options.angular * options.basis_width
-    return {"egnn": c + 3, "painn": 6 * c}.get(config.body, c), 0
 
 
 def _block_matmuls(config: MaterialsModel, number: int) -> tuple[Matmul, ...]:
@@ -269,8 +260,9 @@ def _mace_piece(config: MaterialsModel, number: int) -> Piece:
         *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(outside + 1)),
         *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(kept)),
     )
+    # As many distinct products of `order` factors as there are multisets of components.
     products = [
-        2.0 * c * count * (2 * ell + 1) * _monomial_count(options.degree, order)
+        2.0 * c * count * (2 * ell + 1) * math.comb((options.degree + 1) ** 2 + order - 1, order)
         for order, counts in enumerate(polynomials, 1)
         for ell, count in enumerate(counts)
     ]
@@ -278,11 +270,6 @@ def _mace_piece(config: MaterialsModel, number: int) -> Piece:
     coupled = 2.0 * components * width * ((options.degree + 1) ** 2 + c)
     tables = rows * c * (kept + sum(map(sum, polynomials)))
     return Piece(matmuls, tables, atom_products=sum(products), edge_products=coupled, atom_columns=width * c)
-
-
-def _monomial_count(degree: int, order: int) -> int:
-    """Count the distinct products of `order` spherical components up to `degree`."""
-    return sum(1 for _ in combinations_with_replacement(range((degree + 1) ** 2), order))
 
 
 @cache

@@ -61,7 +61,36 @@ class MaterialsVerification(VerifiableModel):
         are."""
         # Sub-groups are sized for each branch that there is.
         branches = _BRANCHES if self.run.layout.branch_groups == "off" else len(self.run.model.branches)
-        return {"model": _reduced_model(self.run.model, branches).model_dump()}
+        model = self.run.model
+        changes: dict[str, Any] = {
+            "preset": None,
+            "n_layers": min(model.n_layers, 3),
+            "d_model": 8,
+            "n_radial": min(model.n_radial, 5),
+            "max_atomic_number": min(model.max_atomic_number, 8),
+            "mean_neighbors": min(model.mean_neighbors, 8.0),
+            "branches": [branch.model_dump() for branch in model.branches[:branches]],
+        }
+        if model.attention is not None:
+            changes["attention"] = {**model.attention.model_dump(), "heads": _HEADS}
+        if model.body == "gatv2":
+            changes["gatv2"] = {"heads": _HEADS}
+        if model.body == "dimenet++":
+            changes["dimenet"] = {
+                "angular": min(model.dimenet.angular, 3),
+                "triplet_width": 6,
+                "basis_width": 4,
+            }
+        if model.body == "mace":
+            degree = min(model.mace.degree, 2)
+            hidden = min(model.mace.hidden_degree, degree)
+            changes["mace"] = {
+                **model.mace.model_dump(),
+                "degree": degree,
+                "hidden_degree": hidden,
+                "radial_width": 8,
+            }
+        return {"model": MaterialsModel.model_validate({**model.model_dump(), **changes}).model_dump()}
 
     def in_words(self) -> str:
         """Return backbone and sizes."""
@@ -80,7 +109,8 @@ def _make_structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
     cells_G33 = cells_G33 + 0.1 * step_length * _draw_normals("cells", numbers, 9).view(-1, 3, 3)
     # A third of them are molecules.
     cells_G33 = torch.where((numbers % 3 == 0)[:, None, None], 0.0, cells_G33)
-    positions_N3 = _on_grid(in_graph_N) * step_length
+    # The points of a cube of three a side.
+    positions_N3 = torch.stack((in_graph_N % 3, in_graph_N // 3 % 3, in_graph_N // 9), dim=1).double() * step_length
     moves_GN = _draw_normals("positions", numbers, 3 * _LARGEST).view(graphs, _LARGEST, 3)
     positions_N3 = positions_N3 + 0.1 * step_length * moves_GN[graph_N, in_graph_N]
     species = 1 + _draw_bits("species", numbers, _LARGEST) % model.max_atomic_number
@@ -129,11 +159,6 @@ def _make_label(
     return values[graph_N, in_graph_N] if "_N" in name else values[:, 0]
 
 
-def _on_grid(number_N: Tensor) -> Tensor:
-    """Return places of the points of a cube of three a side, [N, 3]."""
-    return torch.stack((number_N % 3, number_N // 3 % 3, number_N // 9), dim=1).double()
-
-
 def _draw_normals(what: str, numbers: Tensor, count: int) -> Tensor:
     """Return normal values, float64 [samples, count]."""
     return normal_values(stream_key("verify", what), _counters(numbers, count))
@@ -146,26 +171,3 @@ def _draw_bits(what: str, numbers: Tensor, count: int) -> Tensor:
 
 def _counters(numbers: Tensor, count: int) -> Tensor:
     return numbers[:, None] * (1 << 32) + torch.arange(count)
-
-
-def _reduced_model(model: MaterialsModel, branches: int) -> MaterialsModel:
-    changes: dict[str, Any] = {
-        "preset": None,
-        "n_layers": min(model.n_layers, 3),
-        "d_model": 8,
-        "n_radial": min(model.n_radial, 5),
-        "max_atomic_number": min(model.max_atomic_number, 8),
-        "mean_neighbors": min(model.mean_neighbors, 8.0),
-        "branches": [branch.model_dump() for branch in model.branches[:branches]],
-    }
-    if model.attention is not None:
-        changes["attention"] = {**model.attention.model_dump(), "heads": _HEADS}
-    if model.body == "gatv2":
-        changes["gatv2"] = {"heads": _HEADS}
-    if model.body == "dimenet++":
-        changes["dimenet"] = {"angular": min(model.dimenet.angular, 3), "triplet_width": 6, "basis_width": 4}
-    if model.body == "mace":
-        degree = min(model.mace.degree, 2)
-        hidden = min(model.mace.hidden_degree, degree)
-        changes["mace"] = {**model.mace.model_dump(), "degree": degree, "hidden_degree": hidden, "radial_width": 8}
-    return MaterialsModel.model_validate({**model.model_dump(), **changes})

@@ -6,6 +6,7 @@ Knows nothing of structures.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,17 @@ def map_arrays(path: Path) -> Arrays:
                 raise ValueError("the header is longer than the file")
             header: dict[str, Any] = json.loads(file.read(length))
         content = np.memmap(path, np.uint8, mode="r", offset=8 + length) if size > 8 + length else np.empty(0, np.uint8)
-        return {name: _view_array(content, entry) for name, entry in header.items() if name != "__metadata__"}
+        header.pop("__metadata__", None)
+        arrays: Arrays = {}
+        for name, entry in header.items():
+            dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(int(n) for n in entry["shape"])
+            first, last = (int(n) for n in entry["data_offsets"])
+            # What the header says is checked before it is used: it may come from anywhere.
+            if not 0 <= first <= last <= len(content) or last - first != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"an array should lie at bytes {first} to {last} of {len(content)}")
+            # A plain array: the memory map's own class makes every small operation on it slower.
+            arrays[name] = np.asarray(content[first:last]).view(np.ndarray).view(dtype).reshape(shape)
+        return arrays
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -65,17 +76,6 @@ def smallest_integers(values: npt.NDArray[np.int64], *, signed: bool) -> npt.NDA
         if limits.min <= low and high <= limits.max:
             return values.astype(name)
     raise AssertionError((low, high))
-
-
-def _view_array(content: npt.NDArray[np.uint8], entry: Mapping[str, Any]) -> npt.NDArray[Any]:
-    dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(int(n) for n in entry["shape"])
-    first, last = (int(n) for n in entry["data_offsets"])
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    if not 0 <= first <= last <= len(content) or last - first != size:
-        raise ValueError(f"an array should lie at bytes {first} to {last} of {len(content)}")
-    # A plain array: the memory map's own class makes every small operation on it slower.
-    plain: npt.NDArray[Any] = np.asarray(content[first:last]).view(np.ndarray).view(dtype).reshape(shape)
-    return plain
 
 
 Int64Array = npt.NDArray[np.int64]

@@ -8,6 +8,7 @@ import re
 import sqlite3
 import sys
 from array import array
+from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,14 @@ def _frame_starts(path: Path) -> tuple[npt.NDArray[np.int64], array[int]]:
             starts.append(place)
             numbers.append(line + 1)
             frame = f"{path}: frame {len(starts) - 1} (line {line + 1})"
-            atoms = _atom_count(head, frame)
+            try:
+                atoms = int(head)
+            except ValueError:
+                raise DataError(
+                    f"{frame}: a number of atoms is expected, found {head[:40].decode('utf-8', 'replace').strip()!r}"
+                ) from None
+            if atoms < 1:
+                raise DataError(f"{frame}: {atoms} atoms are announced; a structure has one at least")
             place, line = place + len(head), line + 1
             # Announced atoms are counted as they come: the number itself may be anything.
             found = size = 0
@@ -129,18 +137,6 @@ def _frame_starts(path: Path) -> tuple[npt.NDArray[np.int64], array[int]]:
                 )
             place, line = place + size, line + found
     return np.array([*starts, place], dtype=np.int64), numbers
-
-
-def _atom_count(head: bytes, frame: str) -> int:
-    try:
-        atoms = int(head)
-    except ValueError:
-        raise DataError(
-            f"{frame}: a number of atoms is expected, found {head[:40].decode('utf-8', 'replace').strip()!r}"
-        ) from None
-    if atoms < 1:
-        raise DataError(f"{frame}: {atoms} atoms are announced; a structure has one at least")
-    return atoms
 
 
 def _check_columns(text: str, place: str) -> None:
@@ -166,7 +162,9 @@ def _check_columns(text: str, place: str) -> None:
 def _to_raw_structure(
     atoms: Atoms, path: Path, place: str, number: int, wanted: Wanted, extra: dict[str, Any]
 ) -> RawStructure:
-    values = {key: _atoms_value(atoms, key) for key in wanted.keys}
+    # Of the structure, of its atoms, or of the calculator that ase makes from the names that it knows.
+    known = ChainMap(atoms.info, atoms.arrays, {} if atoms.calc is None else atoms.calc.results)
+    values = {key: known.get(key) for key in wanted.keys}
     values.update({key: value for key, value in extra.items() if value is not None})
     flags = [bool(flag) for flag in atoms.pbc]
     return RawStructure(
@@ -179,12 +177,3 @@ def _to_raw_structure(
         (flags[0], flags[1], flags[2]),
         {key: value for key, value in values.items() if value is not None},
     )
-
-
-def _atoms_value(atoms: Atoms, key: str) -> Any:
-    """Return a value under `key`: of the structure, of its atoms, or of the calculator that ase makes from known names."""
-    if key in atoms.info:
-        return atoms.info[key]
-    if key in atoms.arrays:
-        return atoms.arrays[key]
-    return None if atoms.calc is None else atoms.calc.results.get(key)

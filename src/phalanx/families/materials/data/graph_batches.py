@@ -102,7 +102,13 @@ class GraphBatch:
         Those that keep to a budget are always the planned ones.
         """
         planned = self.bounded or parts == len(self.graphs_by_part)
-        counts = self.graphs_by_part if planned else self._even_runs(parts)
+        counts: Sequence[int] = self.graphs_by_part
+        if not planned:
+            # A structure belongs where its middle lies; twice that, so that whole numbers are compared.
+            sizes = self.atoms + self.edges
+            middles = 2 * np.cumsum(sizes) - sizes
+            cuts = np.searchsorted(middles, np.arange(1, parts) * (2 * sizes.sum()) / parts)
+            counts = np.diff(np.concatenate(([0], cuts, [len(sizes)]))).tolist()
         first = 0
         for count in counts:
             yield self._run(first, first + count)
@@ -131,13 +137,6 @@ class GraphBatch:
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 yield name, value
-
-    def _even_runs(self, parts: int) -> list[int]:
-        sizes = self.atoms + self.edges
-        middles = 2 * np.cumsum(sizes) - sizes
-        cuts = np.searchsorted(middles, np.arange(1, parts) * (2 * sizes.sum()) / parts)
-        runs: list[int] = np.diff(np.concatenate(([0], cuts, [len(sizes)]))).tolist()
-        return runs
 
     def _run(self, first: int, last: int) -> GraphBatch:
         """Return structures first..last-1, as views of the same memory where numbers need not change."""
@@ -182,7 +181,24 @@ class Collator:
     def __call__(self, found: Located, parts: Sequence[int]) -> GraphBatch:
         """Return the batch of these structures in this order; parts: how many of them each planned micro-batch takes."""
         nodes, edges = ragged_offsets(found.atoms), ragged_offsets(found.edges)
-        arrays = self._empty(len(found.numbers), int(nodes[-1]), int(edges[-1]))
+        # Labels begin as NaN: what no source fills in is missing.
+        graph_count, atom_count, edge_count = len(found.numbers), int(nodes[-1]), int(edges[-1])
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "species_N": np.empty(atom_count, dtype=np.int64),
+            "positions_N3": np.empty((atom_count, 3), dtype=np.float32),
+            "cells_G33": np.empty((graph_count, 3, 3), dtype=np.float32),
+            "edges_2E": np.empty((2, edge_count), dtype=np.int64),
+            "shifts_E3": np.zeros((edge_count, 3), dtype=np.float32),
+        }
+        for name in self.columns.labels:
+            shape = (atom_count if KINDS[name].per_atom else graph_count, *KINDS[name].shape)
+            arrays[_FIELDS[name]] = np.full(shape, np.nan, dtype=LABEL_DTYPES[name])
+        if self.columns.properties:
+            arrays["properties_GP"] = np.full((graph_count, len(self.columns.properties)), np.nan)
+        if self.columns.atom_properties:
+            arrays["atom_properties_NP"] = np.full(
+                (atom_count, len(self.columns.atom_properties)), np.nan, dtype=np.float32
+            )
         arrays["graph_N"] = np.repeat(np.arange(len(found.numbers), dtype=np.int64), found.atoms)
         arrays["source_G"] = found.source.astype(np.int64)
         for index, source in enumerate(self.sources):
@@ -207,24 +223,6 @@ class Collator:
             tasks=self.columns.tasks,
         )
         return replace(batch, counts=batch.target_counts())
-
-    def _empty(self, graphs: int, atoms: int, edges: int) -> dict[str, npt.NDArray[Any]]:
-        """Return arrays to fill; labels begin as NaN."""
-        arrays: dict[str, npt.NDArray[Any]] = {
-            "species_N": np.empty(atoms, dtype=np.int64),
-            "positions_N3": np.empty((atoms, 3), dtype=np.float32),
-            "cells_G33": np.empty((graphs, 3, 3), dtype=np.float32),
-            "edges_2E": np.empty((2, edges), dtype=np.int64),
-            "shifts_E3": np.zeros((edges, 3), dtype=np.float32),
-        }
-        for name in self.columns.labels:
-            shape = (atoms if KINDS[name].per_atom else graphs, *KINDS[name].shape)
-            arrays[_FIELDS[name]] = np.full(shape, np.nan, dtype=LABEL_DTYPES[name])
-        if self.columns.properties:
-            arrays["properties_GP"] = np.full((graphs, len(self.columns.properties)), np.nan)
-        if self.columns.atom_properties:
-            arrays["atom_properties_NP"] = np.full((atoms, len(self.columns.atom_properties)), np.nan, dtype=np.float32)
-        return arrays
 
 
 class _Filler:

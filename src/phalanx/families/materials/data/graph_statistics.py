@@ -30,7 +30,9 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
     degrees = np.zeros(1, dtype=np.int64)
     for shard in shards:
         elements += np.bincount(_training_composition(shard)[1], minlength=ELEMENTS + 1)
-        found = np.bincount(_training_degrees(shard))
+        first_atom = np.repeat(shard["node_starts"][:-1], np.diff(shard["edge_starts"]))
+        incoming = np.bincount(first_atom + shard["target"], minlength=int(shard["node_starts"][-1]))
+        found = np.bincount(incoming[_training_atoms(shard)])
         degrees = _pad_counts(degrees, len(found)) + _pad_counts(found, len(degrees))
     present = np.flatnonzero(elements)
     energies, deviation = fit_reference_energies(shards, present) if "energy" in source.labels else ({}, None)
@@ -189,14 +191,6 @@ def _training_composition(shard: Arrays) -> tuple[npt.NDArray[np.int64], npt.NDA
     """Return for each training atom: which training structure of the shard it belongs to, and its element."""
     counts = np.diff(shard["node_starts"])[_training_rows(shard)]
     return np.repeat(np.arange(len(counts)), counts), shard["species"][_training_atoms(shard)]
-
-
-def _training_degrees(shard: Arrays) -> npt.NDArray[np.int64]:
-    """Return the incoming edges of each training atom."""
-    first_atom = np.repeat(shard["node_starts"][:-1], np.diff(shard["edge_starts"]))
-    incoming = np.bincount(first_atom + shard["target"], minlength=int(shard["node_starts"][-1]))
-    found: npt.NDArray[np.int64] = incoming[_training_atoms(shard)]
-    return found
 
 
 def _training_rows(shard: Arrays) -> npt.NDArray[np.int64]:

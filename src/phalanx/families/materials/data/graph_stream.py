@@ -206,17 +206,20 @@ class GraphOrder:
             -(-len(source) * self._mixture.period // weight)
             for source, weight in zip(sources, self._mixture.weights, strict=True)
         )
-        self._epochs, self._windows, self._steps = self._window_shape()
+        # Epochs that are cut together, the windows that they make, and the steps of each window: small data sets are
+        # cut several epochs at once, large ones in windows.
+        least = _STEPS_A_WINDOW * self.global_batch
+        epochs = max(1, -(-least // self.epoch_samples))
+        windows = max(1, self.epoch_samples // max(least, _WINDOW)) if epochs == 1 else 1
+        samples = epochs * self.epoch_samples / windows
+        # The smallest window has a sample for each of its steps, also where the number is rounded up.
+        steps = min(math.floor(samples), math.floor(samples / self.global_batch + 0.5))
+        self._epochs, self._windows, self._steps = epochs, windows, max(1, steps)
         self._cuts: OrderedDict[int, Int64Array] = OrderedDict()
         parts = [source.fingerprint for source in sources]
         # All that decides which structures a step holds, and nothing of ranks: a run may resume on any number of them.
         content = [ORDER_VERSION, seed, global_batch, batch_by, astuple(cost), self._mixture.weights, parts]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Return the steps in which the source that takes longest is read once; the same in every epoch."""
-        return self._steps * self._windows / self._epochs
 
     def locate(self, numbers: Int64Array) -> Located:
         """Return source, item and size of samples by their global numbers [n]."""
@@ -242,16 +245,6 @@ class GraphOrder:
         """Return the samples of `step`."""
         first, last = self.span(step)
         return self.locate(np.arange(first, last, dtype=np.int64))
-
-    def _window_shape(self) -> tuple[int, int, int]:
-        """Return the epochs that are cut together, the number of windows they make, and the steps of each window."""
-        least = _STEPS_A_WINDOW * self.global_batch
-        epochs = max(1, -(-least // self.epoch_samples))
-        windows = max(1, self.epoch_samples // max(least, _WINDOW)) if epochs == 1 else 1
-        samples = epochs * self.epoch_samples / windows
-        # The smallest window has a sample for each of its steps, also where the number is rounded up.
-        steps = min(math.floor(samples), math.floor(samples / self.global_batch + 0.5))
-        return epochs, windows, max(1, steps)
 
     def _window_start(self, window: int) -> int:
         """Return the global number of the first sample of a window; windows are of one size, but for one sample."""

@@ -115,7 +115,10 @@ class Label:
         except (TypeError, ValueError):
             raise ValueError(f'{self.name} "{self.key}" holds {str(value)[:40]!r} where numbers are expected') from None
         if self.column is not None:
-            found = self._pick(found)
+            if found.ndim == 0 or found.shape[-1] <= self.column:
+                shape = list(found.shape)
+                raise ValueError(f'{self.name} "{self.key}" has shape {shape}: no column {self.column} there')
+            found = found[..., self.column]
         wanted = (atoms, *self.kind.shape) if self.kind.per_atom else self.kind.shape
         if self.name == "stress" and found.shape == (6,):
             found = found[_VOIGT]
@@ -132,12 +135,6 @@ class Label:
     def missing(self, atoms: int) -> FloatArray:
         """Return what stands for a value that a structure lacks: NaN in its shape."""
         return np.full((atoms, *self.kind.shape) if self.kind.per_atom else self.kind.shape, np.nan)
-
-    def _pick(self, found: FloatArray) -> FloatArray:
-        if found.ndim == 0 or found.shape[-1] <= (self.column or 0):
-            raise ValueError(f'{self.name} "{self.key}" has shape {list(found.shape)}: no column {self.column} there')
-        picked: FloatArray = found[..., self.column]
-        return picked
 
 
 def labels_of(source: GraphSource) -> list[Label]:
@@ -193,7 +190,12 @@ def parse_unit(text: str) -> Unit:
             continue
         found = _FACTOR.fullmatch(part)
         if found is None or found[1] not in SYMBOLS:
-            raise ValueError(f'unit "{text}": {_explain_symbol(part)}')
+            near = difflib.get_close_matches(part, SYMBOLS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(
+                f'unit "{text}": "{part}" is not known; {hint}known are {", ".join(SYMBOLS)}, joined by * and /, with '
+                "powers as in A^3"
+            )
         value, dimension = SYMBOLS[found[1]]
         power = sign * int(found[2] or 1)
         factor *= value**power
@@ -209,12 +211,6 @@ def parse_unit_of(text: str, dimension: Dimension, what: str) -> Unit:
             f'unit "{text}" is {_name_dimension(unit.dimension)}, not one of {what} ({_name_dimension(dimension)})'
         )
     return unit
-
-
-def _explain_symbol(part: str) -> str:
-    near = difflib.get_close_matches(part, SYMBOLS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f'"{part}" is not known; {hint}known are {", ".join(SYMBOLS)}, joined by * and /, with powers as in A^3'
 
 
 def _name_dimension(dimension: Dimension) -> str:

@@ -278,27 +278,13 @@ def _find_pairs(
             source_P = atom_L[look_P]
             target_P = by_bin_N[first_B[bin_L[look_P]] + place_P]
             image_P3 = image_L3[look_P] - wraps_N3[target_P] + wraps_N3[source_P]
-            found.append(
-                _pairs_within_cutoff(positions_N3, grid.cells_G33, graph_N, source_P, target_P, image_P3, cutoff)
-            )
+            # Not an atom and itself, but an atom and its own image in another cell.
+            shifts_P3 = torch.einsum("pk,pkj->pj", image_P3.to(grid.cells_G33.dtype), grid.cells_G33[graph_N[source_P]])
+            vectors_P3 = positions_N3[target_P] + shifts_P3 - positions_N3[source_P]
+            other_P = (source_P != target_P) | (image_P3 != 0).any(1)
+            kept = (other_P & (vectors_P3.norm(dim=1) <= cutoff)).nonzero().squeeze(1)
+            found.append(torch.cat((source_P[kept, None], target_P[kept, None], image_P3[kept]), dim=1))
     return torch.cat(found)
-
-
-def _pairs_within_cutoff(
-    positions_N3: Tensor,
-    cells_G33: Tensor,
-    graph_N: Tensor,
-    source_P: Tensor,
-    target_P: Tensor,
-    image_P3: Tensor,
-    cutoff: float,
-) -> Tensor:
-    """Return rows of those pairs that are within the cutoff and are not an atom and itself."""
-    shifts_P3 = torch.einsum("pk,pkj->pj", image_P3.to(cells_G33.dtype), cells_G33[graph_N[source_P]])
-    vectors_P3 = positions_N3[target_P] + shifts_P3 - positions_N3[source_P]
-    other_P = (source_P != target_P) | (image_P3 != 0).any(1)
-    kept = (other_P & (vectors_P3.norm(dim=1) <= cutoff)).nonzero().squeeze(1)
-    return torch.cat((source_P[kept, None], target_P[kept, None], image_P3[kept]), dim=1)
 
 
 def _split_runs(counts: Tensor) -> list[tuple[int, int]]:

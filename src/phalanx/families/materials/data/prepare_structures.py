@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.prepared_folder import FileRecord, Progress, file_record, prepare_once
+from phalanx.data.prepared_folder import Progress, file_record, prepare_once
 from phalanx.errors import DataError
 from phalanx.families.materials.config import GraphData, GraphSource
 from phalanx.families.materials.data.array_files import Arrays, Int64Array, map_arrays, write_arrays
@@ -95,7 +95,16 @@ def _prepare_source(
         return manifest
 
     def build(work: Path) -> tuple[Manifest, list[Path]]:
-        pieces = _cut_pieces(files, source, work, piece_structures)
+        # Pieces of one number of structures, whatever the number of workers: an interrupted preparation finds them
+        # again.
+        pieces: list[Piece] = []
+        for number, path in enumerate(files):
+            structures = len(open_structures(path, source))
+            for start in range(0, structures, piece_structures):
+                out = work / f"shard-{len(pieces):05d}.safetensors"
+                pieces.append(Piece(path, number, start, min(structures, start + piece_structures), out))
+        if not pieces:
+            raise DataError(f"{source.path}: it holds no structures")
         missing = [piece for piece in pieces if not piece.out.exists()]
         done = len(pieces) - len(missing)
         for _ in make_pieces(missing, Job(source, data), workers):
@@ -129,19 +138,6 @@ def _hash_inputs(files: list[Path], source: GraphSource, data: GraphData, piece_
     return hashlib.sha256(json.dumps([settings_of(source, data), piece_structures, described]).encode()).hexdigest()
 
 
-def _cut_pieces(files: list[Path], source: GraphSource, work: Path, piece_structures: int) -> list[Piece]:
-    """Return the pieces of all files, in order."""
-    pieces: list[Piece] = []
-    for number, path in enumerate(files):
-        structures = len(open_structures(path, source))
-        for start in range(0, structures, piece_structures):
-            out = work / f"shard-{len(pieces):05d}.safetensors"
-            pieces.append(Piece(path, number, start, min(structures, start + piece_structures), out))
-    if not pieces:
-        raise DataError(f"{source.path}: it holds no structures")
-    return pieces
-
-
 def _write_index(
     source: GraphSource, data: GraphData, files: list[Path], plan: str, work: Path, shards: list[Path]
 ) -> Manifest:
@@ -171,17 +167,19 @@ def _write_index(
             for name, items in members.items()
         },
         index=file_record(work / INDEX),
-        shards=[_describe_shard(path, shard) for path, shard in zip(shards, opened, strict=True)],
+        shards=[
+            ShardRecord(
+                counts=Counts(
+                    structures=len(shard["split"]),
+                    atoms=int(shard["node_starts"][-1]),
+                    edges=int(shard["edge_starts"][-1]),
+                ),
+                data=file_record(path),
+            )
+            for path, shard in zip(shards, opened, strict=True)
+        ],
         statistics=gather_statistics(opened, source),
     )
-
-
-def _describe_shard(path: Path, shard: Arrays) -> ShardRecord:
-    counts = Counts(
-        structures=len(shard["split"]), atoms=int(shard["node_starts"][-1]), edges=int(shard["edge_starts"][-1])
-    )
-    data: FileRecord = file_record(path)
-    return ShardRecord(counts=counts, data=data)
 
 
 @dataclass(frozen=True)
@@ -281,10 +279,11 @@ def _choose_split(structure: Structure, job: Job) -> int:
 
 def _start_worker(leash: Connection) -> None:
     """Let a worker leave Ctrl-C to its parent, and end when the parent does, however that ends."""
+
+    def end_with_parent() -> None:
+        # Nothing is ever sent: this wakes when the parent's end is closed, however that came about.
+        leash.poll(None)
+        os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(leash,), daemon=True).start()
-
-
-def _end_with_parent(leash: Connection) -> None:
-    leash.poll(None)
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()

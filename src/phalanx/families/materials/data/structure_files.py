@@ -155,8 +155,23 @@ class NpzFile(StructureFile):
                 f"{path}: atomic numbers have shape {list(self._species.shape)} of {self._species.dtype}, expected [atoms] "
                 "integers"
             )
-        self._check_ptr()
-        self._check_species()
+        # Every slice of atoms comes from it: a wrong one would mix structures up.
+        numbers = self._ptr.ndim == 1 and self._ptr.dtype.kind in "iuf"
+        steps = np.diff(self._ptr.astype(np.int64)) if numbers else np.empty(0)
+        if not numbers or len(self._ptr) == 0 or self._ptr[0] != 0 or (steps < 0).any():
+            raise DataError(f"{self.path}: ptr must rise from 0, one more number than structures")
+        if int(self._ptr[-1]) != len(self._species):
+            raise DataError(f"{self.path}: ptr ends at {int(self._ptr[-1])} but there are {len(self._species)} atoms")
+        # Atomic numbers may be stored in any format of numbers, but are whole.
+        found = self._species
+        strange = np.flatnonzero(found != np.floor(found)) if found.dtype.kind == "f" else np.empty(0, dtype=np.int64)
+        if strange.size:
+            atom = int(strange[0])
+            structure = int(np.searchsorted(self._ptr, atom, side="right")) - 1
+            raise DataError(
+                f"{self.path}: structure {structure}: atom {atom - int(self._ptr[structure])} has atomic number "
+                f"{found[atom]}, which is no whole number"
+            )
         self._check_rows("positions", self._positions, len(self._species))
         for name, array in (("cell", self._cell), ("pbc", self._periodic)):
             if array is not None:
@@ -203,19 +218,16 @@ class NpzFile(StructureFile):
                 members = {info.filename.removesuffix(".npy"): info for info in stored.infolist()}
                 self._names = list(members)
                 wanted = {name: members[name] for name in (*_ATOMS, *self.wanted.keys) if name in members}
-                self._check_size(list(wanted.values()))
+                # What unpacks to far more than the file holds is refused: all of it is held in memory.
+                unpacked, packed = sum(info.file_size for info in wanted.values()), self.path.stat().st_size
+                if unpacked > max(_UNPACKED_BYTES, _UNPACKED_TIMES * packed):
+                    raise DataError(
+                        f"{self.path}: {packed:,} bytes unpack to {unpacked:,}, more than {_UNPACKED_TIMES} times as many; "
+                        "if that is meant, save it with numpy.savez instead of numpy.savez_compressed"
+                    )
                 return {name: self._read(stored, info) for name, info in wanted.items()}
         except _BROKEN as error:
             raise DataError(f"{self.path}: it cannot be read as .npz ({error}); it may be truncated") from None
-
-    def _check_size(self, members: list[zipfile.ZipInfo]) -> None:
-        """Refuse what unpacks to far more than the file holds; all of it is held in memory."""
-        unpacked, stored = sum(info.file_size for info in members), self.path.stat().st_size
-        if unpacked > max(_UNPACKED_BYTES, _UNPACKED_TIMES * stored):
-            raise DataError(
-                f"{self.path}: {stored:,} bytes unpack to {unpacked:,}, more than {_UNPACKED_TIMES} times as many; if that "
-                "is meant, save it with numpy.savez instead of numpy.savez_compressed"
-            )
 
     def _read(self, stored: zipfile.ZipFile, info: zipfile.ZipInfo) -> npt.NDArray[Any]:
         with stored.open(info) as member:
@@ -238,26 +250,6 @@ class NpzFile(StructureFile):
             if name in self._arrays:
                 return self._arrays[name]
         raise DataError(f"{self.path}: no array {' or '.join(names)}; it has {', '.join(self._names)}")
-
-    def _check_species(self) -> None:
-        """Refuse atomic numbers that are not whole; they may be stored in any format of numbers."""
-        found = self._species
-        strange = np.flatnonzero(found != np.floor(found)) if found.dtype.kind == "f" else np.empty(0, dtype=np.int64)
-        if strange.size:
-            atom = int(strange[0])
-            structure = int(np.searchsorted(self._ptr, atom, side="right")) - 1
-            raise DataError(
-                f"{self.path}: structure {structure}: atom {atom - int(self._ptr[structure])} has atomic number "
-                f"{found[atom]}, which is no whole number"
-            )
-
-    def _check_ptr(self) -> None:
-        numbers = self._ptr.ndim == 1 and self._ptr.dtype.kind in "iuf"
-        steps = np.diff(self._ptr.astype(np.int64)) if numbers else np.empty(0)
-        if not numbers or len(self._ptr) == 0 or self._ptr[0] != 0 or (steps < 0).any():
-            raise DataError(f"{self.path}: ptr must rise from 0, one more number than structures")
-        if int(self._ptr[-1]) != len(self._species):
-            raise DataError(f"{self.path}: ptr ends at {int(self._ptr[-1])} but there are {len(self._species)} atoms")
 
     def _check_rows(self, name: str, array: npt.NDArray[Any], rows: int) -> None:
         if array.ndim == 0 or len(array) != rows:

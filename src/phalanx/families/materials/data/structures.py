@@ -181,8 +181,15 @@ def check_structure(structure: Structure, edges: Edges, source: GraphSource, cut
             f"atoms {first} and {second} are on one place ({edges.distances[nearest]:.3f} A apart"
             f"{', through the periodic cell' if edges.images[nearest].any() else ''})"
         )
-    if source.check_units:
-        _check_forces(structure, source)
+    forces = structure.labels.get("forces")
+    if not source.check_units or forces is None or np.isnan(forces).all():
+        return
+    largest = float(np.nanmax(np.abs(forces)))
+    if largest > LARGEST_FORCE:
+        raise wrong(
+            f"a force is {largest:.4g} eV/A with unit {source.labels['forces'].unit}; correct the unit, or set "
+            f"check_units: false for source {source.name} if this is meant"
+        )
 
 
 def check_lengths(ratios: Sequence[tuple[RawStructure, float]], source: GraphSource) -> None:
@@ -208,18 +215,6 @@ def bond_ratios(species: npt.NDArray[np.uint8], edges: Edges) -> npt.NDArray[np.
     starts = np.flatnonzero(np.diff(edges.target, prepend=-1))
     smallest: npt.NDArray[np.float64] = np.minimum.reduceat(ratios, starts)
     return smallest
-
-
-def _check_forces(structure: Structure, source: GraphSource) -> None:
-    forces = structure.labels.get("forces")
-    if forces is None or np.isnan(forces).all():
-        return
-    largest = float(np.nanmax(np.abs(forces)))
-    if largest > LARGEST_FORCE:
-        raise structure.raw.wrong(
-            f"a force is {largest:.4g} eV/A with unit {source.labels['forces'].unit}; correct the unit, or set "
-            f"check_units: false for source {source.name} if this is meant"
-        )
 
 
 TOLERANCE = 0.1

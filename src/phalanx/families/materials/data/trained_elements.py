@@ -46,30 +46,19 @@ def elements_of(
     training: of each source. branches: the model's, one for each source or a single one for all. start: the run directory or
     checkpoint that the weights come from. None where that does not say what it was trained on.
     """
-    found = _by_branch(training, branches)
+    known = [frozenset(source.elements) for source in training]
+    # A single branch takes all sources.
+    parts = [frozenset[int]().union(*known)] if len(branches) == 1 else known
+    found = dict(zip((branch.name for branch in branches), parts, strict=True))
     if start is not None:
         earlier = trained_elements(start)
         if earlier is None:
             return None
-        found = {
-            branch.name: found[branch.name] | _still_known(earlier.of(branch.name), branch.reference_energies)
-            for branch in branches
-        }
+        for branch in branches:
+            # Where a branch names reference energies, elements that it does not name have 0 now, and are new to it.
+            before, named = earlier.of(branch.name), frozenset(map(int, branch.reference_energies))
+            found[branch.name] |= before & named if named else before
     return TrainedElements(frozenset[int]().union(*found.values()), found)
-
-
-def _by_branch(sources: Sequence[Statistics], branches: Sequence[Branch]) -> dict[str, frozenset[int]]:
-    """Return atomic numbers of the training structures of each branch."""
-    known = [frozenset(source.elements) for source in sources]
-    parts = [frozenset[int]().union(*known)] if len(branches) == 1 else known
-    return dict(zip((branch.name for branch in branches), parts, strict=True))
-
-
-def _still_known(elements: frozenset[int], reference_energies: Mapping[str, float]) -> frozenset[int]:
-    """Return previously trained elements that still have a reference energy. Where a branch names reference energies,
-    elements it does not name have 0 now; where it names none, all are kept."""
-    named = frozenset(map(int, reference_energies))
-    return elements & named if named else elements
 
 
 def write_elements(elements: TrainedElements, run_dir: Path) -> None:

@@ -17,7 +17,7 @@ from phalanx.ensemble.residuals import FloatArray, Residuals
 from phalanx.ensemble.scores import CURVE, LEVELS, Errors, Scores, mean_errors, score_predictions
 from phalanx.ensemble.select_members import Chosen, best_by_score, choose_members, fit_weights, relative_products
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.materials.config import GraphData, MaterialsRun
+from phalanx.families.materials.config import GraphData
 from phalanx.families.materials.data.graph_shards import Split, read_manifest
 from phalanx.families.materials.ensemble.member_errors import materials_run, member_residuals, untrained_elements
 from phalanx.families.materials.evaluation.prediction_errors import predicted_quantities
@@ -238,34 +238,37 @@ def _require_same_predictions(members: Sequence[Member]) -> None:
     """
     first, *others = members
     for other in others:
-        _require_same(first, materials_run(first), other, materials_run(other))
-
-
-def _require_same(first: Member, a: MaterialsRun, other: Member, b: MaterialsRun) -> None:
-    compared: tuple[tuple[str, object, object], ...] = (
-        ("data.sources", [source.name for source in a.data.sources], [source.name for source in b.data.sources]),
-        ("model.branches", [branch.name for branch in a.model.branches], [branch.name for branch in b.model.branches]),
-        (
-            "quantities",
-            [q.name for q in predicted_quantities(a.model)],
-            [q.name for q in predicted_quantities(b.model)],
-        ),
-        ("data.cutoff", a.data.cutoff, b.data.cutoff),
-        ("data.max_neighbours", a.data.max_neighbours, b.data.max_neighbours),
-    )
-    for what, mine, theirs in compared:
-        if mine != theirs:
-            found, wanted = (", ".join(map(str, one)) if isinstance(one, list) else one for one in (theirs, mine))
-            raise ConfigError(
-                f"{other.path} differs from {first.path} in {what}: {found}, not {wanted}; "
-                f"members of an ensemble predict the same of the same prepared data"
-            )
-    for source, ours, others in zip(a.data.sources, data_fingerprints(a.data), data_fingerprints(b.data), strict=True):
-        if ours != others:
-            raise DataError(
-                f"{other.path} was trained on other structures of source {source.name} than {first.path} "
-                f"({b.data.prepared}, {a.data.prepared}), or on another split of them; members need the same"
-            )
+        a, b = materials_run(first), materials_run(other)
+        compared: tuple[tuple[str, object, object], ...] = (
+            ("data.sources", [source.name for source in a.data.sources], [source.name for source in b.data.sources]),
+            (
+                "model.branches",
+                [branch.name for branch in a.model.branches],
+                [branch.name for branch in b.model.branches],
+            ),
+            (
+                "quantities",
+                [q.name for q in predicted_quantities(a.model)],
+                [q.name for q in predicted_quantities(b.model)],
+            ),
+            ("data.cutoff", a.data.cutoff, b.data.cutoff),
+            ("data.max_neighbours", a.data.max_neighbours, b.data.max_neighbours),
+        )
+        for what, mine, theirs in compared:
+            if mine != theirs:
+                found, wanted = (", ".join(map(str, one)) if isinstance(one, list) else one for one in (theirs, mine))
+                raise ConfigError(
+                    f"{other.path} differs from {first.path} in {what}: {found}, not {wanted}; "
+                    f"members of an ensemble predict the same of the same prepared data"
+                )
+        for source, ours, stored in zip(
+            a.data.sources, data_fingerprints(a.data), data_fingerprints(b.data), strict=True
+        ):
+            if ours != stored:
+                raise DataError(
+                    f"{other.path} was trained on other structures of source {source.name} than {first.path} "
+                    f"({b.data.prepared}, {a.data.prepared}), or on another split of them; members need the same"
+                )
 
 
 def data_fingerprints(data: GraphData) -> list[str]:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, stack_module_state
 
-from phalanx.ensemble.members import EnsembleFile, LabelEntry, member_checkpoints, read_ensemble
+from phalanx.ensemble.members import EnsembleFile, member_checkpoints, read_ensemble
 from phalanx.errors import ConfigError
 from phalanx.families.materials.evaluation.network_predictions import LoadedNetwork, load_network
 from phalanx.families.materials.model.geometry import edge_vectors
 from phalanx.families.materials.model.losses import Predictions
-from phalanx.families.materials.model.network import AtomGraphs, MaterialsNetwork, cell_volumes
+from phalanx.families.materials.model.network import AtomGraphs, MaterialsNetwork, cell_volumes, energy_gradient
 
 _LABELS = {
     "energy": "energy_G",
@@ -74,7 +74,11 @@ class LoadedEnsemble:
         if self._stack is None:
             self._stack = NetworkStack([member.model for member in self.members])
         found = self._stack.predict(species_N, source_G=source_G, graph_N=graph_N, **inputs)
-        sources = self._sources(int(source_G[0]))
+        run = self.members[0].run
+        sources = [source.name for source in run.data.sources]
+        # A single branch takes all data sets, others one each.
+        if len(run.model.branches) > 1:
+            sources = [sources[int(source_G[0])]]
         means: dict[str, Tensor] = {}
         stds: dict[str, Tensor] = {}
         atoms_G = torch.bincount(graph_N, minlength=len(source_G))
@@ -84,21 +88,15 @@ class LoadedEnsemble:
             mean, spread = self._moments(value)
             means[name] = mean.to(value.dtype)
             quantity = next((known for known, label in _LABELS.items() if label == name), None)
-            entry = None if quantity is None else self._label(sources, quantity)
+            # Of a branch with several data sets, the first that has labels of the quantity is calibrated on.
+            entries = [self.document.label(source, quantity) for source in sources] if quantity else []
+            entry = next((one for one in entries if one is not None), None)
             if quantity is not None and entry is not None:
-                stds[quantity] = _calibrate_std(entry, spread, atoms_G if quantity == "energy" else None)
+                # Energies are calibrated per atom, and stated as a whole.
+                share = spread / atoms_G.clamp(min=1) if quantity == "energy" else spread
+                std = torch.from_numpy(entry.calibration.std(share.numpy(force=True))).to(spread.device)
+                stds[quantity] = std * atoms_G if quantity == "energy" else std
         return Uncertain(Predictions(**means), stds)
-
-    def _sources(self, branch: int) -> list[str]:
-        """Return the data sets of a branch, in the order of `data.sources`: all of them where there is a single branch."""
-        run = self.members[0].run
-        names = [source.name for source in run.data.sources]
-        return names if len(run.model.branches) == 1 else [names[branch]]
-
-    def _label(self, sources: Sequence[str], quantity: str) -> LabelEntry | None:
-        """Return the calibration of the first of these data sets that has labels of a quantity; None where none has."""
-        found = (self.document.label(source, quantity) for source in sources)
-        return next((entry for entry in found if entry is not None), None)
 
     def _moments(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation among members, float64; see `residuals.weighted_moments`."""
@@ -111,13 +109,6 @@ class LoadedEnsemble:
         return mean, (variance / rest).sqrt() if rest > 1e-12 else torch.zeros_like(mean)
 
 
-def _calibrate_std(entry: LabelEntry, spread: Tensor, atoms_G: Tensor | None) -> Tensor:
-    """Return the calibrated standard deviation. atoms_G: atoms of each graph, where the calibration counts per atom."""
-    share = spread if atoms_G is None else spread / atoms_G.clamp(min=1)
-    std = torch.from_numpy(entry.calibration.std(share.numpy(force=True))).to(spread.device)
-    return std if atoms_G is None else std * atoms_G
-
-
 _IN_TURN = ("dimenet++",)
 """Bodies that count what the data hold while they run, which nothing stacked can."""
 
@@ -127,25 +118,18 @@ def can_stack(network: MaterialsNetwork) -> bool:
     return network.config.body not in _IN_TURN and network.edge_chunk is None
 
 
-def can_share_stack(one: MaterialsNetwork, other: MaterialsNetwork) -> bool:
-    """Return whether two networks compute the same function of their parameters."""
-    return one.config == other.config and one.dtype == other.dtype and can_stack(one) and can_stack(other)
-
-
 class NetworkStack:
     """K whole networks in evaluation mode. Networks that are alike run as one, whatever their order."""
 
     def __init__(self, networks: Sequence[MaterialsNetwork]) -> None:
-        groups: list[list[int]] = []
+        groups: dict[object, list[int]] = {}
         for number, network in enumerate(networks):
-            group = next((group for group in groups if can_share_stack(networks[group[0]], network)), None)
-            if group is None:
-                groups.append([number])
-            else:
-                group.append(number)
-        together = ([networks[number] for number in group] for group in groups)
+            # Of equal description they compute the same function of their parameters.
+            kind = (network.config.model_dump_json(), network.dtype) if can_stack(network) else number
+            groups.setdefault(kind, []).append(number)
+        together = [[networks[number] for number in group] for group in groups.values()]
         self._parts = [_InTurn(some) if len(some) == 1 else _Stacked(some) for some in together]
-        order = [number for group in groups for number in group]
+        order = [number for group in groups.values() for number in group]
         self._places = [order.index(number) for number in range(len(networks))]
 
     @torch.no_grad()
@@ -201,9 +185,12 @@ class _Stacked:
             found = torch.vmap(predict_one)(self._state, vectors_KE3)
         if derived:
             # By plain autograd on the stacked energies: one derivative for all members.
-            gradient_KE3 = _energy_gradient(found["energy_G"], vectors_KE3)
+            gradient_KE3 = energy_gradient(found["energy_G"], vectors_KE3, differentiable=False)
             if forces:
-                found["forces_N3"] = _stacked_forces(gradient_KE3, edges_2E, len(species_N))
+                zeros = gradient_KE3.new_zeros((len(gradient_KE3), len(species_N), 3))
+                # As `model.network.with_derivatives` has it, with a first dimension of members.
+                pulls_KN3 = zeros.index_add(1, edges_2E[0], gradient_KE3)
+                found["forces_N3"] = pulls_KN3.index_add(1, edges_2E[1], -gradient_KE3)
             if stress:
                 graph_E = graphs["graph_N"].index_select(0, edges_2E[1])
                 found["stress_G33"] = _stacked_stress(gradient_KE3, vectors_KE3.detach(), graph_E, cells_G33)
@@ -222,20 +209,6 @@ class _FromVectors(nn.Module):
             vector_E3, species_N, **inputs, forces=False, stress=False, differentiable=False
         )
         return {name: value for name, value in vars(found).items() if value is not None}
-
-
-def _energy_gradient(energy_KG: Tensor, vectors_KE3: Tensor) -> Tensor:
-    """Return dE/dv of each member, zeros where no energy depends on an edge."""
-    if not energy_KG.requires_grad:
-        return torch.zeros_like(vectors_KE3)
-    (gradient_KE3,) = torch.autograd.grad(energy_KG, vectors_KE3, torch.ones_like(energy_KG), allow_unused=True)
-    return torch.zeros_like(vectors_KE3) if gradient_KE3 is None else gradient_KE3
-
-
-def _stacked_forces(gradient_KE3: Tensor, edges_2E: Tensor, atoms: int) -> Tensor:
-    """Return forces of each member [K, N, 3]; see `model.network.with_derivatives`."""
-    zeros = gradient_KE3.new_zeros((len(gradient_KE3), atoms, 3))
-    return zeros.index_add(1, edges_2E[0], gradient_KE3).index_add(1, edges_2E[1], -gradient_KE3)
 
 
 def _stacked_stress(gradient_KE3: Tensor, vectors_KE3: Tensor, graph_E: Tensor, cells_G33: Tensor) -> Tensor:

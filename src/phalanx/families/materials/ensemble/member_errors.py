@@ -74,7 +74,13 @@ def member_residuals(
         start = 0
         for count in counts:
             batch, structures = reader.read(rows[start : start + count])
-            collected.add(_predict_batch(stack, batch, one_branch=one_branch), batch, structures)
+            x, inputs = batch.inputs()
+            if one_branch:
+                # A single branch takes all data sets, whatever their numbers.
+                inputs["source_G"] = torch.zeros_like(batch.source_G)
+            labels, seen = split_labels(inputs)
+            forces, stress = labels.forces_N3 is not None, labels.stress_G33 is not None
+            collected.add(stack.predict(x, **seen, forces=forces, stress=stress), batch, structures)
             start, done = start + count, done + count * len(chosen)
             progress(done, total)
     return _join_residuals(collected, members, runs[0], share)
@@ -145,15 +151,6 @@ class _Reader:
                 f"model.max_atomic_number={self._heaviest} only"
             )
         return batch.to(self._device), found.item
-
-
-def _predict_batch(stack: NetworkStack, batch: GraphBatch, *, one_branch: bool) -> Predictions:
-    x, inputs = batch.inputs()
-    if one_branch:
-        # A single branch takes all data sets, whatever their numbers.
-        inputs["source_G"] = torch.zeros_like(batch.source_G)
-    labels, seen = split_labels(inputs)
-    return stack.predict(x, **seen, forces=labels.forces_N3 is not None, stress=labels.stress_G33 is not None)
 
 
 class _Collected:

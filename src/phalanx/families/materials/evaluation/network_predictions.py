@@ -126,18 +126,12 @@ def split_errors(
     load_weights(newest.path, applied)
     applied.refresh()
     evaluator = GraphEvaluator(run, sources, columns_of(run, training), device, samples)
-    untrained = _count_untrained(evaluator, newest.path)
+    trained, untrained = trained_elements(newest.path), None
+    # Runs of older versions do not say what they were trained on.
+    if trained is not None:
+        found, names = spread_evenly(sources, samples), [branch.name for branch in run.model.branches]
+        untrained = untrained_by_source(sources, found, names, [trained])
     return newest.path, replace(evaluator.errors(Executor(applied)), untrained=untrained)
-
-
-def _count_untrained(evaluator: GraphEvaluator, checkpoint: Path) -> dict[str, dict[int, int]] | None:
-    """See `GraphErrors.untrained`; None where the run does not say what it was trained on."""
-    trained = trained_elements(checkpoint)
-    if trained is None:
-        return None
-    found = spread_evenly(evaluator.sources, evaluator.samples)
-    names = [branch.name for branch in evaluator.run.model.branches]
-    return untrained_by_source(evaluator.sources, found, names, [trained])
 
 
 def _open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:

@@ -23,7 +23,7 @@ from phalanx.families.materials.data.balance import (
     divide_by_cost,
     divide_within_budget,
 )
-from phalanx.families.materials.data.graph_batches import Collator, Columns, GraphBatch
+from phalanx.families.materials.data.graph_batches import Collator, Columns
 from phalanx.families.materials.data.graph_shards import Located, PreparedSource, spread_evenly
 from phalanx.families.materials.model.losses import Labels, Predictions, learned_tasks
 from phalanx.families.materials.model_config import MaterialsModel
@@ -96,13 +96,6 @@ class GraphEvaluator:
 
     def errors(self, executor: Executor) -> GraphErrors:
         """Return the same, over at least one structure. Every rank calls it."""
-        sums, counts, structures = self._sums(executor)
-        size = len(learned_tasks(self.run.model))
-        losses, errors = sums[:size], sums[size:].view(len(self.sources), -1, SUMS)
-        return GraphErrors(float((losses / counts.clamp(min=1)).sum()), structures, error_rows(self.run, errors))
-
-    def _sums(self, executor: Executor) -> tuple[Tensor, Tensor, int]:
-        """Return losses and errors summed over all ranks, counts of targets, and the number of structures."""
         mesh, found = executor.mesh, spread_evenly(self.sources, self.samples)
         division = self._division(found, executor.layout)
         mine = np.flatnonzero(division.rank == mesh.data_rank)
@@ -120,7 +113,13 @@ class GraphEvaluator:
         for count in parts:
             rows = mine[start : start + count]
             start += count
-            batch = self._read(found.take(rows))
+            batch = Collator(self.sources, self.columns)(found.take(rows), (count,))
+            heaviest = int(batch.species_N.max()) if len(batch.species_N) else 0
+            if heaviest > self.run.model.max_atomic_number:
+                raise DataError(
+                    f"a held-out structure has atomic number {heaviest}, model.max_atomic_number="
+                    f"{self.run.model.max_atomic_number} is less; set model.max_atomic_number={heaviest} or more"
+                )
             share = executor.cut(batch, 1).to(self.device)
             x, inputs = share.inputs()
             result = executor.infer(x, {**inputs, "measured_sources": len(self.sources)}, share.sample_indices)
@@ -133,7 +132,9 @@ class GraphEvaluator:
         if mesh.world is not None:
             dist.all_reduce(sums, group=mesh.world)
             dist.all_reduce(counts, group=mesh.world)
-        return sums, counts, len(found.numbers)
+        losses, errors = sums[:size], sums[size:].view(len(self.sources), -1, SUMS)
+        loss = float((losses / counts.clamp(min=1)).sum())
+        return GraphErrors(loss, len(found.numbers), error_rows(self.run, errors))
 
     def _division(self, found: Located, layout: ResolvedLayout) -> Division:
         data = self.run.data
@@ -146,16 +147,6 @@ class GraphEvaluator:
                 costs, layout.data_ranks, costs, int(data.microbatch_cost * layout.cp / model.unit), deal
             )
         return divide_by_cost(costs, layout.data_ranks, -(-len(costs) // (layout.data_ranks * layout.microbatch)), deal)
-
-    def _read(self, found: Located) -> GraphBatch:
-        batch = Collator(self.sources, self.columns)(found, (len(found.numbers),))
-        heaviest = int(batch.species_N.max()) if len(batch.species_N) else 0
-        if heaviest > self.run.model.max_atomic_number:
-            raise DataError(
-                f"a held-out structure has atomic number {heaviest}, model.max_atomic_number="
-                f"{self.run.model.max_atomic_number} is less; set model.max_atomic_number={heaviest} or more"
-            )
-        return batch
 
 
 def error_rows(run: MaterialsRun, errors: Tensor) -> list[ErrorRow]:

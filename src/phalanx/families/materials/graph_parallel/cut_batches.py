@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -159,7 +158,11 @@ class _Cut(NamedTuple):
         cost_A = how.node_cost + how.edge_cost * arriving_A
         if how.triplet_cost:
             cost_A += how.triplet_cost * np.bincount(ends_2E[1], weights=arriving_A[ends_2E[0]], minlength=atoms)
-        rank_A = _assign_ranks(cost_A, how.size)
+        total = float(cost_A.sum())
+        # An atom belongs where its middle lies: runs of places whose costs differ by one atom's at most.
+        middles = np.cumsum(cost_A) - cost_A / 2
+        parts_A = middles * (how.size / total) if total else middles
+        rank_A: Int64Array = np.minimum(parts_A.astype(np.int64), how.size - 1)
         # A row of flags for each rank: cheaper than sorting edges, which are many times as many.
         wanted = np.zeros((how.size, atoms), dtype=bool)
         wanted[rank_A[ends_2E[1]], ends_2E[0]] = True
@@ -216,33 +219,19 @@ class _Cut(NamedTuple):
             largest=int(held_G.max(initial=0)),
         )
         if how.edges:
-            halo = replace(halo, **self._edge_halo(how, count, foreign))
+            # Every pair of a rank and a foreign atom stands for all edges that end there.
+            arriving_A, place_P = np.diff(self.first_edge_A), self.wants_P2[:, 1]
+            edges = ragged_ranges(self.first_edge_A[place_P], arriving_A[place_P])
+            ranks = np.repeat(self.wants_P2[:, 0], arriving_A[place_P])
+            rank_E = self.rank_A[self.ends_2E[1]]
+            targets = np.repeat(count + np.arange(len(foreign)), arriving_A[foreign])
+            plan = _plan_exchange(how, ranks, edges, rank_E, self.first_edge_A[self.first_R])
+            halo = replace(halo, edges=plan, edge_targets=torch.from_numpy(targets))
         if how.everyone:
             every = np.arange(len(self.order_A))
             taken = _plan_gathering(every, self.rank_A, self.first_R)
             halo = replace(halo, everyone=taken, graph_A=torch.from_numpy(self.graph_A))
         return halo
-
-    def _edge_halo(self, how: Cutting, count: int, foreign: Int64Array) -> dict[str, Any]:
-        """Return how edges of the halo come in: every pair of a rank and a foreign atom stands for all edges that end
-        there."""
-        arriving_A = np.diff(self.first_edge_A)
-        place_P = self.wants_P2[:, 1]
-        edges = ragged_ranges(self.first_edge_A[place_P], arriving_A[place_P])
-        ranks = np.repeat(self.wants_P2[:, 0], arriving_A[place_P])
-        rank_E = self.rank_A[self.ends_2E[1]]
-        targets = np.repeat(count + np.arange(len(foreign)), arriving_A[foreign])
-        plan = _plan_exchange(how, ranks, edges, rank_E, self.first_edge_A[self.first_R])
-        return {"edges": plan, "edge_targets": torch.from_numpy(targets)}
-
-
-def _assign_ranks(cost_A: npt.NDArray[np.floating], size: int) -> Int64Array:
-    """Return the rank of each place, such that each rank's places cost about the same."""
-    total = float(cost_A.sum())
-    # An atom belongs where its middle lies: runs of places whose costs differ by one atom's at most.
-    middles = np.cumsum(cost_A) - cost_A / 2
-    ranks: Int64Array = np.minimum((middles * (size / total) if total else middles).astype(np.int64), size - 1)
-    return ranks
 
 
 def _plan_exchange(how: Cutting, ranks: Int64Array, rows: Int64Array, holder: Int64Array, first_R: Int64Array) -> Plan:

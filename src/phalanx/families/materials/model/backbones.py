@@ -56,10 +56,6 @@ def _embed_scalars(config: MaterialsModel) -> nn.Module:
     return AtomEmbedding(config, 0)
 
 
-def _with_triplets(_config: MaterialsModel, geometry: Geometry) -> Geometry:
-    return geometry._replace(triplets=find_triplets(geometry))
-
-
 def _mace_backbone() -> Backbone:
     # Its constants come from e3nn, which is an optional extra.
     try:
@@ -84,7 +80,11 @@ _BACKBONES: dict[str, Backbone] = {
     "gatv2": Backbone(lambda config, _: Gatv2Block(config), _embed_scalars),
     "pna": Backbone(lambda config, _: PnaBlock(config), _embed_scalars),
     "schnet": Backbone(lambda config, _: SchNetBlock(config), _embed_scalars),
-    "dimenet++": Backbone(lambda config, _: DimeNetBlock(config), DimeNetEmbedding, prepare=_with_triplets),
+    "dimenet++": Backbone(
+        lambda config, _: DimeNetBlock(config),
+        DimeNetEmbedding,
+        prepare=lambda _, geometry: geometry._replace(triplets=find_triplets(geometry)),
+    ),
     "egnn": Backbone(EgnnBlock, lambda config: AtomEmbedding(config, 1), lambda _: 1),
     "painn": Backbone(
         lambda config, _: PaiNNBlock(config),

@@ -63,18 +63,10 @@ class DimeNetBlock(nn.Module):
         """Return the next features of atoms and edges."""
         message_EC = atoms.edges_EC
         assert message_EC is not None
-        changed_EC = self.before(silu(self.own(message_EC)) + self._from_triplets(message_EC, geometry))
-        message_EC = self.after(message_EC + silu(self.skip(changed_EC)))
-        # Faded here as well: an edge's message to its own atom must vanish at the cutoff, not only what it tells others.
-        faded_EC = message_EC * (self.output_distance(geometry.radial_ER) * geometry.envelope_E1)
-        sums_NC = faded_EC.new_zeros((geometry.atoms, faded_EC.shape[1])).index_add(0, geometry.target_E, faded_EC)
-        scalars_NC = atoms.scalars_NC + self.output(sums_NC * self.scale)
-        return Atoms(scalars_NC, edges_EC=message_EC)
-
-    def _from_triplets(self, message_EC: Tensor, geometry: Geometry) -> Tensor:
-        """Return what edges j -> i hear from edges k -> j, [E, C]."""
         triplets = geometry.triplets
         assert triplets is not None
+        own_EC = silu(self.own(message_EC))
+        # What edges j -> i hear from edges k -> j.
         given_EC = silu(self.other(message_EC)) * self.distance(geometry.radial_ER)
         given_EC = silu(self.narrow(given_EC)) * (geometry.envelope_E1 * self.scale)
         # The radial half of the angular basis belongs to the edge k -> j, so it is mixed before edges are paired.
@@ -83,7 +75,13 @@ class DimeNetBlock(nn.Module):
         given_FC, basis_FX = geometry.exchange.edges(given_EC), geometry.exchange.edges(basis_EX)
         shared = (given_FC, basis_FX, self.angle_outward.weight)
         heard = sum_messages(_triplet_message, edges, shared, triplets.outgoing_T, len(message_EC), geometry.chunk)
-        return silu(self.widen(heard))
+        changed_EC = self.before(own_EC + silu(self.widen(heard)))
+        message_EC = self.after(message_EC + silu(self.skip(changed_EC)))
+        # Faded here as well: an edge's message to its own atom must vanish at the cutoff, not only what it tells others.
+        faded_EC = message_EC * (self.output_distance(geometry.radial_ER) * geometry.envelope_E1)
+        sums_NC = faded_EC.new_zeros((geometry.atoms, faded_EC.shape[1])).index_add(0, geometry.target_E, faded_EC)
+        scalars_NC = atoms.scalars_NC + self.output(sums_NC * self.scale)
+        return Atoms(scalars_NC, edges_EC=message_EC)
 
 
 class Residual(nn.Module):

@@ -33,10 +33,7 @@ class PaiNNBlock(nn.Module):
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
         """Return the next scalars [N, C] and vectors [N, 3, C]."""
-        scalars_NC, vectors_N3C = self._receive(atoms, geometry)
-        return self._mix(scalars_NC, vectors_N3C)
-
-    def _receive(self, atoms: Atoms, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        # The message block.
         scalars_NC, vectors_N3C = atoms.scalars_NC, atoms.vectors_NMC
         assert vectors_N3C is not None
         # What every neighbour reads of an atom, side by side, so that an edge gathers once.
@@ -50,9 +47,8 @@ class PaiNNBlock(nn.Module):
         shared = (geometry.exchange.atoms(given_N6C), filter_XC)
         sums_N4C = sum_messages(_painn_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         scalar_N1C, vector_N3C = sums_N4C.split((1, 3), dim=1)
-        return scalars_NC + scalar_N1C.squeeze(1), vectors_N3C + vector_N3C
-
-    def _mix(self, scalars_NC: Tensor, vectors_N3C: Tensor) -> Atoms:
+        scalars_NC, vectors_N3C = scalars_NC + scalar_N1C.squeeze(1), vectors_N3C + vector_N3C
+        # The update block: scalars and vectors of one atom, of which lengths and products tell each other.
         left_N3C, right_N3C = self.mix(vectors_N3C).chunk(2, dim=-1)
         length_NC = (right_N3C.square().sum(1) + _NORM_EPS).sqrt()
         update = self.update(torch.cat((scalars_NC, length_NC), dim=-1))

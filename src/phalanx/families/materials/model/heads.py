@@ -149,31 +149,22 @@ class DatasetMlp(nn.Module):
             return alone
         branch_N = branch_N - self.first
         layers = zip(*(copy.children() for copy in copies), strict=True)
-        for number, layer in enumerate(layers):
-            x_NC = _apply_own_layer(layer, silu(x_NC) if number else x_NC, branch_N)
+        for number, same in enumerate(layers):
+            linears = [layer for layer in same if isinstance(layer, Linear)]
+            # One matmul for all data sets: picking rows by data set would wait for the device, and split its work.
+            weight = torch.cat([layer.weight for layer in linears])
+            bias = torch.cat([layer.bias for layer in linears if layer.bias is not None])
+            all_NC = cast_linear(silu(x_NC) if number else x_NC, weight, bias)
+            all_NBC: Tensor = all_NC.unflatten(-1, (len(linears), -1))
+            index_N1C = branch_N[:, None, None].expand(-1, 1, all_NBC.shape[-1])
+            x_NC = all_NBC.gather(1, index_N1C).squeeze(1)
         return x_NC
-
-
-def _apply_own_layer(layers: Sequence[nn.Module], x_NC: Tensor, branch_N: Tensor) -> Tensor:
-    """Apply all data sets' layers at once, and keep of each row its own data set's result."""
-    linears = [layer for layer in layers if isinstance(layer, Linear)]
-    # One matmul for all data sets: picking rows by data set would wait for the device, and split its work.
-    weight = torch.cat([layer.weight for layer in linears])
-    bias = torch.cat([layer.bias for layer in linears if layer.bias is not None])
-    all_NBC: Tensor = cast_linear(x_NC, weight, bias).unflatten(-1, (len(linears), -1))
-    index_N1C = branch_N[:, None, None].expand(-1, 1, all_NBC.shape[-1])
-    return all_NBC.gather(1, index_N1C).squeeze(1)
 
 
 def build_head(config: MaterialsModel, layers: int, outputs: int, *, shared: bool) -> DatasetMlp:
     """Build a head of `layers` linear layers, half as wide in between as the backbone."""
     branches = [SHARED] if shared else [branch.name for branch in config.branches]
-    return DatasetMlp(branches, *head_sizes(config, layers, outputs))
-
-
-def head_sizes(config: MaterialsModel, layers: int, outputs: int) -> list[int]:
-    """Return the features before, between and behind the layers of a head."""
-    return [config.d_model, *[max(config.d_model // 2, 1)] * (layers - 1), outputs]
+    return DatasetMlp(branches, config.d_model, *[max(config.d_model // 2, 1)] * (layers - 1), outputs)
 
 
 class DipoleVectors(nn.Module):

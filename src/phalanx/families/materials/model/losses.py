@@ -83,16 +83,6 @@ def learned_tasks(config: MaterialsModel) -> list[Task]:
     return found
 
 
-def target_counts(config: MaterialsModel, labels: Labels, device: torch.device | None = None) -> Tensor:
-    """Count the numbers that are there for each task of `config`, int64 [T]: one an energy, three an atom's force, nine a
-    stress."""
-    counts = []
-    for task in learned_tasks(config):
-        label = getattr(labels, task.label)
-        counts.append(torch.zeros((), dtype=torch.int64, device=device) if label is None else (~label.isnan()).sum())
-    return torch.stack(counts)
-
-
 def summed_losses(
     config: MaterialsModel,
     units: DatasetUnits,

@@ -30,15 +30,10 @@ def spherical_harmonics(degree: int, unit_E3: Tensor) -> Tensor:
     + 1."""
     first = 3.0**0.5 * unit_E3
     found = [torch.ones_like(unit_E3[:, :1]), first]
-    for step in _harmonic_steps(degree):
+    for step in harmonic_steps(degree):
         product_E9 = (found[-1][:, :, None] * first[:, None, :]).flatten(1)
         found.append(product_E9 @ step.on(unit_E3.device, unit_E3.dtype))
     return torch.cat(found, dim=1)
-
-
-@cache
-def _harmonic_steps(degree: int) -> list[Constant]:
-    return [Constant(step.flatten(0, 1)) for step in harmonic_steps(degree)]
 
 
 class MaceBlock(nn.Module):
@@ -65,25 +60,28 @@ class MaceBlock(nn.Module):
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
         """Return the next features: scalars [N, C] and, above degree 0, components [N, M, C]."""
-        features_NSC = _join_components(atoms)[:, : count_components(len(self.inward) - 1)]
-        sums_NSC = self.outward.paths(self._messages(self.inward(features_NSC), geometry))
-        products_NSC = self.mix(self.contraction(sums_NSC, geometry.species_N))
-        kept_NSC = self.skip(features_NSC[:, : count_components(len(self.skip) - 1)])
-        element_NLC = self.skip_element(geometry.species_N, kept_NSC.dtype)
-        kept_NSC = kept_NSC * element_NLC.index_select(1, _degree_of(kept_NSC.shape[1], kept_NSC.device))
-        count = kept_NSC.shape[1]
-        joined = torch.cat((products_NSC[:, :count] + kept_NSC, products_NSC[:, count:]), dim=1)
-        return Atoms(joined[:, 0], joined[:, 1:] if self.outside else None)
-
-    def _messages(self, features_NSC: Tensor, geometry: Geometry) -> Tensor:
-        """Return sums over neighbours, [N, Q, C]: Q components of all paths, those of one degree together."""
+        features_NSC = atoms.scalars_NC[:, None]
+        if atoms.vectors_NMC is not None:
+            features_NSC = torch.cat((features_NSC, atoms.vectors_NMC), dim=1)
+        features_NSC = features_NSC[:, : count_components(len(self.inward) - 1)]
         assert geometry.harmonics_ES is not None
         couplings, path_Q = self.couplings
         device, dtype = features_NSC.device, features_NSC.dtype
         edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1, geometry.harmonics_ES)
-        shared = (geometry.exchange.atoms(features_NSC * self.scale), *self.radial.parameters())
+        given_NSC = self.inward(features_NSC) * self.scale
+        shared = (geometry.exchange.atoms(given_NSC), *self.radial.parameters())
         message = partial(_mace_message, couplings.on(device, dtype), path_Q.on(device, torch.int64))
-        return sum_messages(message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
+        # Q components of all paths, those of one degree together.
+        sums_NQC = sum_messages(message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
+        products_NSC = self.mix(self.contraction(self.outward.paths(sums_NQC), geometry.species_N))
+        kept_NSC = self.skip(features_NSC[:, : count_components(len(self.skip) - 1)])
+        element_NLC = self.skip_element(geometry.species_N, kept_NSC.dtype)
+        count = kept_NSC.shape[1]
+        # Degree l begins at component l^2, so a component's degree is the root of its number, rounded down.
+        degree_S = torch.arange(count, device=kept_NSC.device).sqrt().long()
+        kept_NSC = kept_NSC * element_NLC.index_select(1, degree_S)
+        joined = torch.cat((products_NSC[:, :count] + kept_NSC, products_NSC[:, count:]), dim=1)
+        return Atoms(joined[:, 0], joined[:, 1:] if self.outside else None)
 
 
 class SymmetricContraction(nn.Module):
@@ -165,11 +163,6 @@ def outgoing_degree(config: MaterialsModel, number: int) -> int:
     return 0 if last and config.dipole is None else config.mace.hidden_degree
 
 
-def _join_components(atoms: Atoms) -> Tensor:
-    scalars_N1C = atoms.scalars_NC[:, None]
-    return scalars_N1C if atoms.vectors_NMC is None else torch.cat((scalars_N1C, atoms.vectors_NMC), dim=1)
-
-
 @cache
 def _stack_couplings(paths: tuple[Path, ...], inside: int, harmonics: int) -> tuple[Constant, Constant]:
     """Return coefficients [harmonics, Q * inside] of all paths at once, and the path of each of the Q components."""
@@ -182,11 +175,6 @@ def _stack_couplings(paths: tuple[Path, ...], inside: int, harmonics: int) -> tu
         path_of += [number] * (2 * path.result + 1)
     joined = torch.cat(blocks, dim=1).flatten(1)
     return Constant(joined), Constant(torch.tensor(path_of, device="cpu"))
-
-
-def _degree_of(count: int, device: torch.device) -> Tensor:
-    """Return the degree of each of `count` components, int64."""
-    return torch.arange(count, device=device).sqrt().long()
 
 
 def _mace_message(
@@ -254,8 +242,8 @@ def coupling_coefficients(path: Path) -> Tensor:
 
 
 @cache
-def harmonic_steps(degree: int) -> list[Tensor]:
-    """Return how each spherical harmonic up to `degree` follows from the one below: float64 [2l-1, 3, 2l+1], l from 2.
+def harmonic_steps(degree: int) -> list[Constant]:
+    """Return how each spherical harmonic up to `degree` follows from the one below: [(2l-1) * 3, 2l+1], l from 2.
 
     Y_l is Y_(l-1) coupled with the direction. Its size is fixed at the pole (0, 1, 0), where it must be sqrt(2l+1).
     """
@@ -267,7 +255,7 @@ def harmonic_steps(degree: int) -> list[Tensor]:
             value = torch.einsum("a,b,abc->c", below, pole, step)
             step = step * ((2 * ell + 1) ** 0.5 / value[ell])
             below = torch.einsum("a,b,abc->c", below, pole, step)
-            steps.append(step)
+            steps.append(Constant(step.flatten(0, 1)))
     return steps
 
 

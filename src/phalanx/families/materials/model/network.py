@@ -209,7 +209,7 @@ def with_derivatives(
     vector_E3, graph_N, exchange = geometry.vector_E3, geometry.graph_N, geometry.exchange
     # Collectives of this derivative are differentiated again, and must come in one order on all ranks.
     with exchange.in_order():
-        gradient_E3 = _energy_gradient(predicted.atom_energies_N, vector_E3, differentiable=differentiable)
+        gradient_E3 = energy_gradient(predicted.atom_energies_N, vector_E3, differentiable=differentiable)
     forces_N3 = stress_G33 = None
     if forces:
         pulls_M3 = gradient_E3.new_zeros((exchange.senders(geometry.atoms), 3))
@@ -235,13 +235,15 @@ def cell_volumes(cells_G33: Tensor) -> Tensor:
     return volume_G.abs()
 
 
-def _energy_gradient(energy_N: Tensor, vector_E3: Tensor, *, differentiable: bool) -> Tensor:
-    """Return dE/dv, zeros where the energy does not depend on any edge. Of atoms at hand: a graph's energy may be others'
-    too."""
+def energy_gradient(energies: Tensor, vectors: Tensor, *, differentiable: bool) -> Tensor:
+    """Return the gradient of summed energies by edge vectors, in their shape; zeros where no energy depends on any edge.
+
+    energies: of the atoms at hand [N] rather than of graphs, whose energy may be other ranks' too; or of any such set.
+    """
     # A batch without edges, or of lone atoms.
-    if not energy_N.requires_grad:
-        return torch.zeros_like(vector_E3)
-    (gradient_E3,) = torch.autograd.grad(
-        energy_N, vector_E3, torch.ones_like(energy_N), create_graph=differentiable, allow_unused=True
+    if not energies.requires_grad:
+        return torch.zeros_like(vectors)
+    (gradient,) = torch.autograd.grad(
+        energies, vectors, torch.ones_like(energies), create_graph=differentiable, allow_unused=True
     )
-    return torch.zeros_like(vector_E3) if gradient_E3 is None else gradient_E3
+    return torch.zeros_like(vectors) if gradient is None else gradient

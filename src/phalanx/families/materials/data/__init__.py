@@ -1,0 +1,1 @@
+"""Structures of atoms: files, units, neighbours, prepared shards, and batches of equal cost."""
