@@ -81,6 +81,9 @@ def score_predictions(error_n: FloatArray, std_n: FloatArray) -> Scores:
     with np.errstate(invalid="ignore"):
         likelihood = float(normal_nll(error_n, std_n).mean())
     curve = interval_coverages(error_n, std_n, CURVE)
+    # Bins of equal size: of equal width, most would be empty.
+    order = np.argsort(std_n, kind="stable")
+    parts = [part for part in np.array_split(order, min(_BINS, len(order))) if len(part)]
     return Scores(
         mae=plain.mae,
         rmse=plain.rmse,
@@ -91,7 +94,14 @@ def score_predictions(error_n: FloatArray, std_n: FloatArray) -> Scores:
         rank_correlation=rank_correlation(std_n, np.abs(error_n)),
         coverage=dict(zip(map(str, LEVELS), interval_coverages(error_n, std_n, LEVELS), strict=True)),
         curve=curve,
-        bins=_bins_by_std(error_n, std_n),
+        bins=tuple(
+            Bin(
+                float(np.sqrt(np.square(std_n[part]).mean())),
+                float(np.sqrt(np.square(error_n[part]).mean())),
+                len(part),
+            )
+            for part in parts
+        ),
     )
 
 
@@ -133,12 +143,3 @@ def rank_correlation(a_n: FloatArray, b_n: FloatArray) -> float:
     if len(a_n) < 2 or np.ptp(a_n) == 0.0 or np.ptp(b_n) == 0.0:
         return float("nan")
     return float(np.corrcoef(rankdata(a_n), rankdata(b_n))[0, 1])
-
-
-def _bins_by_std(error_n: FloatArray, std_n: FloatArray) -> tuple[Bin, ...]:
-    order = np.argsort(std_n, kind="stable")
-    parts = [part for part in np.array_split(order, min(_BINS, len(order))) if len(part)]
-    return tuple(
-        Bin(float(np.sqrt(np.square(std_n[part]).mean())), float(np.sqrt(np.square(error_n[part]).mean())), len(part))
-        for part in parts
-    )

@@ -61,7 +61,8 @@ def train_side_by_side(
     member that failed, when the others have been stopped.
     """
     waiting, running = list(recipes), dict[int, _Training]()
-    previous = signal.signal(signal.SIGTERM, _raise_interrupt)
+    # SIGTERM as Ctrl-C: both then pass through `finally`, which lets members write checkpoints.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while waiting or running:
             # A place is kept from one member to the next, and with it the device.
@@ -77,16 +78,17 @@ def train_side_by_side(
                 del running[place]
                 training.log.close()
                 if code:
-                    raise PhalanxError(_describe_failure(training.recipe, code))
+                    log = training.recipe.folder / LOG
+                    said = "\n".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+                    raise PhalanxError(
+                        f"{training.recipe.name} ended with exit code {code} ({log}); give the command again to go on\n"
+                        f"{said}"
+                    )
                 tell(f"{training.recipe.name}: trained")
             time.sleep(_POLL_S)
     finally:
         _stop_trainings(list(running.values()))
         signal.signal(signal.SIGTERM, previous)
-
-
-def _raise_interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _start_training(recipe: Recipe, device: int, threads: int) -> _Training:
@@ -126,9 +128,3 @@ def _stop_trainings(running: Sequence[_Training]) -> None:
             training.process.kill()
             training.process.wait()
         training.log.close()
-
-
-def _describe_failure(recipe: Recipe, code: int) -> str:
-    lines = (recipe.folder / LOG).read_text(errors="replace").splitlines()
-    said = "\n".join(lines[-_SHOWN_LINES:])
-    return f"{recipe.name} ended with exit code {code} ({recipe.folder / LOG}); give the command again to go on\n{said}"

@@ -229,23 +229,15 @@ _MOMENT = r"^(step \d+|\d{4}(-\d{2}(-\d{2}([ T]\d{2}(:\d{2})?)?)?)?)$"
 _RENAMED = re.compile(r"\s*([^\s=]+)\s*=\s*([^\s=]+)\s*")
 
 
-def _moment_text(value: object) -> object:
-    """Return a year, which YAML reads as a number, as text."""
-    return f"{value:04}" if isinstance(value, int) and not isinstance(value, bool) else value
-
-
 def _name_from_text(value: object) -> object:
     match = _RENAMED.fullmatch(value) if isinstance(value, str) else None
     return {"name": match[1], "stored_as": match[2]} if match else value
 
 
-def _source_from_path(value: object) -> object:
-    return {"path": value} if isinstance(value, str) else value
-
-
 Moment = Annotated[
     Annotated[str, Field(pattern=_MOMENT)],
-    BeforeValidator(_moment_text),
+    # YAML reads a year as a number.
+    BeforeValidator(lambda value: f"{value:04}" if isinstance(value, int) and not isinstance(value, bool) else value),
     Words('a date as in 2015, 2015-12, 2015-12-31 or "2015-12-31 18:00", or a time step as in "step 479"'),
 ]
 
@@ -329,7 +321,9 @@ class FieldData(Section):
     """Fields a weather or climate model is trained on."""
 
     sources: Annotated[
-        list[Annotated[FieldSource, BeforeValidator(_source_from_path)]],
+        list[
+            Annotated[FieldSource, BeforeValidator(lambda value: {"path": value} if isinstance(value, str) else value)]
+        ],
         Field(min_length=1),
         Words("a list of at least one, each a path or a mapping with path and weight"),
     ]
@@ -404,8 +398,14 @@ class WeatherRun(Run):
 
     def find_problems(self) -> Iterator[Problem]:
         """See `Run`."""
-        for rule in (_check_fields, _check_rollout, _check_attention):
-            yield from rule(self)
+        yield from _check_fields(self)
+        yield from _check_rollout(self)
+        if self.training.attention in ("flex", "flash4"):
+            yield Problem(
+                ("training", "attention"),
+                f"training.attention={self.training.attention} is for causal attention, which model.family=weather has not",
+                "training.attention=auto",
+            )
 
     @property
     def data_names(self) -> list[str]:
@@ -458,16 +458,6 @@ def _check_rollout(run: WeatherRun) -> Iterator[Problem]:
             path,
             f"{stated} starts steps from forecasts, which layout.pp={run.layout.pp} has on other ranks",
             "layout.pp=1",
-        )
-
-
-def _check_attention(run: WeatherRun) -> Iterator[Problem]:
-    """Yield a problem where the attention kernel is for causal attention alone."""
-    if run.training.attention in ("flex", "flash4"):
-        yield Problem(
-            ("training", "attention"),
-            f"training.attention={run.training.attention} is for causal attention, which model.family=weather has not",
-            "training.attention=auto",
         )
 
 

@@ -149,12 +149,6 @@ def build_forecasts(
     return ForecastEnsemble(list(members), rows, _hours_between(readers["validation"], readers["test"]))
 
 
-def stretch_members(forecasts: Tensor, factor_V: Tensor) -> Tensor:
-    """Multiply the members' deviations from their mean: forecasts [n, M, V, H, W], one factor a variable [V]."""
-    mean = forecasts.mean(1, keepdim=True)
-    return mean + factor_V[:, None, None] * (forecasts - mean)
-
-
 class _SplitScores:
     """Scores of one split: of each member, of the ensemble as it is, and of the stretched one."""
 
@@ -181,7 +175,10 @@ class _SplitScores:
         lead = int((self._leads == int(hours[0])).nonzero()[0, 0])
         factor_V = self._stretches_LV[lead].to(self._device)
         # In float64: deviations are small beside the fields.
-        self._stretched.add(stretch_members(forecasts.double(), factor_V), truth, hours)
+        # In float64: deviations are small beside the fields.
+        wide = forecasts.double()
+        mean = wide.mean(1, keepdim=True)
+        self._stretched.add(mean + factor_V[:, None, None] * (wide - mean), truth, hours)
 
     def all_reduce(self) -> None:
         """Add up what all ranks scored."""

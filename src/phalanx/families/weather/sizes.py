@@ -44,7 +44,12 @@ def embedding_parameters(model: WeatherModel) -> int:
     learned = model.position_embedding == "learned"
     place = model.n_locations * width if learned else (8 * FEATURES + 1) * width
     lead = ((2 * FEATURES if model.lead_embedding == "fourier" else 1) + 1) * width
-    return variables * per_variable + level + _aggregation_parameters(model) + place + lead
+    # Query, key, value and output; the key has no bias.
+    attention = 4 * width * width + 3 * width
+    aggregation = attention + model.aggregation_queries * width
+    if model.aggregation == "hierarchical":
+        aggregation += attention + model.aggregation_groups * width
+    return variables * per_variable + level + aggregation + place + lead
 
 
 def block_parameters(model: WeatherModel) -> int:
@@ -100,7 +105,9 @@ def embedding_flops_per_sample(model: WeatherModel, convention: FlopsConvention 
     else:
         sizes = group_sizes(inputs, model.aggregation_groups)
         groups = sum(_aggregation_flops(model, size, 1, convention) for size in sizes)
-        per_location = groups + _token_aggregation_flops(model)
+        width, tokens, queries = model.d_model, model.aggregation_groups, model.aggregation_queries
+        scores = tokens * queries * model.n_heads * width
+        per_location = groups + scores + tokens * width * width + queries * tokens * width + queries * width * width
     return 6 * model.n_locations * per_location
 
 
@@ -113,22 +120,6 @@ def _aggregation_flops(model: WeatherModel, inputs: int, queries: int, conventio
         return scores + queries * inputs * (points + 1) * width + projected
     keys_and_values = inputs * (width * points + 2 * width * width)
     return keys_and_values + 2 * projected + 2 * queries * inputs * width
-
-
-def _token_aggregation_flops(model: WeatherModel) -> int:
-    """Return the multiplications of one location from the groups' tokens to its own, forward."""
-    width, groups, queries = model.d_model, model.aggregation_groups, model.aggregation_queries
-    scores = groups * queries * model.n_heads * width
-    return scores + groups * width * width + queries * groups * width + queries * width * width
-
-
-def _aggregation_parameters(model: WeatherModel) -> int:
-    width = model.d_model
-    # Query, key, value and output; the key has no bias.
-    attention = 4 * width * width + 3 * width
-    if model.aggregation == "flat":
-        return attention + model.aggregation_queries * width
-    return 2 * attention + (model.aggregation_groups + model.aggregation_queries) * width
 
 
 def _block_matrix_parameters(model: WeatherModel) -> int:

@@ -53,7 +53,38 @@ class WeatherVerification(VerifiableModel):
 
         Aggregation, q/k norms, embeddings, prediction, depth of the head and dropout stay as they are.
         """
-        return {"model": _reduced_model(self.run.model, world_size, most_stages(self.run, world_size)).model_dump()}
+        model = self.run.model
+        # A legal `tp` divides the world size and the heads, and so their greatest common divisor, which heads, hidden
+        # width and columns of the small model are multiples of.
+        heads = math.gcd(model.n_heads, world_size)
+        patch = min(model.patch_size, 2)
+        names = _few_variables(model)
+        inputs = [name for name in model.input_names if name in names]
+        outputs = [name for name in model.output_names if name in names]
+        changes: dict[str, Any] = {
+            "preset": None,
+            "n_layers": min(model.n_layers, max(3, most_stages(self.run, world_size) + 1)),
+            "d_model": _HEAD_SIZE * heads,
+            "n_heads": heads,
+            "d_ff": 4 * _HEAD_SIZE * heads,
+            "n_lat": 3 * patch,
+            "n_lon": 2 * heads * patch,
+            "patch_size": patch,
+            "variables": names,
+            "inputs": inputs,
+            "outputs": outputs,
+            # Activations keep their size behind narrower matrices: else attention would be all but uniform, and hide
+            # mistakes.
+            "init_std": model.init_std * math.sqrt(model.d_model / (_HEAD_SIZE * heads)),
+            "aggregation_groups": min(model.aggregation_groups, 2, len(inputs)),
+            "aggregation_queries": min(model.aggregation_queries, 2),
+        }
+        for field in ("change_scales", "loss_weights"):
+            numbers = getattr(model, field)
+            if numbers is not None:
+                by_name = dict(zip(model.output_names, numbers, strict=True))
+                changes[field] = [by_name[name] for name in outputs]
+        return {"model": WeatherModel.model_validate({**model.model_dump(), **changes}).model_dump()}
 
     def in_words(self) -> str:
         """Describe the shape of the forecaster."""
@@ -75,39 +106,6 @@ def _random_bits(what: str, numbers: Tensor, count: int) -> Tensor:
 def _sample_counters(numbers: Tensor, count: int) -> Tensor:
     """Return `count` counters of random numbers for each sample, which no other sample has."""
     return numbers[:, None] * (1 << 32) + torch.arange(count)
-
-
-def _reduced_model(model: WeatherModel, world_size: int, stages: int) -> WeatherModel:
-    # A legal `tp` divides the world size and the heads, and so their greatest common divisor, which heads, hidden width and
-    # columns of the small model are multiples of.
-    heads = math.gcd(model.n_heads, world_size)
-    patch = min(model.patch_size, 2)
-    names = _few_variables(model)
-    inputs = [name for name in model.input_names if name in names]
-    outputs = [name for name in model.output_names if name in names]
-    changes: dict[str, Any] = {
-        "preset": None,
-        "n_layers": min(model.n_layers, max(3, stages + 1)),
-        "d_model": _HEAD_SIZE * heads,
-        "n_heads": heads,
-        "d_ff": 4 * _HEAD_SIZE * heads,
-        "n_lat": 3 * patch,
-        "n_lon": 2 * heads * patch,
-        "patch_size": patch,
-        "variables": names,
-        "inputs": inputs,
-        "outputs": outputs,
-        # Activations keep their size behind narrower matrices: else attention would be all but uniform, and hide mistakes.
-        "init_std": model.init_std * math.sqrt(model.d_model / (_HEAD_SIZE * heads)),
-        "aggregation_groups": min(model.aggregation_groups, 2, len(inputs)),
-        "aggregation_queries": min(model.aggregation_queries, 2),
-    }
-    for field in ("change_scales", "loss_weights"):
-        numbers = getattr(model, field)
-        if numbers is not None:
-            by_name = dict(zip(model.output_names, numbers, strict=True))
-            changes[field] = [by_name[name] for name in outputs]
-    return WeatherModel.model_validate({**model.model_dump(), **changes})
 
 
 def _few_variables(model: WeatherModel) -> list[str]:

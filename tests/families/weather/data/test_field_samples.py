@@ -59,7 +59,11 @@ def test_normalising_and_back_again(year: Path) -> None:
     cases = found.locate(np.arange(5))
     truth = found.read_outputs(cases)
     batch = found.read(np.arange(5))
-    torch.testing.assert_close(found.normalise(truth), batch.targets, atol=1e-5, rtol=0)
+    mean, std = (
+        torch.tensor(x).float().view(-1, 1, 1)
+        for x in (found.statistics.mean_of(found.outputs), found.statistics.std_of(found.outputs))
+    )
+    torch.testing.assert_close((truth - mean) / std, batch.targets, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.denormalise(batch.targets), truth, atol=0.02, rtol=1e-6)
 
 
@@ -207,13 +211,10 @@ def test_a_batch_is_cut_and_counted(year: Path) -> None:
     assert named["lead_hours_B"].equal(batch.lead_hours)
 
 
-def test_cases_are_every_forecast_once_whoever_takes_them(year: Path) -> None:
+def test_cases_are_every_forecast_once(year: Path) -> None:
     found = FieldSet(field_data(year)).reader("test", seed=0, leads=[12, 24])
     cases = found.cases()
     assert len(cases) == 33 + 31
     assert set((cases.target - cases.start).tolist()) == {2, 4}
     assert found.lead_hours(cases).tolist() == ((cases.target - cases.start) * 6).tolist()
-    spread = [part for rank in range(5) for part in cases.batches(4, rank=rank, ranks=5)]
-    assert max(map(len, spread)) == 4
-    pairs = sorted((int(s), int(t)) for part in spread for s, t in zip(part.start, part.target, strict=True))
-    assert pairs == sorted(zip(cases.start.tolist(), cases.target.tolist(), strict=True))
+    assert len(set(zip(cases.start.tolist(), cases.target.tolist(), strict=True))) == len(cases)

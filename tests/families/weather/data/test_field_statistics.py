@@ -136,16 +136,6 @@ def test_fields_too_large_to_look_through_must_be_prepared(tmp_path: Path, monke
     FieldSet(field_data(tmp_path / "out"))
 
 
-def test_the_size_of_changes_over_a_lead_time(tmp_path: Path) -> None:
-    values = drifting(tmp_path / "files")
-    found = FieldSet(field_data(tmp_path / "files", outputs=["u10", "t850"])).difference_std(12)
-    for index, name in enumerate(("u10", "t850")):
-        change = (values[name][2:160].astype(np.float64) - values[name][:158])[
-            [n for n in range(158) if n not in (15, 17)]
-        ]
-        assert found[index] == pytest.approx(np.nanstd(change), rel=1e-9)
-
-
 def daily_mean(values: np.ndarray, days: np.ndarray, hours: np.ndarray, day: int, hour: int, window: int) -> np.ndarray:
     """The climatology by its definition."""
     distance = (days - day + 183) % 366 - 183

@@ -57,16 +57,6 @@ def test_hierarchical_is_attention_over_groups_then_over_their_tokens(groups: in
     torch.testing.assert_close(both(patches, weight, offset), expected)
 
 
-def test_groups_can_be_shared_out() -> None:
-    config = small(aggregation="hierarchical", aggregation_groups=3)
-    both, patches, weight, offset, _ = _parts(config)
-    assert isinstance(both, HierarchicalAggregation) and both.sizes == [2, 2, 1]
-    held = [(range(1), slice(0, 2)), (range(1, 3), slice(2, 5))]
-    tokens = [both.partial(patches[:, :, mine], weight[mine], offset[mine], groups) for groups, mine in held]
-    assert [part.shape[2] for part in tokens] == [1, 2]
-    torch.testing.assert_close(both.combine(torch.cat(tokens, dim=2)), both(patches, weight, offset))
-
-
 def test_one_group_with_an_identity_behind_it_is_flat() -> None:
     both, patches, weight, offset, _ = _parts(small(aggregation="hierarchical"))
     assert isinstance(both, HierarchicalAggregation)

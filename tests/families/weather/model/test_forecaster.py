@@ -111,7 +111,7 @@ def test_parts_joined_are_the_whole(form: str) -> None:
         seen += len(list(part.parameters()))
         x = part.hidden(x, part.all_positions(CPU), lead_hours_B=hours)
         if end == 3:
-            torch.testing.assert_close(part.loss(x, targets, fields_BVHW=fields), expected)
+            torch.testing.assert_close(part.head(x, targets, fields_BVHW=fields), expected)
     assert seen == len(names)
 
 
@@ -126,8 +126,8 @@ def test_rows_can_be_shared_out(form: str) -> None:
     for rows in torch.arange(config.n_tokens).split(config.n_tokens // 3):
         part = model.embedding(fields, hours, Positions(torch.arange(config.n_tokens), rows))
         torch.testing.assert_close(part, hidden[:, rows])
-        total = total + model.loss(hidden[:, rows], targets, rows, fields_BVHW=fields)
-    torch.testing.assert_close(total, model.loss(hidden, targets, fields_BVHW=fields))
+        total = total + model.head(hidden[:, rows], targets, rows, fields_BVHW=fields)
+    torch.testing.assert_close(total, model.head(hidden, targets, fields_BVHW=fields))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -74,8 +74,8 @@ def test_the_loss_is_that_of_the_predicted_fields(config: WeatherModel) -> None:
     model = random_forecaster(config)
     fields, _, hours = random_inputs(config)
     hidden = model.hidden(fields, model.all_positions(CPU), lead_hours_B=hours)
-    predicted = model.predict(hidden, fields_BVHW=fields)
-    assert model.loss(hidden, predicted, fields_BVHW=fields).tolist() == [0.0]
-    off_by_one = model.loss(hidden, predicted + 1.0, fields_BVHW=fields)
+    predicted = fields_of(model.head(hidden, None, fields_BVHW=fields), config.n_lat, config.patch_size)
+    assert model.head(hidden, predicted, fields_BVHW=fields).tolist() == [0.0]
+    off_by_one = model.head(hidden, predicted + 1.0, fields_BVHW=fields)
     weight = sum(config.loss_weights or [1.0] * len(config.output_names))
     assert off_by_one.tolist() == pytest.approx([2 * 8 * 12 * weight])

@@ -170,7 +170,7 @@ class TimeAxis:
 
     def text(self, frame: int) -> str:
         """Return the time of a frame, to the minute."""
-        return date_text(int(self.seconds[frame]), self.calendar)
+        return str(cftime.num2date(int(self.seconds[frame]), EPOCH, self.calendar).strftime("%Y-%m-%d %H:%M"))
 
     @cached_property
     def step(self) -> int:
@@ -256,11 +256,6 @@ def decode_times(values: Float64Array | Int64Array, units: str, calendar: str, w
             f"sort the file and drop what is double"
         )
     return axis
-
-
-def date_text(seconds: int, calendar: str) -> str:
-    """Return seconds since 1970 as a date, to the minute."""
-    return str(cftime.num2date(seconds, EPOCH, calendar).strftime("%Y-%m-%d %H:%M"))
 
 
 def moment_bounds(moment: str, calendar: str) -> tuple[int, int]:

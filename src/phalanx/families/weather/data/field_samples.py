@@ -215,12 +215,6 @@ class Cases:
         """Return the chosen cases."""
         return Cases(self.source[chosen], self.start[chosen], self.target[chosen])
 
-    def batches(self, size: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Cases]:
-        """Yield rank `rank`'s share, `size` at a time: whatever the numbers, every case goes to one rank, once."""
-        mine = self.take(slice(rank, None, ranks))
-        for first in range(0, len(mine), size):
-            yield mine.take(slice(first, first + size))
-
 
 class FieldReader:
     """Reads samples of one split by global sample number from a weighted mixture of sources."""
@@ -262,7 +256,14 @@ class FieldReader:
         ]
         # A stream of its own, so that another lead time changes nothing else of the order.
         self._lead_key = stream_key("lead time", split, seed)
-        self.fingerprint = self._fingerprint(seed, statistics_key)
+        contents = [
+            (source.fingerprint, hash_of(source.windows.starts.tobytes(), source.windows.targets.tobytes()))
+            for source in self.sources
+        ]
+        names = (self.inputs, self.statics, self.outputs)
+        self.fingerprint = hash_of(
+            ORDER_VERSION, seed, self._mixture.weights, contents, names, self.leads, statistics_key
+        )
 
     def locate(self, numbers: Int64Array) -> Cases:
         """Return source, input frame and target frame of each global sample number."""
@@ -346,11 +347,6 @@ class FieldReader:
         leads = np.array(self.leads)
         return torch.from_numpy(leads[np.abs(hours[:, None] - leads).argmin(axis=1)])
 
-    def normalise(self, outputs: Tensor) -> Tensor:
-        """Normalise output variables [..., V_out, H, W] in their own units, as the model sees them."""
-        mean, std = self._output_scale.tensors(outputs)
-        return (outputs - mean) / std
-
     def denormalise(self, outputs: Tensor) -> Tensor:
         """Return normalised output variables [..., V_out, H, W] in their own units."""
         mean, std = self._output_scale.tensors(outputs)
@@ -364,14 +360,6 @@ class FieldReader:
             mine = np.flatnonzero(cases.source == index)
             if mine.size:
                 yield index, mine
-
-    def _fingerprint(self, seed: int, statistics_key: str) -> str:
-        sources = [
-            (source.fingerprint, hash_of(source.windows.starts.tobytes(), source.windows.targets.tobytes()))
-            for source in self.sources
-        ]
-        names = (self.inputs, self.statics, self.outputs)
-        return hash_of(ORDER_VERSION, seed, self._mixture.weights, sources, names, self.leads, statistics_key)
 
 
 @contextmanager

@@ -21,8 +21,6 @@ from phalanx.families.weather.data.coordinates import DAY, Float32Array, Float64
 from phalanx.families.weather.data.field_store import FieldStore
 from phalanx.files import write_atomically
 
-_PAIRS_AT_ONCE = 16
-"""Pairs of frames whose differences are in memory together."""
 _FRAMES_AT_ONCE = 64
 """Frames of one variable that are in memory together."""
 
@@ -79,29 +77,6 @@ def static_statistics(names: Sequence[str], fields: Float32Array) -> dict[str, V
     for name, field in zip(names, fields.astype(np.float64), strict=True):
         found[name] = VariableStatistics(mean=float(field.mean()), std=float(field.std()) or 1.0)
     return found
-
-
-def difference_std(
-    store: FieldStore, variables: Sequence[int], starts: Int64Array, targets: Int64Array
-) -> Float64Array:
-    """Return the standard deviation [V] of each variable's change from frame `starts[i]` to `targets[i]`, both int64 [n].
-
-    Over all points and pairs that have both values, each counted once. It scales what a model that predicts the change
-    has to predict. NaN where no pair has values.
-    """
-    count, total, squares = (np.zeros(len(variables)) for _ in range(3))
-    for first in range(0, len(starts), _PAIRS_AT_ONCE):
-        part = slice(first, first + _PAIRS_AT_ONCE)
-        change = store.read(targets[part], variables).astype(np.float64) - store.read(starts[part], variables)
-        # A pair counts where both values are there: a missing one makes the difference NaN.
-        there = ~np.isnan(change)
-        values = np.where(there, change, 0.0)
-        count += there.sum(axis=(0, 2, 3))
-        total += values.sum(axis=(0, 2, 3))
-        squares += (values**2).sum(axis=(0, 2, 3))
-    # Changes have a mean near 0, so that nothing cancels in the difference of the two squares.
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.sqrt(squares / count - (total / count) ** 2)
 
 
 @dataclass(frozen=True)

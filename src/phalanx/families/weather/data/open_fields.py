@@ -6,7 +6,6 @@ The format of a store is told apart by what lies at the path, never by a setting
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from phalanx.errors import DataError
 from phalanx.families.weather.config import FieldData, FieldSource
 from phalanx.families.weather.data import require_package
 from phalanx.families.weather.data.climax_store import ClimaxStore, is_climax
-from phalanx.families.weather.data.coordinates import Float64Array, Grid, require_same_grid
+from phalanx.families.weather.data.coordinates import Grid, require_same_grid
 from phalanx.families.weather.data.field_samples import (
     FieldReader,
     SplitName,
@@ -28,7 +27,6 @@ from phalanx.families.weather.data.field_statistics import (
     Climatology,
     FieldStatistics,
     VariableStatistics,
-    difference_std,
     mean_by_day,
     read_statistics,
     static_statistics,
@@ -99,19 +97,22 @@ class FieldSet:
         """
         # Ascending, as the columns of windows are.
         hours = self.data.leads if leads is None else sorted(set(leads))
+        # What the statistics follow from, rather than they themselves: sums differ in their last bits between machines.
+        contents = [self._content_key(index) for index in range(len(self.stores))]
+        key = hash_of(contents, [frames.tobytes() for frames in self._train])
+        if self.data.statistics is not None:
+            key = hash_of(self.statistics.model_dump_json())
         return FieldReader(
             [
-                SplitSource(
-                    store, find_windows(self.data, store, survey, split, hours), source.weight, self._content_key(index)
-                )
-                for index, (store, survey, source) in enumerate(
-                    zip(self.stores, self.surveys, self.data.sources, strict=True)
+                SplitSource(store, find_windows(self.data, store, survey, split, hours), source.weight, content)
+                for store, survey, source, content in zip(
+                    self.stores, self.surveys, self.data.sources, contents, strict=True
                 )
             ],
             inputs=self.data.inputs,
             outputs=self.data.target_variables,
             statistics=self.statistics,
-            statistics_key=self._statistics_key,
+            statistics_key=key,
             leads=hours,
             seed=seed,
         )
@@ -134,14 +135,6 @@ class FieldSet:
         whole = frames[~self.surveys[source].blank[frames][:, columns].any(axis=1)]
         return mean_by_day(store, columns, whole, days=self.data.climatology_days)
 
-    def difference_std(self, lead_hours: int, source: int = 0) -> Float64Array:
-        """Return the standard deviation [V_out] of each output variable's change over a lead time, over the training
-        split."""
-        store = self.stores[source]
-        windows = find_windows(self.data, store, self.surveys[source], "train", [lead_hours])
-        columns = [self.variables.index(name) for name in self.data.target_variables]
-        return difference_std(store, columns, windows.starts, windows.targets[:, 0])
-
     def _find_statistics(self) -> FieldStatistics:
         """Return the statistics that the run file names, or those of the training split."""
         names = [*self.variables, *self.data.static]
@@ -154,7 +147,10 @@ class FieldSet:
                     require_alike(self.variables, known, self._summarize(index))
             return given
         # Over the training split alone: nothing of the held-out times may reach the model.
-        moments, frames = self._training_moments, sum(map(len, self._train))
+        # Each value counts once, whichever source and frame it is in.
+        each = [survey.moments(frames) for survey, frames in zip(self.surveys, self._train, strict=True)]
+        points = [survey.points(frames) for survey, frames in zip(self.surveys, self._train, strict=True)]
+        moments, frames = merge_moments(each, points), sum(map(len, self._train))
         found = {}
         for index, name in enumerate(self.variables):
             mean, std = float(moments.mean[index]), float(moments.std[index])
@@ -168,22 +164,6 @@ class FieldSet:
         axis, train = self.stores[0].times, self._train[0]
         period = f"{axis.text(int(train[0]))} to {axis.text(int(train[-1]))}"
         return FieldStatistics(period=period, frames=frames, variables=found)
-
-    @cached_property
-    def _training_moments(self) -> Moments:
-        """Return the moments of all training frames of all sources, each value counted once."""
-        parts = [survey.moments(frames) for survey, frames in zip(self.surveys, self._train, strict=True)]
-        points = [survey.points(frames) for survey, frames in zip(self.surveys, self._train, strict=True)]
-        return merge_moments(parts, points)
-
-    @property
-    def _statistics_key(self) -> str:
-        """Return a checksum of what the statistics follow from."""
-        if self.data.statistics is not None:
-            return hash_of(self.statistics.model_dump_json())
-        return hash_of(
-            [self._content_key(index) for index in range(len(self.stores))], [f.tobytes() for f in self._train]
-        )
 
     def _content_key(self, source: int) -> str:
         """Return a checksum of the content of a source."""

@@ -80,11 +80,6 @@ def is_prepared(path: Path) -> bool:
     return (path / MANIFEST).is_file() and (path / FIELDS).is_file()
 
 
-def read_fields_manifest(folder: Path) -> FieldsManifest:
-    """Read and check the manifest of `folder`. Raises DataError naming the file and what is wrong with it."""
-    return read_checked(folder / MANIFEST, FieldsManifest, missing=_AGAIN, malformed=_AGAIN)
-
-
 class PreparedStore(FieldStore):
     """Fields in a prepared folder."""
 
@@ -95,7 +90,7 @@ class PreparedStore(FieldStore):
         self.path = folder
         self.variables = tuple(variables)
         self.statics = tuple(statics)
-        self.manifest = read_fields_manifest(folder)
+        self.manifest = read_checked(folder / MANIFEST, FieldsManifest, missing=_AGAIN, malformed=_AGAIN)
         self.gaps_refused = self.manifest.whole
         self._naming = Naming(_still_to_apply(source.names, self.manifest, folder))
         self._columns = [self._column(name, self.manifest.variables, "variable") for name in variables]

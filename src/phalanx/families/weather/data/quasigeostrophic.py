@@ -28,7 +28,7 @@ LEVELS = (200, 500, 800)
 """Pressure of the levels in hPa, from the top."""
 DAY = 86400.0
 """Seconds of a day."""
-_RADII = (700e3, 450e3)
+RADII = (700e3, 450e3)
 """Rossby radii of deformation between neighbouring levels, in m (Marshall and Molteni 1993)."""
 _SCALE_HEIGHT = 9e3
 """Height in m that orography is divided by (H0 of the equation above)."""
@@ -48,10 +48,6 @@ class Physics:
     """Time in which the smallest waves lose potential vorticity; longer ones by the fourth power of the Laplacian."""
     shears: tuple[float, float] = (35.0, 35.0)
     """Largest difference in m/s between the equilibrium's westerlies of neighbouring levels."""
-
-
-UNDISTURBED = Physics(np.inf, np.inf, np.inf)
-"""No forcing and no dissipation."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ class Atmosphere:
     @cached_property
     def _coupling(self) -> Float64Array:
         """Return S of the module's equation [3, 3], in 1/m^2."""
-        upper, lower = (radius**-2 for radius in _RADII)
+        upper, lower = (radius**-2 for radius in RADII)
         return np.array([[-upper, upper, 0.0], [upper, -upper - lower, lower], [0.0, lower, -lower]])
 
     @cached_property
@@ -152,18 +148,6 @@ class Atmosphere:
             state = state + self.step / 6 * (first + 2 * second + 2 * third + fourth)
         return state
 
-    def energy(self, state: ComplexArray) -> float:
-        """Return the mean energy in m^2/s^2: kinetic, and available potential between levels."""
-        stream = self.stream_function(state)
-        kinetic = -self.harmonics.laplacian / RADIUS**2
-        speeds = self.harmonics.mean_square(np.sqrt(kinetic) * stream)
-        shears = self.harmonics.mean_square(stream[:-1] - stream[1:]) / np.square(_RADII)
-        return 0.5 * float(speeds.sum() + shears.sum())
-
-    def enstrophies(self, state: ComplexArray) -> Float64Array:
-        """Return the mean square of each level's whole potential vorticity, in 1/s^2 [3]."""
-        return self.harmonics.mean_square(state + self._absolute)
-
     def geopotential(self, stream: ComplexArray) -> ComplexArray:
         """Return the deviation of geopotential from its mean, in m^2/s^2, by the linear balance [3, M, N].
 
@@ -232,11 +216,6 @@ class Harmonics:
         # [M, ..., H] times [M, H, N]
         found = np.matmul(np.moveaxis(waves, -1, 0).reshape(len(weighted), -1, self.rows), weighted.transpose(0, 2, 1))
         return np.moveaxis(found.reshape(-1, *fields.shape[:-2], self.truncation + 1), 0, -2)
-
-    def mean_square(self, coefficients: ComplexArray) -> Float64Array:
-        """Return the mean over the sphere of the squares of fields of these coefficients, [...]."""
-        squares = np.abs(coefficients) ** 2
-        return np.asarray(2 * squares.sum((-2, -1)) - squares[..., 0, :].sum(-1))
 
 
 def legendre_functions(truncation: int, sines: Float64Array) -> tuple[Float64Array, Float64Array]:

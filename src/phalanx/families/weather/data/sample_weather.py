@@ -86,12 +86,15 @@ def simulate_weather(
     progress: Progress = lambda what, done, total: None,
 ) -> xarray.Dataset:
     """Return frames every 12 hours of `days`, with their packing; the same numbers for the same seed."""
-    atmosphere = build_atmosphere()
+    harmonics = Harmonics(TRUNCATION)
+    latitudes = np.rad2deg(np.arcsin(harmonics.sines))
+    longitudes = np.arange(harmonics.columns) * 360 / harmonics.columns
+    atmosphere = Atmosphere(harmonics, PHYSICS, mountain_heights(latitudes, longitudes))
     steps = round(FRAME_HOURS * 3600 / atmosphere.step)
     frames, skipped = days * 24 // FRAME_HOURS, spin_up_days * 24 // FRAME_HOURS
     state = disturbed_state(atmosphere, seed)
     found: list[dict[str, Float64Array]] = []
-    grid = OutputGrid.build()
+    grid = OutputGrid(*legendre_functions(TRUNCATION, np.sin(np.deg2rad(LATITUDES))))
     # The first weeks still remember the artificial start; they are simulated and left out.
     for frame in range(-skipped, frames):
         if frame >= 0:
@@ -99,14 +102,6 @@ def simulate_weather(
         state = atmosphere.advance(state, steps)
         progress("simulating weather", skipped + frame + 1, skipped + frames)
     return _build_dataset(found)
-
-
-def build_atmosphere() -> Atmosphere:
-    """Return the model of the sample weather."""
-    harmonics = Harmonics(TRUNCATION)
-    latitudes = np.rad2deg(np.arcsin(harmonics.sines))
-    longitudes = np.arange(harmonics.columns) * 360 / harmonics.columns
-    return Atmosphere(harmonics, PHYSICS, mountain_heights(latitudes, longitudes))
 
 
 def mountain_heights(latitudes: Float64Array, longitudes: Float64Array) -> Float64Array:
@@ -137,11 +132,6 @@ class OutputGrid:
     """Legendre functions [M, N, H]."""
     slopes: Float64Array
     """(1 - mu^2) times their derivative by the sine of latitude [M, N, H]."""
-
-    @staticmethod
-    def build() -> OutputGrid:
-        """Return the grid of the file."""
-        return OutputGrid(*legendre_functions(TRUNCATION, np.sin(np.deg2rad(LATITUDES))))
 
     def fields_of(self, atmosphere: Atmosphere, state: ComplexArray) -> dict[str, Float64Array]:
         """Return all variables of a state, each [H, W]."""

@@ -167,16 +167,17 @@ def paint_maps(one: FieldMap) -> list[Picture]:
     shown = np.concatenate([forecast[np.isfinite(forecast)], truth[np.isfinite(truth)]])
     low, high = (float(shown.min()), float(shown.max())) if shown.size else (0.0, 1.0)
     most = float(np.nanmax(np.abs(error))) if np.isfinite(error).any() else 1.0
-    return [
-        Picture(
-            title, encode_address(paint_values(values, least, top, colours)), format_number(least), format_number(top)
-        )
-        for title, values, least, top, colours in (
-            ("forecast", forecast, low, high, SEQUENTIAL),
-            ("truth", truth, low, high, SEQUENTIAL),
-            ("forecast − truth", error, -most, most, DIVERGING),
-        )
-    ]
+    pictures = []
+    for title, values, least, top, colours in (
+        ("forecast", forecast, low, high, SEQUENTIAL),
+        ("truth", truth, low, high, SEQUENTIAL),
+        ("forecast − truth", error, -most, most, DIVERGING),
+    ):
+        # Inside the page itself, which loads nothing.
+        content = base64.b64encode(encode_png(paint_values(values, least, top, colours))).decode()
+        address = f"data:image/png;base64,{content}"
+        pictures.append(Picture(title, address, format_number(least), format_number(top)))
+    return pictures
 
 
 def paint_values(values: FloatArray, low: float, high: float, anchors: Anchors) -> Pixels:
@@ -201,8 +202,3 @@ def encode_png(pixels: Pixels) -> bytes:
     for kind, body in ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 9)), (b"IEND", b"")):
         content += struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
     return content
-
-
-def encode_address(pixels: Pixels) -> str:
-    """Return the picture as the address of an image element."""
-    return "data:image/png;base64," + base64.b64encode(encode_png(pixels)).decode()

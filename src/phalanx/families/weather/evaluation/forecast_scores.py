@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -92,14 +91,6 @@ class _ScoreSums:
         shape = (2, len(self.names), len(self.lead_hours), len(self.variables))
         self._sums = torch.zeros(shape, dtype=torch.float64, device=area_weights.device)
 
-    def merge(self, other: Self) -> Self:
-        """Return the scores of both sets of forecasts together."""
-        mine, theirs = ({k: v for k, v in vars(one).items() if not k.startswith("_")} for one in (self, other))
-        assert mine == theirs, (mine, theirs)
-        merged = copy(self)
-        merged._sums = self._sums + other._sums
-        return merged
-
     def all_reduce(self) -> None:
         """Add up the sums of all ranks, each of which scored forecasts of its own; every rank gets the result."""
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -155,7 +146,14 @@ class ForecastScores(_ScoreSums):
         self._add_values(values, there_BVHW, lead_hours_B)
         if climatology_BVHW is not None:
             there_BVHW = there_BVHW & ~climatology_BVHW.isnan()
-            correlation_BV = self._correlation(forecast_BVHW, truth_BVHW, climatology_BVHW, there_BVHW)
+            # The anomaly correlation: of deviations from the climatology, their means kept.
+            weights_BVHW = _mean_weights(self._area, there_BVHW)
+            forecast_anomaly_BVHW = torch.where(there_BVHW, forecast_BVHW.double() - climatology_BVHW.double(), 0.0)
+            truth_anomaly_BVHW = torch.where(there_BVHW, truth_BVHW.double() - climatology_BVHW.double(), 0.0)
+            product_BV = _area_sum(forecast_anomaly_BVHW * truth_anomaly_BVHW, weights_BVHW)
+            size_BV = _area_sum(forecast_anomaly_BVHW**2, weights_BVHW) * _area_sum(truth_anomaly_BVHW**2, weights_BVHW)
+            # Without any anomaly, as where the climatology itself is the forecast, nothing is correlated.
+            correlation_BV = torch.where(size_BV == 0, 0.0, product_BV / size_BV.sqrt())
             self._add_values({"correlation": correlation_BV}, there_BVHW, lead_hours_B)
 
     def results(self) -> list[Score]:
@@ -172,18 +170,6 @@ class ForecastScores(_ScoreSums):
             )
             for found in self._means()
         ]
-
-    def _correlation(
-        self, forecast_BVHW: Tensor, truth_BVHW: Tensor, climatology_BVHW: Tensor, there_BVHW: Tensor
-    ) -> Tensor:
-        """Return the anomaly correlation of each forecast [B, V]: of deviations from the climatology, their means kept."""
-        weights_BVHW = _mean_weights(self._area, there_BVHW)
-        forecast_anomaly_BVHW = torch.where(there_BVHW, forecast_BVHW.double() - climatology_BVHW.double(), 0.0)
-        truth_anomaly_BVHW = torch.where(there_BVHW, truth_BVHW.double() - climatology_BVHW.double(), 0.0)
-        product_BV = _area_sum(forecast_anomaly_BVHW * truth_anomaly_BVHW, weights_BVHW)
-        size_BV = _area_sum(forecast_anomaly_BVHW**2, weights_BVHW) * _area_sum(truth_anomaly_BVHW**2, weights_BVHW)
-        # Without any anomaly, as where the climatology itself is the forecast, nothing is correlated.
-        return torch.where(size_BV == 0, 0.0, product_BV / size_BV.sqrt())
 
 
 class EnsembleScores(_ScoreSums):

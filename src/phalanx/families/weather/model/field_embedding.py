@@ -63,7 +63,11 @@ class FieldEmbedding(nn.Module):
         self.variables = nn.Parameter(torch.empty(len(config.variables), width))
         fourier_level = config.level_embedding == "fourier"
         self.level = Linear(2 * FEATURES, width, bias=False) if fourier_level else None
-        self.aggregation = build_aggregation(config)
+        self.aggregation: PatchAggregation | HierarchicalAggregation
+        if config.aggregation == "hierarchical":
+            self.aggregation = HierarchicalAggregation(config)
+        else:
+            self.aggregation = PatchAggregation(config, config.aggregation_queries)
         if config.position_embedding == "learned":
             self.positions = nn.Parameter(torch.empty(config.n_locations, width))
             self.place = None
@@ -86,7 +90,9 @@ class FieldEmbedding(nn.Module):
         rows_S = positions.rows_S
         x_BSD = x_BSD + self.places(rows_S // self.config.aggregation_queries)
         # The same for every location: how far ahead the whole field is predicted.
-        x_BSD = x_BSD + self.lead(self._lead_features(lead_hours_B))[:, None]
+        fourier = self.config.lead_embedding == "fourier"
+        lead = wave_features(lead_hours_B, *LEAD_HOURS) if fourier else lead_hours_B[:, None] / 100.0
+        x_BSD = x_BSD + self.lead(lead.to(self.dtype))[:, None]
         dropped: Tensor = self.dropout(x_BSD, dropout)
         return dropped
 
@@ -114,7 +120,12 @@ class FieldEmbedding(nn.Module):
         offset_VD = take_places(self.patches.bias + self.variables, variables, 0).to(self.dtype)
         if self.level is not None:
             names = [self.config.variables[place] for place in variables]
-            offset_VD = offset_VD + self.level(_level_features(names, offset_VD.device).to(self.dtype))
+            levels = [split_level(name) for name in names]
+            pressures = [level[1] if level else 0 for level in levels]
+            waves = wave_features(torch.tensor(pressures, dtype=torch.float64, device=offset_VD.device), *PRESSURES)
+            # Variables of the surface have no pressure: zeros say so, and the table still tells them apart.
+            on_level_V = torch.tensor([level is not None for level in levels], device=offset_VD.device)
+            offset_VD = offset_VD + self.level(torch.where(on_level_V[:, None], waves, 0.0).to(self.dtype))
         return weight_VDP, offset_VD
 
     def places(self, locations_S: Tensor) -> Tensor:
@@ -126,20 +137,6 @@ class FieldEmbedding(nn.Module):
         waves = (wave_features(places_S4[:, :3], *DISTANCES).flatten(1), wave_features(places_S4[:, 3], *AREAS))
         embedded: Tensor = self.place(torch.cat(waves, dim=1).to(self.dtype))
         return embedded
-
-    def _lead_features(self, lead_hours_B: Tensor) -> Tensor:
-        if self.config.lead_embedding == "fourier":
-            return wave_features(lead_hours_B, *LEAD_HOURS).to(self.dtype)
-        return (lead_hours_B[:, None] / 100.0).to(self.dtype)
-
-
-def _level_features(names: list[str], device: torch.device) -> Tensor:
-    """Return waves of each variable's pressure, [V, 2 * FEATURES]; zeros for variables of the surface."""
-    # Variables of the surface have no pressure: zeros say so, and the table still tells them apart.
-    levels = [split_level(name) for name in names]
-    pressure_V = torch.tensor([level[1] if level else 0 for level in levels], dtype=torch.float64, device=device)
-    on_level_V = torch.tensor([level is not None for level in levels], device=device)
-    return torch.where(on_level_V[:, None], wave_features(pressure_V, *PRESSURES), 0.0)
 
 
 class _Aggregation(nn.Module):
@@ -221,36 +218,20 @@ class TokenAggregation(_Aggregation):
 class HierarchicalAggregation(nn.Module):
     """Groups of consecutive variables become one token each, and those the location's tokens (D-CHAG, arXiv:2506.21411).
 
-    Groups have a query each and share the projections. `partial` computes some of the groups, so that they can be divided
-    among ranks; `combine` needs the tokens of all.
+    Groups have a query each and share the projections.
     """
 
     def __init__(self, config: WeatherModel) -> None:
         super().__init__()
-        # Consecutive variables form a group; whole groups are what ranks share.
         self.sizes = group_sizes(len(config.input_names), config.aggregation_groups)
         self.groups = PatchAggregation(config, config.aggregation_groups)
         self.final = TokenAggregation(config, config.aggregation_queries)
 
     def forward(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor) -> Tensor:
         """Return tokens [B, L*K, D], as of `PatchAggregation`."""
-        return self.combine(self.partial(patches_BLVP, weight_VDP, offset_VD, range(len(self.sizes))))
-
-    def partial(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor, groups: range) -> Tensor:
-        """Return tokens [B, L, len(groups), D] of consecutive groups; patches, weights and offsets are of their
-        variables alone."""
-        sizes = [self.sizes[group] for group in groups]
-        parts = zip(patches_BLVP.split(sizes, 2), weight_VDP.split(sizes), offset_VD.split(sizes), groups, strict=True)
-        return torch.stack([self.groups.attend(x, w, c, slice(g, g + 1)) for x, w, c, g in parts], dim=2)
-
-    def combine(self, tokens_BLGD: Tensor) -> Tensor:
-        """Combine the tokens [B, L, G, D] of all groups into tokens [B, L*K, D]."""
-        tokens: Tensor = self.final(tokens_BLGD)
-        return tokens
-
-
-def build_aggregation(config: WeatherModel) -> PatchAggregation | HierarchicalAggregation:
-    """Build the aggregation that `config.aggregation` asks for."""
-    if config.aggregation == "hierarchical":
-        return HierarchicalAggregation(config)
-    return PatchAggregation(config, config.aggregation_queries)
+        parts = zip(
+            patches_BLVP.split(self.sizes, 2), weight_VDP.split(self.sizes), offset_VD.split(self.sizes), strict=True
+        )
+        tokens = [self.groups.attend(*part, slice(group, group + 1)) for group, part in enumerate(parts)]
+        combined: Tensor = self.final(torch.stack(tokens, dim=2))
+        return combined

@@ -54,10 +54,11 @@ class Forecaster(nn.Module):
         lead_hours_B: Tensor,
         dropout: DropoutContext | None = None,
     ) -> Tensor:
-        """Return the summed loss [1]; see `loss`. The number of targets is `field_head.target_counts(targets)`."""
+        """Return the summed loss [1]; see `FieldHead`. The number of targets is `field_head.target_counts(targets)`."""
         positions = self.all_positions(fields_BVHW.device)
         hidden = self.hidden(fields_BVHW, positions, lead_hours_B=lead_hours_B, dropout=dropout)
-        return self.loss(hidden, targets_BVHW, positions.rows_S, fields_BVHW=fields_BVHW)
+        loss: Tensor = self.head(hidden, targets_BVHW, positions.rows_S, fields_BVHW=fields_BVHW)
+        return loss
 
     def hidden(
         self,
@@ -80,28 +81,12 @@ class Forecaster(nn.Module):
             x_BSD = block(x_BSD, at_layer, path_factors(self.config, number, at_layer))
         return x_BSD
 
-    def loss(
-        self, x_BSD: Tensor, targets_BVHW: Tensor, rows_S: Tensor | None = None, *, fields_BVHW: Tensor | None = None
-    ) -> Tensor:
-        """Return the squared error weighted by area, summed over the valid targets of these rows: [1], in at least float32.
-
-        x: activations behind the model's last block. rows: None means all. targets: whole fields of `config.output_names`,
-        NaN where there is none. fields: the inputs, needed where `config.prediction` is change.
-        """
-        loss: Tensor = self.head(x_BSD, targets_BVHW, rows_S, fields_BVHW=fields_BVHW)
-        return loss
-
-    def predict(self, x_BSD: Tensor, *, fields_BVHW: Tensor | None = None) -> Tensor:
-        """Return the predicted fields [B, V, H, W] of `config.output_names`, in at least float32, from activations of
-        all rows."""
-        patches_BLVP = self.head(x_BSD, None, fields_BVHW=fields_BVHW)
-        return fields_of(patches_BLVP, self.config.n_lat, self.config.patch_size)
-
     @torch.no_grad()
     def forecast(self, fields_BVHW: Tensor, lead_hours_B: Tensor) -> Tensor:
         """Return fields [B, V, H, W] of `config.output_names` predicted for `lead_hours_B` hours on; dropout is off."""
         hidden = self.hidden(fields_BVHW, self.all_positions(fields_BVHW.device), lead_hours_B=lead_hours_B)
-        return self.predict(hidden, fields_BVHW=fields_BVHW)
+        patches_BLVP = self.head(hidden, None, fields_BVHW=fields_BVHW)
+        return fields_of(patches_BLVP, self.config.n_lat, self.config.patch_size)
 
     def next_inputs(self, fields_BVHW: Tensor, predicted_BVHW: Tensor) -> Tensor:
         """Return the inputs of the next step of a roll-out: these inputs with the predicted fields in them."""
