@@ -59,10 +59,8 @@ def test_normalising_and_back_again(year: Path) -> None:
     cases = found.locate(np.arange(5))
     truth = found.read_outputs(cases)
     batch = found.read(np.arange(5))
-    mean, std = (
-        torch.tensor(x).float().view(-1, 1, 1)
-        for x in (found.statistics.mean_of(found.outputs), found.statistics.std_of(found.outputs))
-    )
+    moments = (found.statistics.mean_of(found.outputs), found.statistics.std_of(found.outputs))
+    mean, std = (torch.tensor(values).float().view(-1, 1, 1) for values in moments)
     torch.testing.assert_close((truth - mean) / std, batch.targets, atol=1e-5, rtol=0)
     torch.testing.assert_close(found.denormalise(batch.targets), truth, atol=0.02, rtol=1e-6)
 

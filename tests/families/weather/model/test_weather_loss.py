@@ -7,7 +7,7 @@ import torch
 
 from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.field_head import squared_error_sum, target_counts
-from phalanx.families.weather.model.grid_features import row_latitudes
+from phalanx.families.weather.model.grid_features import fields_of, row_latitudes
 from published_climax import published_loss
 from small_forecasters import EVERYTHING, SMALL, random_forecaster, random_inputs, small
 
