@@ -251,3 +251,22 @@ class CounterDropout(nn.Module):
         kept_BSD = bits_BSD >= int(self.p * 2**31)
         # A choice, not a product: one byte an element is kept for backward, and what is dropped spreads no NaN.
         return torch.where(kept_BSD, x_BSD * (1.0 / (1.0 - self.p)), 0.0)
+
+
+def sample_bits(what: str, numbers: Tensor, count: int) -> Tensor:
+    """Return non-negative random integers [samples, count]: a function of `what` and of each sample's number alone.
+
+    For samples that verification makes up. numbers: int64 [samples].
+    """
+    # Without the sign: the remainder of a negative number is negative.
+    return random_bits(stream_key("verify", what), _sample_counters(numbers, count)).bitwise_and((1 << 62) - 1)
+
+
+def sample_normals(what: str, numbers: Tensor, count: int) -> Tensor:
+    """Return normal values, float64 [samples, count]; see `sample_bits`."""
+    return normal_values(stream_key("verify", what), _sample_counters(numbers, count))
+
+
+def _sample_counters(numbers: Tensor, count: int) -> Tensor:
+    # Each sample has counters of its own, 2**32 of them, whichever others are asked for beside it.
+    return numbers[:, None] * (1 << 32) + torch.arange(count)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.counter_random import normal_values, random_bits, stable_key, stream_key
+from phalanx.counter_random import sample_bits, sample_normals, stable_key
 from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
 from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array
 from phalanx.errors import DataError
@@ -46,13 +46,9 @@ class TensorSpec:
         """Return samples that are a function of their numbers alone, [samples, positions, *shape]."""
         shape = (len(numbers), positions, *self.shape)
         count = int(np.prod(shape[1:], dtype=np.int64))
-        # Each sample has counters of its own, 2**32 of them, whichever others are asked for beside it.
-        counters = numbers[:, None] * (1 << 32) + torch.arange(count)
         if self.dtype.is_floating_point:
-            return normal_values(stream_key("verify", what), counters).to(self.dtype).view(shape)
-        # Without the sign: the remainder of a negative number is negative.
-        bits = random_bits(stream_key("verify", what), counters).bitwise_and((1 << 62) - 1)
-        return (bits % self.values).to(self.dtype).view(shape)
+            return sample_normals(what, numbers, count).to(self.dtype).view(shape)
+        return (sample_bits(what, numbers, count) % self.values).to(self.dtype).view(shape)
 
 
 class DataSource(ABC):

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
 
 from phalanx import __version__
 from phalanx.checkpoint import (
@@ -23,6 +24,7 @@ from phalanx.checkpoint import (
     open_checkpoints,
     placed_tensors,
     read_state,
+    read_tensors,
     rng_state,
     set_rng_state,
 )
@@ -34,6 +36,9 @@ from phalanx.layout.apply import ParallelModel
 from phalanx.training.divergence import all_finite
 from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.step import TrainStep
+
+_MODEL = "model."
+"""Beginning of the names of model parameters in a checkpoint."""
 
 CHOOSE_SAMPLES = ("training.seed", "layout.global_batch")
 """Fields outside of `data` that decide which samples a step reads."""
@@ -162,7 +167,22 @@ def load_weights(path: Path, applied: ParallelModel, how_to_import: Callable[[Pa
     newest = store.newest()
     if newest is None:
         raise _no_weights(path, how_to_import)
-    store.load(newest, placed_tensors(applied.saved, applied.splits), prefix="model.")
+    store.load(newest, placed_tensors(applied.saved, applied.splits), prefix=_MODEL)
+
+
+def load_module(checkpoint: Path, module: nn.Module) -> None:
+    """Fill the parameters of a whole module, which may be on any device, whatever layout wrote the checkpoint.
+
+    Raises CheckpointError for a parameter that is missing or of another shape.
+    """
+    stored = read_tensors(checkpoint, _MODEL)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            tensor = stored.get(_MODEL + name)
+            if tensor is None or tensor.shape != parameter.shape:
+                found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
+                raise CheckpointError(f"{checkpoint}: {name} {found}, but should be {list(parameter.shape)}")
+            parameter.copy_(tensor)
 
 
 def find_trained_run(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, Run]:

@@ -6,10 +6,8 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from phalanx.config.model import LanguageModel
-from phalanx.counter_random import random_bits, stream_key
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.token_batches import TokenBatch
 from phalanx.nn.cross_entropy import IGNORED
@@ -32,14 +30,14 @@ class LanguageVerification(VerifiableModel):
         """
         length = self.run.data.sequence_length
         numbers = torch.arange(first, first + count) + (step - 1) * global_batch
-        tokens = _draw_integers("tokens", numbers, length + 1) % self.run.model.vocab_size
+        tokens = sample_bits("tokens", numbers, length + 1) % self.run.model.vocab_size
         targets = tokens[:, 1:].clone()
         # Between an eighth and a half of a sample's targets, by its number.
-        left_out = _draw_integers("left out", numbers, length) % 8 < 1 + numbers[:, None] % 4
+        left_out = sample_bits("left out", numbers, length) % 8 < 1 + numbers[:, None] % 4
         targets[left_out] = IGNORED
         documents = None
         if self.run.data.document_mask:
-            begins = _draw_integers("documents", numbers, length) % _LONGEST_DOCUMENT == 0
+            begins = sample_bits("documents", numbers, length) % _LONGEST_DOCUMENT == 0
             documents = begins.cumsum(1).to(torch.int32)
         return TokenBatch(tokens[:, :-1].contiguous(), targets, documents, numbers)
 
@@ -60,12 +58,6 @@ class LanguageVerification(VerifiableModel):
             f"{model.n_layers} layers, width {model.d_model}, {model.n_heads} heads ({model.kv_heads} key/value), "
             f"vocabulary {model.vocab_size}, {self.run.data.sequence_length} positions"
         )
-
-
-def _draw_integers(what: str, numbers: Tensor, length: int) -> Tensor:
-    """Return non-negative random integers [samples, length]: a function of the samples' numbers alone."""
-    counter = numbers[:, None] * (1 << 32) + torch.arange(length)
-    return random_bits(stream_key("verify", what), counter).bitwise_and((1 << 62) - 1)
 
 
 def _reduced_model(model: LanguageModel, world_size: int, length: int, stages: int) -> LanguageModel:

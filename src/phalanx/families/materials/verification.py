@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.counter_random import normal_values, random_bits, stream_key
+from phalanx.counter_random import sample_bits, sample_normals
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.balance import assign_by_head_group
 from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
@@ -101,19 +101,19 @@ def _make_structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
     """Return structures with these global sample numbers."""
     numbers = numbers[~torch.isin(numbers % 8, torch.tensor(_ABSENT))]
     model, graphs = run.model, len(numbers)
-    atoms_G = 1 + _draw_bits("atoms", numbers, 1)[:, 0] % _LARGEST
+    atoms_G = 1 + sample_bits("atoms", numbers, 1)[:, 0] % _LARGEST
     graph_N = torch.repeat_interleave(atoms_G)
     in_graph_N = torch.arange(len(graph_N)) - (atoms_G.cumsum(0) - atoms_G)[graph_N]
     step_length = _SPACING * model.cutoff
     cells_G33 = torch.eye(3, dtype=torch.float64) * (3.3 * step_length)
-    cells_G33 = cells_G33 + 0.1 * step_length * _draw_normals("cells", numbers, 9).view(-1, 3, 3)
+    cells_G33 = cells_G33 + 0.1 * step_length * sample_normals("cells", numbers, 9).view(-1, 3, 3)
     # A third of them are molecules.
     cells_G33 = torch.where((numbers % 3 == 0)[:, None, None], 0.0, cells_G33)
     # The points of a cube of three a side.
     positions_N3 = torch.stack((in_graph_N % 3, in_graph_N // 3 % 3, in_graph_N // 9), dim=1).double() * step_length
-    moves_GN = _draw_normals("positions", numbers, 3 * _LARGEST).view(graphs, _LARGEST, 3)
+    moves_GN = sample_normals("positions", numbers, 3 * _LARGEST).view(graphs, _LARGEST, 3)
     positions_N3 = positions_N3 + 0.1 * step_length * moves_GN[graph_N, in_graph_N]
-    species = 1 + _draw_bits("species", numbers, _LARGEST) % model.max_atomic_number
+    species = 1 + sample_bits("species", numbers, _LARGEST) % model.max_atomic_number
     edges = device_edges(positions_N3, cells_G33, model.cutoff, graph_N=graph_N)
     labels = {
         task.label: _make_label(task.label, run, numbers, graph_N, in_graph_N, cells_G33)
@@ -152,22 +152,8 @@ def _make_label(
     else:
         shape = {"forces_N3": (3,), "stress_G33": (3, 3), "dipole_G3": (3,)}.get(name, ())
     rows = _LARGEST if "_N" in name else 1
-    values = _draw_normals(name, numbers, rows * math.prod(shape)).view(len(numbers), rows, *shape)
+    values = sample_normals(name, numbers, rows * math.prod(shape)).view(len(numbers), rows, *shape)
     values[numbers % 4 == LABELS.index(name) % 4] = torch.nan
     if name == "stress_G33":
         values[cells_G33.abs().sum((1, 2)) == 0.0] = torch.nan
     return values[graph_N, in_graph_N] if "_N" in name else values[:, 0]
-
-
-def _draw_normals(what: str, numbers: Tensor, count: int) -> Tensor:
-    """Return normal values, float64 [samples, count]."""
-    return normal_values(stream_key("verify", what), _counters(numbers, count))
-
-
-def _draw_bits(what: str, numbers: Tensor, count: int) -> Tensor:
-    """Return non-negative random integers [samples, count]."""
-    return random_bits(stream_key("verify", what), _counters(numbers, count)).bitwise_and((1 << 62) - 1)
-
-
-def _counters(numbers: Tensor, count: int) -> Tensor:
-    return numbers[:, None] * (1 << 32) + torch.arange(count)

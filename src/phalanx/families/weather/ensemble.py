@@ -118,9 +118,9 @@ def build_forecasts(
     steps = [lead_steps(one.run, longest, None) for one in loaded]
     for member, other in zip(members, steps, strict=True):
         if list(other) != list(steps[0]):
+            reached, wanted = (", ".join(map(str, leads)) for leads in (other, steps[0]))
             raise ConfigError(
-                f"{member.path} reaches lead times of {_list_hours(other)} hours, {members[0].path} of "
-                f"{_list_hours(steps[0])}; members need the same"
+                f"{member.path} reaches lead times of {reached} hours, {members[0].path} of {wanted}; members need the same"
             )
     fields = FieldSet(loaded[0].run.data)
     require_grid(loaded[0].run, fields.grid)
@@ -234,7 +234,3 @@ def _fields_of(run: WeatherRun) -> dict[str, Any]:
     kept = run.data.model_dump(mode="json", exclude=_OWN)
     path = run.data.statistics
     return kept | {"statistics": None if path is None else Path(path).read_text(encoding="utf-8")}
-
-
-def _list_hours(steps: dict[int, tuple[int, ...]]) -> str:
-    return ", ".join(map(str, steps))

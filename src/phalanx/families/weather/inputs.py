@@ -25,7 +25,7 @@ from phalanx.families.weather.evaluation.compare_forecasts import (
     skill_by_lead,
     skill_in_words,
 )
-from phalanx.families.weather.model.field_head import squared_error_sum, target_counts
+from phalanx.families.weather.model.field_head import squared_error_sum
 from phalanx.families.weather.model.grid_features import row_latitudes, row_weights
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
@@ -185,7 +185,7 @@ class FieldEvaluator:
             # Ranks of `tp` hold the same fields: one of them scores them.
             if predicted is None or mesh.tp.rank or not real:
                 continue
-            sums += torch.stack((self._loss(predicted[:real], targets), target_counts(targets)[0].double()))
+            sums += torch.stack((self._loss(predicted[:real], targets), (~targets.isnan()).sum().double()))
             comparison.add(mine.take(slice(real)), self.reader.denormalise(predicted[:real].float()))
         comparison.all_reduce()
         if mesh.world is not None:

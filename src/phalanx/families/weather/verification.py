@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.counter_random import normal_values, random_bits, stream_key
+from phalanx.counter_random import sample_bits, sample_normals
 from phalanx.families.weather.config import WeatherModel, WeatherRun
 from phalanx.families.weather.data.field_samples import FieldBatch
 from phalanx.families.weather.sizes import in_words
@@ -34,11 +34,11 @@ class WeatherVerification(VerifiableModel):
         targets = _random_fields("targets", numbers, outputs, model)
         # Between an eighth and a half of a sample's targets, by its number: an average over ranks in place of a sum over
         # targets then shows.
-        left_out = _random_bits("left out", numbers, targets[0].numel()) % 8 < 1 + numbers[:, None] % 4
+        left_out = sample_bits("left out", numbers, targets[0].numel()) % 8 < 1 + numbers[:, None] % 4
         targets[left_out.view_as(targets)] = torch.nan
         unit = self.run.data.rollout_hours
         most = _LONGEST_LEAD if unit is None else max(self.run.data.leads) // unit
-        leads = (unit or _LEAD_UNIT) * (1 + _random_bits("lead", numbers, 1)[:, 0] % most)
+        leads = (unit or _LEAD_UNIT) * (1 + sample_bits("lead", numbers, 1)[:, 0] % most)
         return FieldBatch(
             fields=_random_fields("fields", numbers, inputs, model),
             targets=targets,
@@ -94,18 +94,7 @@ class WeatherVerification(VerifiableModel):
 def _random_fields(what: str, numbers: Tensor, count: int, model: WeatherModel) -> Tensor:
     """Return normal values, float32 [samples, count, H, W]."""
     shape = (count, model.n_lat, model.n_lon)
-    values = normal_values(stream_key("verify", what), _sample_counters(numbers, math.prod(shape)))
-    return values.view(-1, *shape).float()
-
-
-def _random_bits(what: str, numbers: Tensor, count: int) -> Tensor:
-    """Return non-negative random integers [samples, count]."""
-    return random_bits(stream_key("verify", what), _sample_counters(numbers, count)).bitwise_and((1 << 62) - 1)
-
-
-def _sample_counters(numbers: Tensor, count: int) -> Tensor:
-    """Return `count` counters of random numbers for each sample, which no other sample has."""
-    return numbers[:, None] * (1 << 32) + torch.arange(count)
+    return sample_normals(what, numbers, math.prod(shape)).view(-1, *shape).float()
 
 
 def _few_variables(model: WeatherModel) -> list[str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from phalanx.errors import DataError, PhalanxError
 from phalanx.families.materials.data.structure_files import StructureFile, Wanted, bounded_lines
@@ -39,7 +38,41 @@ class ExtendedXyzFile(StructureFile):
     def __init__(self, path: Path, wanted: Wanted) -> None:
         """Find where each frame begins. Raises DataError naming the frame and line where the file is cut short."""
         super().__init__(path, wanted)
-        self._starts, self._lines = _frame_starts(path)
+        starts, numbers = array("q"), array("q")
+        place = line = 0
+        with path.open("rb") as file:
+            lines = bounded_lines(file, path)
+            for head in lines:
+                if not head.strip():
+                    place, line = place + len(head), line + 1
+                    continue
+                starts.append(place)
+                numbers.append(line + 1)
+                frame = f"{path}: frame {len(starts) - 1} (line {line + 1})"
+                try:
+                    atoms = int(head)
+                except ValueError:
+                    raise DataError(
+                        f"{frame}: a number of atoms is expected, found {head[:40].decode('utf-8', 'replace').strip()!r}"
+                    ) from None
+                if atoms < 1:
+                    raise DataError(f"{frame}: {atoms} atoms are announced; a structure has one at least")
+                place, line = place + len(head), line + 1
+                # Announced atoms are counted as they come: the number itself may be anything.
+                found = size = 0
+                for row in itertools.islice(lines, min(atoms, sys.maxsize - 1) + 1):
+                    found, size = found + 1, size + len(row)
+                    if size > _LARGEST_FRAME:
+                        raise DataError(
+                            f"{frame}: it is larger than {_LARGEST_FRAME / 2**20:.0f} MiB; put structures that large into "
+                            ".npz"
+                        )
+                if found < atoms + 1:
+                    raise DataError(
+                        f"{frame}: {atoms} atoms are announced, {max(0, found - 1)} lines follow; the file is truncated"
+                    )
+                place, line = place + size, line + found
+        self._starts, self._lines = np.array([*starts, place], dtype=np.int64), numbers
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -99,44 +132,6 @@ class AseDatabase(StructureFile):
 def _first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its type where it says nothing."""
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _frame_starts(path: Path) -> tuple[npt.NDArray[np.int64], array[int]]:
-    """Return byte offsets of all frames and of the end of the file, and the line number of each frame."""
-    starts, numbers = array("q"), array("q")
-    place = line = 0
-    with path.open("rb") as file:
-        lines = bounded_lines(file, path)
-        for head in lines:
-            if not head.strip():
-                place, line = place + len(head), line + 1
-                continue
-            starts.append(place)
-            numbers.append(line + 1)
-            frame = f"{path}: frame {len(starts) - 1} (line {line + 1})"
-            try:
-                atoms = int(head)
-            except ValueError:
-                raise DataError(
-                    f"{frame}: a number of atoms is expected, found {head[:40].decode('utf-8', 'replace').strip()!r}"
-                ) from None
-            if atoms < 1:
-                raise DataError(f"{frame}: {atoms} atoms are announced; a structure has one at least")
-            place, line = place + len(head), line + 1
-            # Announced atoms are counted as they come: the number itself may be anything.
-            found = size = 0
-            for row in itertools.islice(lines, min(atoms, sys.maxsize - 1) + 1):
-                found, size = found + 1, size + len(row)
-                if size > _LARGEST_FRAME:
-                    raise DataError(
-                        f"{frame}: it is larger than {_LARGEST_FRAME / 2**20:.0f} MiB; put structures that large into .npz"
-                    )
-            if found < atoms + 1:
-                raise DataError(
-                    f"{frame}: {atoms} atoms are announced, {max(0, found - 1)} lines follow; the file is truncated"
-                )
-            place, line = place + size, line + found
-    return np.array([*starts, place], dtype=np.int64), numbers
 
 
 def _check_columns(text: str, place: str) -> None:

@@ -193,7 +193,15 @@ class _Stacked:
                 found["forces_N3"] = pulls_KN3.index_add(1, edges_2E[1], -gradient_KE3)
             if stress:
                 graph_E = graphs["graph_N"].index_select(0, edges_2E[1])
-                found["stress_G33"] = _stacked_stress(gradient_KE3, vectors_KE3.detach(), graph_E, cells_G33)
+                pull_KE33 = vectors_KE3.detach()[..., :, None] * gradient_KE3[..., None, :]
+                pull_KE33 = 0.5 * (pull_KE33 + pull_KE33.transpose(-1, -2))
+                nothing = pull_KE33.new_zeros((len(pull_KE33), len(cells_G33), 3, 3))
+                virial_KG33 = nothing.index_add(1, graph_E, pull_KE33)
+                volume_G11 = cell_volumes(cells_G33).to(virial_KG33.dtype)[:, None, None]
+                periodic = volume_G11 > 0.0
+                found["stress_G33"] = torch.where(
+                    periodic, virial_KG33 / torch.where(periodic, volume_G11, 1.0), torch.nan
+                )
         return Predictions(**{name: value.detach() for name, value in found.items()})
 
 
@@ -209,14 +217,3 @@ class _FromVectors(nn.Module):
             vector_E3, species_N, **inputs, forces=False, stress=False, differentiable=False
         )
         return {name: value for name, value in vars(found).items() if value is not None}
-
-
-def _stacked_stress(gradient_KE3: Tensor, vectors_KE3: Tensor, graph_E: Tensor, cells_G33: Tensor) -> Tensor:
-    """Return stresses of each member [K, G, 3, 3]; see `model.network.with_derivatives`."""
-    pull_KE33 = vectors_KE3[..., :, None] * gradient_KE3[..., None, :]
-    pull_KE33 = 0.5 * (pull_KE33 + pull_KE33.transpose(-1, -2))
-    zeros = pull_KE33.new_zeros((len(pull_KE33), len(cells_G33), 3, 3))
-    virial_KG33 = zeros.index_add(1, graph_E, pull_KE33)
-    volume_G11 = cell_volumes(cells_G33).to(virial_KG33.dtype)[:, None, None]
-    periodic = volume_G11 > 0.0
-    return torch.where(periodic, virial_KG33 / torch.where(periodic, volume_G11, 1.0), torch.nan)

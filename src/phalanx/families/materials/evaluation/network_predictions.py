@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint import Checkpoint, read_tensors
+from phalanx.checkpoint import Checkpoint
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.families.materials.config import MaterialsRun, learned_labels
@@ -27,9 +27,7 @@ from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ONE_RANK_FIELDS
 from phalanx.nn.precision import PRECISIONS
-from phalanx.training.checkpointing import find_trained_run, load_weights
-
-_PREFIX = "model."
+from phalanx.training.checkpointing import find_trained_run, load_module, load_weights
 
 
 @dataclass(frozen=True)
@@ -94,14 +92,7 @@ def load_network(path: Path, device: torch.device, dtype: torch.dtype | None = N
     with torch.device("meta"):
         model = MaterialsNetwork(run.model, dtype=dtype).to(dtype)
     model.to_empty(device=device)
-    stored = read_tensors(newest.path, _PREFIX)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            tensor = stored.get(_PREFIX + name)
-            if tensor is None or tensor.shape != parameter.shape:
-                found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
-                raise CheckpointError(f"{newest.path}: {name} {found}, but should be {list(parameter.shape)}")
-            parameter.copy_(tensor)
+    load_module(newest.path, model)
     return LoadedNetwork(model.eval().requires_grad_(False), run, newest.path, newest.step)
 
 

@@ -208,35 +208,23 @@ def error_sums(
 
     source_G: int64, the data set of each graph. Components of forces, stresses and dipoles count one each.
     """
-    rows = [
-        _sum_quantity(quantity, predicted, labels, source_G, sources, graph_N, atoms_G)
-        for quantity in predicted_quantities(config)
-    ]
+    rows = []
+    for quantity in predicted_quantities(config):
+        sums = torch.zeros((sources, SUMS), dtype=torch.float64, device=source_G.device)
+        label, value = getattr(labels, quantity.label), getattr(predicted, quantity.label)
+        if label is not None and value is not None:
+            if quantity.column is not None:
+                label, value = label[:, quantity.column], value[:, quantity.column]
+            there, error = _as_rows(~label.isnan()), _as_rows(value.double() - label.double())
+            if quantity.label == "energy_G":
+                error = error / atoms_G.clamp(min=1)[:, None]
+            # Not a product with the mask: NaN times 0 is NaN.
+            error = torch.where(there, error, 0.0)
+            source = source_G.index_select(0, graph_N) if "_N" in quantity.label else source_G
+            each = torch.stack((error.abs().sum(1), error.square().sum(1), there.sum(1).double()), dim=1)
+            sums = sums.index_add(0, source, each)
+        rows.append(sums)
     return torch.stack(rows, dim=1)
-
-
-def _sum_quantity(
-    quantity: Quantity,
-    predicted: Predictions,
-    labels: Labels,
-    source_G: Tensor,
-    sources: int,
-    graph_N: Tensor,
-    atoms_G: Tensor,
-) -> Tensor:
-    sums = torch.zeros((sources, SUMS), dtype=torch.float64, device=source_G.device)
-    label, value = getattr(labels, quantity.label), getattr(predicted, quantity.label)
-    if label is None or value is None:
-        return sums
-    if quantity.column is not None:
-        label, value = label[:, quantity.column], value[:, quantity.column]
-    there, error = _as_rows(~label.isnan()), _as_rows(value.double() - label.double())
-    if quantity.label == "energy_G":
-        error = error / atoms_G.clamp(min=1)[:, None]
-    error = torch.where(there, error, 0.0)
-    source = source_G.index_select(0, graph_N) if "_N" in quantity.label else source_G
-    each = torch.stack((error.abs().sum(1), error.square().sum(1), there.sum(1).double()), dim=1)
-    return sums.index_add(0, source, each)
 
 
 def _as_rows(values: Tensor) -> Tensor:

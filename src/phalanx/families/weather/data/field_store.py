@@ -100,21 +100,17 @@ class Naming:
     def __init__(self, names: Sequence[FieldName]) -> None:
         self._rules = {rule.name: rule for rule in names}
 
+    def rule(self, name: str) -> FieldName:
+        """Return the rule of a variable; one that changes nothing where the source names none."""
+        return self._rules.get(name) or FieldName(name=name, stored_as=name)
+
     def stored_name(self, name: str) -> str:
         """Return the name in the files."""
-        return self._rules[name].stored_as if name in self._rules else name
-
-    def scale(self, name: str) -> float:
-        """Return the factor on the stored numbers."""
-        return self._rules[name].scale if name in self._rules else 1.0
-
-    def offset(self, name: str) -> float:
-        """Return the number added after the factor."""
-        return self._rules[name].offset if name in self._rules else 0.0
+        return self.rule(name).stored_as
 
     def convert(self, name: str, fields: Float32Array) -> Float32Array:
         """Turn stored numbers of a variable into those of the run, in place, and return them."""
-        scale, offset = self.scale(name), self.offset(name)
+        scale, offset = self.rule(name).scale, self.rule(name).offset
         # Most variables need neither, and a pass over the fields costs time.
         if (scale, offset) != (1.0, 0.0):
             fields *= np.float32(scale)
@@ -128,7 +124,8 @@ class Naming:
 
     def describe(self, names: Sequence[str]) -> list[tuple[str, str, float, float]]:
         """Return all rules for some variables, for fingerprints."""
-        return [(name, self.stored_name(name), self.scale(name), self.offset(name)) for name in names]
+        rules = [self.rule(name) for name in names]
+        return [(rule.name, rule.stored_as, rule.scale, rule.offset) for rule in rules]
 
 
 class BlockCache:

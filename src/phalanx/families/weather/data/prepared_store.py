@@ -142,8 +142,10 @@ class PreparedStore(FieldStore):
 
     def read_survey(self) -> Survey:
         """Return the survey made when the folder was prepared, of this store's variables, in the units of the run."""
-        scale = np.array([self._naming.scale(name) for name in self.variables])
-        offset = np.array([self._naming.offset(name) for name in self.variables])
+        rules = [self._naming.rule(name) for name in self.variables]
+        scale, offset = (
+            np.array(values) for values in zip(*((rule.scale, rule.offset) for rule in rules), strict=True)
+        )
         return self._survey.select(self._columns, scale, offset)
 
     def verify(self) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint import read_tensors
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.families.weather.config import WeatherRun
@@ -24,10 +23,8 @@ from phalanx.families.weather.inputs import STATISTICS, require_grid
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.hardware.device import require_cpu_format
 from phalanx.nn.precision import PRECISIONS
-from phalanx.training.checkpointing import find_trained_run
+from phalanx.training.checkpointing import find_trained_run, load_module
 
-_PREFIX = "model."
-"""Beginning of the names of model parameters in a checkpoint."""
 _BATCH = 16
 """Forecasts computed at a time."""
 _MAPPED = ("geopotential_500", "temperature_850", "2m_temperature")
@@ -108,15 +105,7 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
         model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype)
     # Built without memory first: every parameter is read from the checkpoint.
     model.to_empty(device=device)
-    # Whole tensors by name: a checkpoint is the same whatever layout wrote it.
-    stored = read_tensors(newest.path, _PREFIX)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            tensor = stored.get(_PREFIX + name)
-            if tensor is None or tensor.shape != parameter.shape:
-                found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
-                raise CheckpointError(f"{newest.path}: {name} {found}, but should be {list(parameter.shape)}")
-            parameter.copy_(tensor)
+    load_module(newest.path, model)
     return LoadedForecaster(model.eval(), run, newest.path, newest.step)
 
 
@@ -180,8 +169,10 @@ def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int,
     ConfigError."""
     trained = run.data.leads if run.data.rollout_hours is None else [run.data.rollout_hours]
     if step_hours is not None and step_hours not in trained:
-        raise ConfigError(f"--step {step_hours}: the model was trained on lead times of {_list_numbers(trained)} hours")
-    steps = plan_steps(trained if step_hours is None else [step_hours], hours)
+        known = ", ".join(map(str, trained))
+        raise ConfigError(f"--step {step_hours}: the model was trained on lead times of {known} hours")
+    taken = trained if step_hours is None else [step_hours]
+    steps = plan_steps(taken, hours)
     unpredicted = [name for name in run.data.inputs if name not in run.data.target_variables]
     if unpredicted:
         # What is not predicted is not known for a second step.
@@ -190,14 +181,9 @@ def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int,
         nearest = max((reached for reached in steps if reached < hours), default=min(trained))
         why = f" (no roll-out: {unpredicted[0]} is read but not predicted)" if unpredicted else ""
         raise ConfigError(
-            f"--hours {hours}: steps of {_list_numbers(trained if step_hours is None else [step_hours])} hours do not reach "
-            f"it{why}\nnearest: --hours {nearest}"
+            f"--hours {hours}: steps of {', '.join(map(str, taken))} hours do not reach it{why}\nnearest: --hours {nearest}"
         )
     return steps
-
-
-def _list_numbers(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 def spread_rows(windows: Windows, count: int | None, sources: int) -> Int64Array:

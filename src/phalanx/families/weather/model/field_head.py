@@ -129,8 +129,3 @@ def squared_error_sum(
         weighted = weighted * weight_V[:, None].to(dtype)
     # Not a view: results that others may change in place must own their memory.
     return torch.stack((weighted.sum(),))
-
-
-def target_counts(targets_BVHW: Tensor) -> Tensor:
-    """Return how many targets are valid, int64 [1]."""
-    return (~targets_BVHW.isnan()).sum()[None]

@@ -54,7 +54,7 @@ class Forecaster(nn.Module):
         lead_hours_B: Tensor,
         dropout: DropoutContext | None = None,
     ) -> Tensor:
-        """Return the summed loss [1]; see `FieldHead`. The number of targets is `field_head.target_counts(targets)`."""
+        """Return the summed loss [1]; see `FieldHead`."""
         positions = self.all_positions(fields_BVHW.device)
         hidden = self.hidden(fields_BVHW, positions, lead_hours_B=lead_hours_B, dropout=dropout)
         loss: Tensor = self.head(hidden, targets_BVHW, positions.rows_S, fields_BVHW=fields_BVHW)
