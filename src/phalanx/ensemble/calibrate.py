@@ -63,6 +63,7 @@ class Calibration(BaseModel):
         if self.kind != "isotonic":
             return np.sqrt(np.square(self.factor * spread_n) + self.floor**2)
         inside = np.interp(spread_n, self.spreads, self.stds)
+        # Beyond the last knot nothing was seen: its ratio of deviation to spread goes on.
         beyond = np.maximum(spread_n / max(self.spreads[-1], np.finfo(np.float64).tiny), 1.0)
         return np.maximum(inside * beyond, self.floor)
 

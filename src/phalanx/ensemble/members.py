@@ -148,6 +148,7 @@ def read_ensemble(folder: Path) -> EnsembleFile:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}; make it with phalanx ensemble") from error
     except ValidationError as error:
+        # The first alone: one wrong field often brings others.
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "content"
         raise CheckpointError(f"{path}: {where}: {first['msg']}; make the ensemble again") from None

@@ -69,6 +69,7 @@ class Residuals:
         weights gives the unbiased estimate with M - 1; of a single member it is 0.
         """
         weights_M1 = np.asarray(weights, np.float64)[:, None]
+        # In chunks: all members' force components in float64 may not fit in memory.
         errors, spreads = np.empty(self.count), np.empty(self.count)
         for start in range(0, self.count, _CHUNK):
             rows = slice(start, start + _CHUNK)

@@ -55,6 +55,7 @@ def relative_products(residuals: Sequence[Residuals]) -> FloatArray:
     total = np.zeros((len(learned[0].errors_Mn),) * 2)
     for rows in learned:
         products = rows.products()
+        # A candidate without any error must not divide by 0.
         total += products / max(float(np.diag(products).min()), np.finfo(np.float64).tiny)
     return total / len(learned)
 

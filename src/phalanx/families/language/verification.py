@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from phalanx.config.model import LanguageModel
+from phalanx.counter_random import sample_bits
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.token_batches import TokenBatch
 from phalanx.nn.cross_entropy import IGNORED

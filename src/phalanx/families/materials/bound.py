@@ -72,6 +72,7 @@ class BoundMaterials(DeclaredMaterials, MaterialsLayout, MaterialsInputs, Materi
         """
         total, weights = 0.0, 0.0
         for weight, counts in self._weighted_sources():
+            # By structures read: a source counts as often as its structures come.
             number = max(counts.structures, 1)
             total += weight * number * model_flops(self.run.model, counts.atoms / number, counts.edges / number)
             weights += weight * number
@@ -92,4 +93,5 @@ class BoundMaterials(DeclaredMaterials, MaterialsLayout, MaterialsInputs, Materi
         """Yield how often a structure of each source is read, relative to other sources, and the training split's counts."""
         for source in self.run.data.sources:
             counts = read_manifest(Path(self.run.data.prepared) / source.name).splits["train"]
+            # A weight is a share of the samples: divided by the source's size it says how often each structure is read.
             yield (1.0 if source.weight is None else source.weight / max(counts.structures, 1)), counts

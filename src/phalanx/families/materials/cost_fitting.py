@@ -176,6 +176,7 @@ class _Span:
 
     @property
     def seconds(self) -> float:
+        # Without any gradient nothing ended it: nothing was to be computed.
         return 0.0 if self.end is None else self.end.seconds_since(self.start)
 
 
@@ -261,6 +262,7 @@ class CostFit:
     def update(self, sums: FloatArray) -> None:
         """Take in `sum_timings` of one step, added over ranks."""
         assert sums.shape == (SUMS,)
+        # What came before fades: clocks and neighbours on a machine change while a run goes on.
         self.state = self._memory * self.state + sums
 
     def seconds(self) -> FloatArray:
@@ -279,6 +281,7 @@ class CostFit:
     def model(self) -> CostModel:
         """Return the costs as measured, in seconds; the prior before the first measurement."""
         node, edge, graph, _ = self.seconds().tolist()
+        # A cost model needs one of these two above 0, and before the first measurement both are 0.
         return CostModel(node, edge, graph) if max(node, edge) > 0.0 else self._fallback
 
 

@@ -60,6 +60,7 @@ def _read_network(description: str) -> tuple[tuple[str, InitRule], ...]:
     description: the model as JSON, which unlike the model itself can be a key of the cache.
     """
     config = MaterialsModel.model_validate_json(description)
+    # Shapes are enough: no memory is taken.
     with torch.device("meta"):
         network = MaterialsNetwork(config)
     rules = []
@@ -83,6 +84,7 @@ def _choose_rule(config: MaterialsModel, name: str, module: nn.Module, parameter
     if not isinstance(module, Linear) and not name.endswith(".score"):
         raise NotImplementedError(f"{name} has no rule for its initial values")
     parts = name.split(".")
+    # The last layer of a head; what weighs vectors for a dipole gives no result of its own.
     gives_result = (
         parts[0] == "head" and parts[1] != "dipole_vectors" and parts[-2] == str(getattr(config, parts[1]).layers - 1)
     )

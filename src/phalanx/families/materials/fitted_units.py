@@ -96,6 +96,7 @@ def fitting_units(run: MaterialsRun, manifests: Mapping[str, Manifest] | None = 
         branches = [_branch_units(run.model, names[0], manifest.statistics) for manifest in manifests.values()]
     else:
         branches = [_branch_units(run.model, name, manifests[name].statistics) for name in names]
+    # Sums are divided by it: data without a single edge must not make it 0.
     return {"mean_neighbors": max(round(neighbours, 1), 0.1), "branches": branches}
 
 

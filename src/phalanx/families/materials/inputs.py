@@ -93,6 +93,7 @@ class GraphInputs(Inputs):
         by number alone."""
         if self.elements is not None:
             write_elements(self.elements, run_dir)
+        # A single reader has nobody to share with.
         if self.graphs is None:
             return
         order, ranks, steps = self.graphs.order, self.graphs.ranks, range(1, _BALANCED_STEPS + 1)
@@ -140,12 +141,14 @@ class MaterialsInputs(TrainableModel):
             ranks=layout.data_ranks,
             branches=branch_groups(layout),
             prefetch=run.data.prefetch,
+            # Whole batches that are cut stay in plain memory; their shares are pinned.
             pin_memory=pin_memory and layout.cp == 1,
         )
         stream: BatchStream = graphs
         if layout.cp > 1:
             stream = ShareStream(graphs, layout.accumulation, cutting_of(run, mesh.cp), pin_memory=pin_memory)
         evaluator = GraphEvaluator(run, open_prepared(run.data, "validation"), columns, device, run.evaluation.samples)
+        # One rank is enough to read all files once.
         verification = Verification(training if run.data.verify and first else [])
         start = run.training.init_from
         known = elements_of(

@@ -63,6 +63,7 @@ def head_flops(config: MaterialsModel, atoms: float) -> float:
 
 def _piece_flops(config: MaterialsModel, piece: Piece, atoms: float, edges: float, triplets: float | None) -> float:
     derived = config.energy is not None and (config.energy.force_weight, config.energy.stress_weight) != (None, None)
+    # Forward and backward pass, and where forces are learned the same of a first derivative (see the top of this file).
     passes = 6.0 if derived else 3.0
     if triplets is None:
         triplets = edges * max(edges / atoms - 1.0, 0.0) if atoms else 0.0

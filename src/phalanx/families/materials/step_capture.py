@@ -137,6 +137,7 @@ class _StepProgram:
             named = dict(zip(self._names, parameters, strict=True))
             losses: Tensor = functional_call(self._replica, named, (inputs.pop("species_N"),), inputs)
             found = torch.autograd.grad((losses * arguments[-1]).sum(), parameters, allow_unused=True)
+        # Known once it has run: a parameter that nothing depends on has no gradient, rather than zeros.
         self.used = [gradient is not None for gradient in found]
         whole = (torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True))
         return losses.detach(), torch.cat([gradient.flatten() for gradient in whole])
@@ -240,6 +241,7 @@ class BatchSizes:
 
     def room(self, margin: float) -> BatchSizes:
         """Return room for batches larger by the factor 1 + margin, and for what stands behind them."""
+        # Multiples of 16: batches of nearly one size share a captured step.
         graphs, atoms, edges = (
             -int(-size * (1.0 + margin) // 16) * 16 for size in (self.graphs + 1, self.atoms, max(self.edges, 1))
         )

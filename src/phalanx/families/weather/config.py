@@ -387,6 +387,7 @@ class FieldData(Section):
         """Return the lead times in hours, ascending."""
         if isinstance(self.lead_hours, LeadRange):
             return list(range(self.lead_hours.first, self.lead_hours.last + 1, self.lead_hours.step))
+        # Ascending, as the columns of windows are.
         return [self.lead_hours] if isinstance(self.lead_hours, int) else sorted(set(self.lead_hours))
 
 

@@ -57,6 +57,7 @@ class DeclaredWeather(DeclaredModel):
         and stays whole: each rank computes its own locations.
         """
         head: Splits = []
+        # In pairs: a sum over ranks behind the second is the only exchange.
         for first in range(0, self.model.decoder_depth - 1, 2):
             head += [(f"head.layers.{first}", Split("column")), (f"head.layers.{first + 1}", Split("row"))]
         heads = "embedding.aggregation.groups" if self.model.aggregation == "hierarchical" else "embedding.aggregation"

@@ -214,6 +214,7 @@ def spread_cases(reader: FieldReader, count: int) -> Cases:
         cases = reader.cases(source)
         starts = np.unique(cases.start)
         wanted = max(1, min(len(starts), count * len(starts) // (len(cases) * len(reader.sources))))
+        # Over all of the split: its first starts are of one season.
         kept = starts[np.linspace(0, len(starts) - 1, wanted).round().astype(np.int64)]
         chosen.append(cases.take(np.flatnonzero(np.isin(cases.start, kept))))
     return Cases(*(np.concatenate([getattr(one, name) for one in chosen]) for name in ("source", "start", "target")))

@@ -109,6 +109,7 @@ class SplitFieldEmbedding(FieldEmbedding):
 def share_embedding(part: Forecaster, tp: Axis) -> None:
     """Let the embedding, if `part` has it, aggregate all locations under the heads of this rank's weights."""
     if part.part.first and tp.size > 1:
+        # The class, not a method of one instance: equal modules stay equal to the compiler.
         part.embedding.__class__ = SplitFieldEmbedding
 
 

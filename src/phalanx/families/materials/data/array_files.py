@@ -72,6 +72,7 @@ def smallest_integers(values: npt.NDArray[np.int64], *, signed: bool) -> npt.NDA
     """Return the same values in the narrowest integers that hold them."""
     low, high = (int(values.min()), int(values.max())) if values.size else (0, 0)
     for name in ("int8", "int16", "int32", "int64") if signed else ("uint8", "uint16", "uint32"):
+        # Atoms are numbered within their structure: mostly a byte is enough, an eighth of what is counted in.
         limits = np.iinfo(name)
         if limits.min <= low and high <= limits.max:
             return values.astype(name)
@@ -85,6 +86,7 @@ def ragged_ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
     """Return the ranges starts[i] .. starts[i] + lengths[i] - 1, one after the other."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
+    # One addition for all ranges: a loop over structures would take longer than reading them.
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(total, dtype=np.int64)
 
 

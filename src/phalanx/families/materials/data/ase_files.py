@@ -99,6 +99,7 @@ class AseDatabase(StructureFile):
     def __init__(self, path: Path, wanted: Wanted) -> None:
         """Open it. Raises DataError for a file that is no database or is truncated."""
         super().__init__(path, wanted)
+        # Without a lock: it is only read, and its folder may not be writable.
         self._database = ase.db.connect(path, use_lock_file=False)
         try:
             self._count = int(self._database.count())
@@ -110,6 +111,7 @@ class AseDatabase(StructureFile):
 
     def read(self, start: int, stop: int) -> Iterator[RawStructure]:
         """Yield the start-th to the (stop-1)-th row by id."""
+        # By row id: a database without an order may give its rows in another one each time.
         rows = self._database.select(offset=start, limit=stop - start, sort="id")
         for number in itertools.count(start):
             try:

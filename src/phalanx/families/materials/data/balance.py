@@ -58,6 +58,7 @@ def divide_within_budget(
     deal: as in `divide_by_cost`.
     """
     rank = (deal or assign_longest_first)(costs, ranks)
+    # What the fullest rank needs at least; longest first may need more, one at a time.
     parts = max(1, -(-int(_sum_at_places(sizes, rank, ranks).max()) // budget))
     while True:
         part = _assign_microbatches(sizes, rank, ranks, parts)
@@ -230,6 +231,7 @@ def assign_by_head_group(groups: BranchGroups, source: Int64Array) -> AssignRank
         rank = np.empty(len(costs), dtype=np.int64)
         for group in groups.groups:
             rows = np.flatnonzero((source >= group.branches.start) & (source < group.branches.stop))
+            # Only these ranks hold the heads that the structures teach.
             rank[rows] = group.ranks.start + assign_longest_first(costs[rows], len(group.ranks))
         return rank
 
@@ -267,6 +269,7 @@ class CostModel:
 
     def whole(self, atoms: Int64Array, edges: Int64Array) -> Int64Array:
         """Return costs of structures as whole numbers, at least 1 each. atoms, edges: counts (any shape)."""
+        # Whole numbers: sums of floats depend on their order, and all ranks must find the same.
         node, edge, graph = (round(value / self.unit) for value in (self.node, self.edge, self.graph))
         costs: Int64Array = np.maximum(node * atoms + edge * edges + graph, 1)
         return costs

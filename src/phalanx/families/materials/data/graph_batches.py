@@ -203,6 +203,7 @@ class Collator:
         arrays["source_G"] = found.source.astype(np.int64)
         for index, source in enumerate(self.sources):
             mine = np.flatnonzero(found.source == index)
+            # Shard by shard: the structures of one file are copied together.
             shards, rows = source.locate(found.item[mine])
             for shard in np.unique(shards).tolist():
                 chosen = shards == shard
@@ -353,6 +354,7 @@ def graph_columns(
             )
     chosen = tuple(known if properties is None else properties)
     chosen_atom = tuple(known_atom if atom_properties is None else atom_properties)
+    # A field is called after its label and its shape: energy_G is the label energy.
     there = [name for name in LABELS if name.rsplit("_", 1)[0] in labels]
     there += ["properties_GP"] * bool(chosen) + ["atom_properties_NP"] * bool(chosen_atom)
     unlabelled = [name for name in tasks or () if name not in there]

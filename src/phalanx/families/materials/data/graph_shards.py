@@ -75,6 +75,7 @@ def shard_arrays(items: Sequence[Prepared], source: GraphSource) -> Arrays:
         # For messages that name a structure by its file.
         "origin": np.array([(item.file, item.structure.raw.number) for item in items], dtype=np.int64),
     }
+    # Molecules have no images: three integers an edge that need not be written.
     if arrays["periodic"].any():
         arrays["images"] = smallest_integers(np.concatenate([item.edges.images for item in items]), signed=True)
     for name in source.labels:
@@ -166,6 +167,7 @@ def spread_evenly(sources: Sequence[PreparedSource], samples: int | None) -> Loc
     for number, source in enumerate(sources):
         wanted = total if samples is None else max(1, samples * len(source) // max(total, 1))
         count = min(len(source), wanted)
+        # Spread over the source, not its first structures: files often are sorted by size or composition.
         item = np.unique(np.linspace(0, max(len(source) - 1, 0), count).round().astype(np.int64))
         parts.append(Located(first + item, np.full_like(item, number), item, *source.sizes(item)))
         first += len(source)
@@ -259,6 +261,7 @@ class Manifest(Part):
     @property
     def fingerprint(self) -> str:
         """Return a hash of all data: equal exactly where a run would read the same."""
+        # By content, not by path: a prepared folder may move.
         content = [self.index.sha256, *(shard.data.sha256 for shard in self.shards)]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

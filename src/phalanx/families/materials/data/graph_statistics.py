@@ -33,6 +33,7 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
         first_atom = np.repeat(shard["node_starts"][:-1], np.diff(shard["edge_starts"]))
         incoming = np.bincount(first_atom + shard["target"], minlength=int(shard["node_starts"][-1]))
         found = np.bincount(incoming[_training_atoms(shard)])
+        # Shards differ in their largest degree.
         degrees = _pad_counts(degrees, len(found)) + _pad_counts(found, len(degrees))
     present = np.flatnonzero(elements)
     energies, deviation = fit_reference_energies(shards, present) if "energy" in source.labels else ({}, None)
@@ -180,6 +181,7 @@ def _training_energies(
     for shard in shards:
         graph, species = _training_composition(shard)
         rows = _training_rows(shard)
+        # One count for all structures: a table of structures by elements, row after row.
         flat = np.bincount(graph * len(present) + place[species], minlength=len(rows) * len(present))
         counts = flat.reshape(len(rows), len(present)).astype(np.float64)
         energies = shard["energy"][rows]

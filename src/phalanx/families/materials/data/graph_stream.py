@@ -97,6 +97,7 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         self._imbalances[step] = division.imbalance
         self._imbalances.pop(step - _STEPS_KEPT, None)
         mine = np.flatnonzero(division.rank == self.rank)
+        # Stable: within a micro-batch structures stay in the order of their numbers.
         mine = mine[np.argsort(division.part[mine], kind="stable")]
         parts = np.bincount(division.part[mine], minlength=division.loads.shape[1])
         batch = self._collate(found.take(mine), parts.tolist())
@@ -256,6 +257,7 @@ class GraphOrder:
             first, last = self._window_start(window), self._window_start(window + 1)
             found = self.locate(np.arange(first, last, dtype=np.int64))
             self._cuts[window] = _equal_cuts(self.cost.whole(found.atoms, found.edges), self._steps)
+            # Steps are read one after another, so the last few windows are all that is asked for again.
             while len(self._cuts) > _WINDOWS_KEPT:
                 self._cuts.popitem(last=False)
         return self._cuts[window]

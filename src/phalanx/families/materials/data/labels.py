@@ -120,8 +120,10 @@ class Label:
                 raise ValueError(f'{self.name} "{self.key}" has shape {shape}: no column {self.column} there')
             found = found[..., self.column]
         wanted = (atoms, *self.kind.shape) if self.kind.per_atom else self.kind.shape
+        # Six numbers are how most codes write a symmetric tensor.
         if self.name == "stress" and found.shape == (6,):
             found = found[_VOIGT]
+        # Tables write a number as a row of one.
         if found.shape == (*wanted, 1) or (wanted == () and found.shape == (1,)):
             found = found.reshape(wanted)
         if found.shape != wanted:
@@ -197,6 +199,7 @@ def parse_unit(text: str) -> Unit:
                 "powers as in A^3"
             )
         value, dimension = SYMBOLS[found[1]]
+        # A slash is about the next symbol alone: a/b*c is (a/b)*c.
         power = sign * int(found[2] or 1)
         factor *= value**power
         powers = [total + power * one for total, one in zip(powers, dimension, strict=True)]

@@ -36,6 +36,7 @@ def find_edges(
     smaller than the cutoff. max_neighbours: keep the nearest for each target, and all that tie with the last one kept:
     dropping some of several equally near atoms would break the symmetry of a crystal.
     """
+    # Both directions of every pair: messages go both ways.
     finder = vesin.NeighborList(cutoff=cutoff, full_list=True)
     box = _complete_cell(np.asarray(cell, dtype=np.float64), periodic)
     source, target, images, distances = finder.compute(
@@ -59,6 +60,7 @@ def _complete_cell(cell: npt.NDArray[np.float64], periodic: tuple[bool, bool, bo
     kept = [row for row in range(3) if periodic[row]]
     if not kept:
         return np.eye(3)
+    # The last right singular vectors are at right angles to all periodic ones.
     _, _, directions = np.linalg.svd(box[kept])
     for row, direction in zip((row for row in range(3) if not periodic[row]), directions[len(kept) :], strict=True):
         box[row] = direction
@@ -161,6 +163,7 @@ def device_edges(
     if len(strange):
         atom = int(strange[0])
         raise DataError(f"atom {atom} has position {positions_N3[atom].tolist()}; the run before it went astray")
+    # Which atoms are neighbours has no derivative.
     positions, cells = positions_N3.detach(), cells_G33.detach().to(positions_N3.dtype)
     if len(positions) == 0:
         return _edges_of(graph_N.new_empty((0, 5)), cells, graph_N)
@@ -186,6 +189,7 @@ def _edges_of(found_E5: Tensor, cells_G33: Tensor, graph_N: Tensor) -> DeviceEdg
 def _nearest_on_device(edges: DeviceEdges, positions_N3: Tensor, limit: int) -> DeviceEdges:
     source_E, target_E = edges.edges_2E
     distance_E = (positions_N3[target_E] + edges.shifts_E3 - positions_N3[source_E]).norm(dim=1)
+    # By distance, then stably by target: one run for each target, the nearest first.
     by_distance_E = distance_E.argsort(stable=True)
     order_E = by_distance_E[target_E[by_distance_E].argsort(stable=True)]
     count_N = torch.bincount(target_E, minlength=len(positions_N3))
@@ -262,6 +266,7 @@ def _find_pairs(
     width_N3 = 2 * grid.reach_G3[graph_N] + 1
     looks_N = width_N3.prod(1)
     found: list[Tensor] = []
+    # In runs: all bins around all atoms of a large structure would not fit.
     for start, stop in _split_runs(looks_N):
         atom_L, turn_L = _repeat_by_count(torch.arange(start, stop, device=graph_N.device), looks_N[start:stop])
         graph_L = graph_N[atom_L]
@@ -277,6 +282,7 @@ def _find_pairs(
             )
             source_P = atom_L[look_P]
             target_P = by_bin_N[first_B[bin_L[look_P]] + place_P]
+            # Counted from where atoms were written, not from where they were moved to.
             image_P3 = image_L3[look_P] - wraps_N3[target_P] + wraps_N3[source_P]
             # Not an atom and itself, but an atom and its own image in another cell.
             shifts_P3 = torch.einsum("pk,pkj->pj", image_P3.to(grid.cells_G33.dtype), grid.cells_G33[graph_N[source_P]])

@@ -194,6 +194,7 @@ class NpzFile(StructureFile):
             if self._periodic is not None:
                 flags = np.broadcast_to(self._periodic[number], 3)
             else:
+                # Without flags the cell is the only sign.
                 flags = np.full(3, bool(cell.any()))
             yield RawStructure(
                 str(self.path),

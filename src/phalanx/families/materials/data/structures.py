@@ -176,6 +176,7 @@ def check_structure(structure: Structure, edges: Edges, source: GraphSource, cut
         return
     nearest = int(edges.distances.argmin())
     if edges.distances[nearest] < SAME_PLACE_A:
+        # In order, so that the message does not depend on the direction of the edge.
         first, second = sorted((int(edges.source[nearest]), int(edges.target[nearest])))
         raise wrong(
             f"atoms {first} and {second} are on one place ({edges.distances[nearest]:.3f} A apart"
@@ -199,6 +200,7 @@ def check_lengths(ratios: Sequence[tuple[RawStructure, float]], source: GraphSou
     """
     if not ratios or not source.check_units:
         return
+    # The median: a few strained structures are no sign of another unit.
     structure, ratio = sorted(ratios, key=lambda pair: pair[1])[len(ratios) // 2]
     if BOND_RANGE[0] <= ratio <= BOND_RANGE[1]:
         return

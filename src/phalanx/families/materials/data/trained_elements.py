@@ -74,6 +74,7 @@ def trained_elements(path: Path) -> TrainedElements | None:
 
     Raises CheckpointError for a file that cannot be read.
     """
+    # A checkpoint lies two folders below its run.
     places = (path / FILE, path.parent.parent / FILE)
     file = next((place for place in places if place.is_file()), None)
     if file is None:

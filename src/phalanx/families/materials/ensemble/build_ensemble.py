@@ -168,6 +168,7 @@ def build_ensemble(
     if options.weights == "fitted":
         chosen = fit_weights(products, chosen)
     by_score = best_by_score(products, [member.score for member in candidates], count)
+    # The two choices overlap: each candidate is run on the test split once.
     shown = list(dict.fromkeys([*chosen.members, *by_score.members]))
     test = {rows.name: rows for rows in residuals([candidates[number] for number in shown], "test")}
     labels = [

@@ -141,6 +141,7 @@ class NetworkStack:
             return found[0]
         names = [name for name, value in vars(found[0]).items() if value is not None]
         joined = {name: torch.cat([getattr(one, name) for one in found]) for name in names}
+        # Groups of equal networks came together: back into the order of members.
         index = torch.tensor(self._places)
         return Predictions(**{name: value.index_select(0, index.to(value.device)) for name, value in joined.items()})
 

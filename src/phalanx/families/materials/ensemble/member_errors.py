@@ -137,6 +137,7 @@ class _Reader:
         mine = np.flatnonzero(division.rank == share.rank)
         part = division.part[mine]
         mine = mine[np.argsort(part, kind="stable")]
+        # Ranks wait for each other only at the end, so that each may leave out micro-batches that are empty.
         counts = np.bincount(part)
         return mine, counts[counts > 0].tolist()
 

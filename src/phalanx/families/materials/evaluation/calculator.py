@@ -159,6 +159,7 @@ class PhalanxCalculator(Calculator):
             self.results["stress"] = full_3x3_to_voigt_6_stress(found.stress_G33[0].double().numpy(force=True))
         for name, std in stds.items():
             self.results[f"{name}{_UNCERTAINTY}"] = _shape_as_ase(name, std.numpy(force=True))
+        # Along the cell a dipole depends on which images the atoms are written as: nobody should read a number there.
         across = _components_across_cell(self.atoms)
         for name in ("dipole", f"dipole{_UNCERTAINTY}"):
             dipole = self.results.pop(name, None)

@@ -106,6 +106,7 @@ def split_errors(
     Raises CheckpointError as `load_network` does, DataError where data are not prepared or the split is empty.
     """
     newest, run = _open_checkpoint(path, overrides)
+    # Whatever layout trained it: errors are those of one rank.
     run = run.model_copy(update={"layout": run.layout.model_copy(update=ONE_RANK_FIELDS)})
     training, sources = open_prepared(run.data, "train"), open_prepared(run.data, split)
     if not any(len(source) for source in sources):

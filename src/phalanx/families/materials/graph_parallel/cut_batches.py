@@ -166,6 +166,7 @@ class _Cut(NamedTuple):
         # A row of flags for each rank: cheaper than sorting edges, which are many times as many.
         wanted = np.zeros((how.size, atoms), dtype=bool)
         wanted[rank_A[ends_2E[1]], ends_2E[0]] = True
+        # A rank's own atoms are at hand.
         wanted[rank_A, np.arange(atoms)] = False
         graph_A = graph_N[order_A]
         first_G = np.searchsorted(graph_A, np.arange(len(batch.cells_G33)))

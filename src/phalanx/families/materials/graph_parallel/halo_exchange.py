@@ -203,6 +203,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        # A sum over ranks is its own adjoint, so that derivatives of any order are this operation again.
         return _Total.apply(grads[0], ctx.axis), None
 
 
@@ -219,9 +220,11 @@ def _fetch_rows(x: Tensor, plan: Gathering | Sending, axis: Axis) -> Tensor:
 def _deliver_rows(y: Tensor, plan: Gathering | Sending, axis: Axis, own: Tensor) -> Tensor:
     """Return `own` with what other ranks' `y` add to it: the adjoint of `_fetch_rows`."""
     if isinstance(plan, Gathering):
+        # Each place is taken once, so that copying needs no sum.
         places = y.new_zeros((axis.size * plan.widest, *y.shape[1:])).index_copy_(0, plan.taken, y)
         parts = places.unflatten(0, (axis.size, plan.widest))
         return own + compat.reduce_scatter(parts, axis.group_name, axis.size)[: len(own)]
+    # Several ranks may have something for one row.
     return own.index_add(0, plan.sent, _exchange_rows(y, plan.receives, plan.sends, axis))
 
 

@@ -32,6 +32,7 @@ def spatial_order(positions_N3: npt.NDArray[Any], cells_G33: npt.NDArray[Any], g
     low = np.minimum.reduceat(places, first_G)
     # One scale for all three axes, so that steps along the curve are of equal length in space.
     extent = (np.maximum.reduceat(places, first_G) - low).max(1).clip(min=1e-9)
+    # Clipped: the farthest point would lie one step beyond the curve.
     steps = ((places - low[dense_N]) / extent[dense_N, None] * 2**_BITS).astype(np.int64).clip(max=2**_BITS - 1)
     return np.lexsort((hilbert_numbers(steps, _BITS), graph_N)).astype(np.int64)
 
@@ -45,6 +46,7 @@ def _move_inside(positions_N3: Floats, cells_G33: Floats, graph_N: Int64Array) -
     inverse = normals / np.where(solid, volumes, 1.0)[:, None, None]
     fractions = np.stack([_dot_product(positions_N3, inverse[graph_N, i]) for i in range(3)], axis=1)
     wrapped = (fractions - np.floor(fractions)) * lengths[graph_N]
+    # A flat or absent cell has no inside: its atoms stay where they are.
     return np.where((solid & (volumes != 0.0))[graph_N, None], wrapped, positions_N3)
 
 

@@ -137,6 +137,7 @@ class DatasetUnits:
         energies = torch.zeros(len(branches), config.max_atomic_number + 1, dtype=torch.float64, device="cpu")
         for row, branch in zip(energies, branches, strict=True):
             for element, energy in branch.reference_energies.items():
+                # Heavier elements than the table has cannot come in the data either.
                 if int(element) <= config.max_atomic_number:
                     row[int(element)] = energy
         self._elements = energies.shape[1]

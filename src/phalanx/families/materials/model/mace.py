@@ -237,6 +237,7 @@ def coupling_paths(first: int, second: int, result: int) -> list[Path]:
 def coupling_coefficients(path: Path) -> Tensor:
     """Return coefficients, float64 [2a+1, 2b+1, 2c+1] on the CPU: normal inputs give results of variance 1."""
     with torch.device("cpu"):
+        # Values are needed, also where a network is built on meta.
         values: Tensor = o3.wigner_3j(path.first, path.second, path.result, dtype=torch.float64)
     return values * math.sqrt(2 * path.result + 1)
 

@@ -56,6 +56,7 @@ class MaterialsBlock(nn.Module):
         after: Atoms = self.messages(atoms, geometry)
         if self.attention is None:
             return after
+        # Beside the messages and from the same input, as in GPS: neither waits for the other.
         scalars_NC = after.scalars_NC + self.attention(atoms.scalars_NC, geometry)
         return after._replace(scalars_NC=scalars_NC + self.attention.feed(scalars_NC))
 

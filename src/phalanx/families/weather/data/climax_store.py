@@ -207,6 +207,7 @@ def _in_order(folder: Path) -> list[tuple[str, int, Path]]:
 
 def _infer_step(folder: Path, year: str, frames: int) -> int:
     """Return the hours between frames with which `frames` of them make a year. Raises DataError where none do."""
+    # Shards of CMIP are no whole years, so that the number of their frames says nothing.
     for step in (1, 2, 3, 6, 12, 24) if len(year) == 4 else ():
         if _HOURS_IN_YEAR[0] <= frames * step <= _HOURS_IN_YEAR[1]:
             return step

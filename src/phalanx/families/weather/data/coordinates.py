@@ -267,6 +267,7 @@ def moment_bounds(moment: str, calendar: str) -> tuple[int, int]:
     month, day, hour, minute = [*stated, None, None, None, None][:4]
     try:
         start = cftime.datetime(year, month or 1, day or 1, hour or 0, minute or 0, calendar=calendar)
+        # December is followed by January of the next year.
         after_month = (year, month + 1) if month and month < 12 else (year + 1, 1)
         next_start = cftime.datetime(*(after_month if month else (year + 1, 1)), 1, calendar=calendar)
     except ValueError as error:

@@ -234,6 +234,7 @@ def field_files(path: Path) -> list[Path]:
         found = sorted(item for item in path.iterdir() if _is_fields(item))
         if found:
             return found
+        # A few names, by which a wrong folder is recognised.
         there = ", ".join(sorted(item.name for item in path.iterdir())[:6]) or "nothing"
         raise DataError(
             f"{path}: no prepared fields, ClimaX shards (lat.npy and lon.npy), netCDF files or zarr stores in it; "

@@ -58,6 +58,7 @@ def prepare_fields(
                 block_TVHW[:, variable] = store.read(frames, [variable])[:, 0]
                 surveyor.add(first, variable, block_TVHW[:, variable])
             path = folder / f"frames-{number:05}.bin"
+            # Written as they come: one shard is all that memory holds.
             path.write_bytes(block_TVHW.data)
             shards.append(ShardRecord(frames=len(frames), file=file_record(path)))
             progress(int(frames[-1]) + 1, len(store.times))

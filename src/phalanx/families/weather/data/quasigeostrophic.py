@@ -123,6 +123,7 @@ class Atmosphere:
     def tendency(self, state: ComplexArray) -> ComplexArray:
         """Return the time derivative of a state."""
         stream = self.stream_function(state)
+        # Both fields at once: transforms are most of the work.
         both = np.stack([stream, state + self._absolute])
         eastward = self.harmonics.synthesize(1j * self.harmonics.zonal * both)
         northward = self.harmonics.synthesize_slope(both)

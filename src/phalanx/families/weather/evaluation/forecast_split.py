@@ -190,6 +190,7 @@ def spread_rows(windows: Windows, count: int | None, sources: int) -> Int64Array
     """Return rows of `windows`, evenly spread: the share of one of `sources` sources in `count`; all where that is None."""
     rows = len(windows.starts)
     wanted = rows if count is None else max(1, min(rows, count // sources))
+    # Over all of the split: its first inputs are of one season.
     return np.linspace(0, rows - 1, wanted).round().astype(np.int64)
 
 

@@ -79,6 +79,7 @@ def row_weights(config: WeatherModel, device: torch.device) -> Tensor:
         weight_H = torch.cos(row_latitudes(config, device) * (pi / 180.0))
     else:
         weight_H = torch.sin(cell_edges(config, device) * (pi / 180.0)).diff().abs()
+    # Of mean 1, so that a loss has the same size on every grid.
     return weight_H / weight_H.mean()
 
 
