@@ -13,7 +13,7 @@ from phalanx.data.prepared_folder import file_record, write_manifest
 from phalanx.errors import DataError
 from phalanx.families.weather.config import FieldSource
 from phalanx.families.weather.data.coordinates import HOUR
-from phalanx.families.weather.data.field_store import BlockCache
+from phalanx.families.weather.data.field_store import BlockCache, FieldStore
 from phalanx.families.weather.data.field_survey import Survey, Surveyor, require_one_quantity, require_whole_axis
 from phalanx.families.weather.data.open_fields import open_store
 from phalanx.families.weather.data.prepared_store import FIELDS, FieldsManifest, ShardRecord
@@ -46,23 +46,8 @@ def prepare_fields(
         raise DataError(f"{out} is already there; remove it or name another folder")
     store = open_store(source, variables, statics, BlockCache(cache_mb * 2**20))
     require_whole_axis(store, skip_gaps=skip_gaps, tolerance_hours=time_tolerance_hours)
-    surveyor = Surveyor(store)
-    shards = []
-    shard_frames = max(1, shard_bytes // store.frame_bytes)
     with whole_folder(out) as folder:
-        for number, first in enumerate(range(0, len(store.times), shard_frames)):
-            frames = np.arange(first, min(first + shard_frames, len(store.times)), dtype=np.int64)
-            block_TVHW = np.empty((len(frames), len(store.variables), *store.grid.shape), dtype="<f4")
-            # Variable by variable: so each compressed piece of a file is read once.
-            for variable in range(len(store.variables)):
-                block_TVHW[:, variable] = store.read(frames, [variable])[:, 0]
-                surveyor.add(first, variable, block_TVHW[:, variable])
-            path = folder / f"frames-{number:05}.bin"
-            # Written as they come: one shard is all that memory holds.
-            path.write_bytes(block_TVHW.data)
-            shards.append(ShardRecord(frames=len(frames), file=file_record(path)))
-            progress(int(frames[-1]) + 1, len(store.times))
-        survey = surveyor.finish()
+        shards, survey = _write_shards(store, folder, max(1, shard_bytes // store.frame_bytes), progress)
         if check_units:
             require_one_quantity(store, survey)
         arrays = {
@@ -92,3 +77,23 @@ def prepare_fields(
         )
         write_manifest(folder, manifest)
     return manifest
+
+
+def _write_shards(
+    store: FieldStore, folder: Path, shard_frames: int, progress: Callable[[int, int], None]
+) -> tuple[list[ShardRecord], Survey]:
+    """Write all frames of a store into shards of `shard_frames` each; return these, and the survey made on the way."""
+    surveyor, shards = Surveyor(store), []
+    for number, first in enumerate(range(0, len(store.times), shard_frames)):
+        frames = np.arange(first, min(first + shard_frames, len(store.times)), dtype=np.int64)
+        block_TVHW = np.empty((len(frames), len(store.variables), *store.grid.shape), dtype="<f4")
+        # Variable by variable: so each compressed piece of a file is read once.
+        for variable in range(len(store.variables)):
+            block_TVHW[:, variable] = store.read(frames, [variable])[:, 0]
+            surveyor.add(first, variable, block_TVHW[:, variable])
+        path = folder / f"frames-{number:05}.bin"
+        # Written as they come: one shard is all that memory holds.
+        path.write_bytes(block_TVHW.data)
+        shards.append(ShardRecord(frames=len(frames), file=file_record(path)))
+        progress(int(frames[-1]) + 1, len(store.times))
+    return shards, surveyor.finish()
