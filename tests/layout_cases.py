@@ -56,12 +56,45 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 """Mixtures of experts; see `verification/test_expert_parity.py`."""
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "olmo": {
+        **SIZE,
+        "n_kv_heads": 4,
+        "norm_position": "post",
+        "qk_norm": "whole",
+        "qkv_bias": True,
+        "dropout": 0.1,
+        "rope_scaling": {"kind": "yarn", "factor": 4.0, "original_positions": 8, "beta_fast": 4.0},
+        "init_std": 0.2,
+    },
+    "neox": {
+        **SIZE,
+        "norm": "layernorm",
+        "mlp": "gelu",
+        "bias": True,
+        "parallel_residual": True,
+        "rotary_fraction": 0.5,
+        "qk_norm": "whole",
+        "attention_scale": 0.2,
+    },
+    "gemma": {
+        **SIZE,
+        "n_kv_heads": 4,
+        "norm_position": "sandwich",
+        "mlp": "geglu",
+        "embedding_scale": 5.0,
+        "tied_head": True,
+        "logit_softcap": 3.0,
+    },
+}
+"""Options of today's decoders; see `verification/test_variant_parity.py`."""
+
 
 def run_of(model: str, world: int, precision: str, **layout: Any) -> LanguageRun:
     """A run whose sequence and batch every factorisation of `world` can share out."""
     return LanguageRun.model_validate(
         {
-            "model": {**MODELS, **MIXTURES}[model],
+            "model": {**MODELS, **MIXTURES, **VARIANTS}[model],
             "data": {"sources": ["nowhere"], "sequence_length": 32, "document_mask": model == "mpt"},
             "layout": {"global_batch": 2 * world, "microbatch": 1, "precision": precision, **layout},
             "optimizer": {"lr": 0.01, "eps": 1e-3, "grad_clip": 0.5, "schedule": "constant"},

@@ -30,6 +30,34 @@ MPT = LanguageModel(**_SIZE, positions="alibi", norm="layernorm", mlp="gelu", ti
 
 FAMILIES = {"llama": LLAMA, "gpt": GPT, "mpt": MPT}
 
+VARIANTS = {
+    "qkv biases": LanguageModel(**_SIZE, n_kv_heads=3, qkv_bias=True),
+    "norms behind, joint head norms": LanguageModel(**_SIZE, n_kv_heads=2, norm_position="post", qk_norm="whole"),
+    "joint layer norms": LanguageModel(**_SIZE, norm="layernorm", qk_norm="whole", bias=True, qkv_bias=False),
+    "parallel, partly rotated": LanguageModel(
+        **_SIZE, norm="layernorm", mlp="gelu", bias=True, parallel_residual=True, rotary_fraction=0.25
+    ),
+    "sandwich": LanguageModel(
+        **_SIZE,
+        n_kv_heads=2,
+        head_dim=10,
+        norm_position="sandwich",
+        mlp="geglu",
+        d_ff=80,
+        embedding_scale=48**0.5,
+        attention_scale=0.2,
+        logit_softcap=3.0,
+        tied_head=True,
+    ),
+    "linear scaling": LanguageModel(**_SIZE, rope_scaling=RopeScaling(kind="linear", factor=3.0)),
+    "base scaling": LanguageModel(**_SIZE, qk_norm="head", rope_scaling=RopeScaling(kind="ntk", factor=3.0)),
+    "yarn": LanguageModel(
+        **_SIZE,
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_positions=16, mscale=1.0, mscale_all_dim=0.7),
+    ),
+}
+"""Decoders that together have every option of today's models."""
+
 READER = LLAMA.model_copy(update={"vocab_size": 300, "max_positions": 128})
 """A decoder for the tokens of `byte_tokenizer`."""
 

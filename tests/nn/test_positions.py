@@ -48,6 +48,47 @@ def test_scaled_rotary_frequencies_are_those_of_llama_3() -> None:
     torch.testing.assert_close(rope_frequencies(rope, CPU), expected, rtol=1e-6, atol=0)
 
 
+def llama_with(rope: dict[str, object]) -> LlamaConfig:
+    """A Llama of heads of 16 with these rotary settings."""
+    return LlamaConfig(hidden_size=32, num_attention_heads=2, rope_parameters={"rope_theta": 10000.0, **rope})
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize("mscales", [{}, {"mscale": 0.8, "mscale_all_dim": 0.6}, {"attention_factor": 1.3}], ids=str)
+def test_yarn_is_that_of_transformers(mscales: dict[str, float], truncate: bool) -> None:
+    fields = {"factor": 6.0, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": truncate, **mscales}
+    config = llama_with({"rope_type": "yarn", "original_max_position_embeddings": 64, **fields})
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](config, CPU)
+    scaling = RopeScaling.model_validate({"kind": "yarn", "original_positions": 64, **fields})
+    rope = RopeConfig(16, 10000.0, scaling)
+    torch.testing.assert_close(rope_frequencies(rope, CPU), expected, rtol=1e-6, atol=0)
+    cos, sin = rope_tables(rope, torch.tensor([0, 5]))
+    torch.testing.assert_close(cos[0], torch.full((8,), factor), rtol=1e-6, atol=0)
+    torch.testing.assert_close(sin[1], (5 * expected).sin() * factor, rtol=1e-5, atol=1e-6)
+
+
+def test_linear_scaling_is_that_of_transformers() -> None:
+    expected, _ = ROPE_INIT_FUNCTIONS["linear"](llama_with({"rope_type": "linear", "factor": 3.0}), CPU)
+    rope = RopeConfig(16, 10000.0, RopeScaling(kind="linear", factor=3.0))
+    torch.testing.assert_close(rope_frequencies(rope, CPU), expected, rtol=1e-6, atol=0)
+
+
+def test_a_scaled_base_keeps_the_highest_frequency_and_stretches_the_lowest_by_the_whole_factor() -> None:
+    plain = rope_frequencies(RopeConfig(16, 10000.0, None), CPU)
+    scaled = rope_frequencies(RopeConfig(16, 10000.0, RopeScaling(kind="ntk", factor=4.0)), CPU)
+    assert scaled[0] == plain[0]
+    torch.testing.assert_close(scaled[-1], plain[-1] / 4.0, rtol=1e-5, atol=0)
+    assert bool((scaled[1:] < plain[1:]).all())
+
+
+def test_features_behind_the_rotated_ones_stay() -> None:
+    x = torch.randn(1, 3, 2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tables = rope_tables(RopeConfig(4, 100.0, None), torch.arange(3))
+    turned = rotate(x, *tables)
+    assert torch.equal(turned[..., 4:], x[..., 4:])
+    assert torch.equal(turned[..., :4], rotate(x[..., :4], *tables))
+
+
 def test_rotation_makes_products_depend_on_distance_alone() -> None:
     rope = LLAMA.layer(0).attention.rope
     assert rope is not None

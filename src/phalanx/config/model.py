@@ -10,6 +10,7 @@ place in `nn`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,24 +40,74 @@ class BlockModel(Model):
 
 
 class RopeScaling(Section):
-    """Llama 3.1's stretching of low rotary frequencies for contexts longer than those seen in pre-training."""
+    """Change of the rotary frequencies for contexts longer than those of pre-training; `kind` says which fields count."""
 
+    kind: Literal["llama3", "linear", "ntk", "yarn"] = "llama3"
+    """llama3 stretches low frequencies; linear stretches all; ntk raises the base; yarn stretches those that turn seldom."""
     factor: Annotated[float, Field(gt=0.0)] = 8.0
     """How much longer the context becomes."""
     low_freq_factor: Annotated[float, Field(gt=0.0)] = 1.0
-    """Wavelengths above original_positions / low_freq_factor are stretched by the whole factor."""
+    """llama3: wavelengths above original_positions / low_freq_factor are stretched by the whole factor."""
     high_freq_factor: Annotated[float, Field(gt=0.0)] = 4.0
-    """Wavelengths below original_positions / high_freq_factor are left alone."""
+    """llama3: wavelengths below original_positions / high_freq_factor are left alone."""
     original_positions: Positions = 8192
-    """Context length of pre-training."""
+    """llama3, yarn: context length of pre-training."""
+    beta_fast: Annotated[float, Field(gt=0.0)] = 32.0
+    """yarn: frequencies with at least so many turns in the original context are left alone (arXiv:2309.00071)."""
+    beta_slow: Annotated[float, Field(gt=0.0)] = 1.0
+    """yarn: frequencies with at most so many turns in the original context are stretched by the whole factor."""
+    truncate: bool = True
+    """yarn: whether both ends of the blend are whole pairs of features."""
+    attention_factor: Annotated[float, Field(gt=0.0)] | None = None
+    """yarn: factor of rotated queries and keys; null: 0.1 ln(factor) + 1, or what mscale and mscale_all_dim make of it."""
+    mscale: Annotated[float, Field(ge=0.0)] | None = None
+    """yarn: with mscale_all_dim, queries and keys are scaled by their ratio, each 0.1 m ln(factor) + 1 (DeepSeek-V2)."""
+    mscale_all_dim: Annotated[float, Field(ge=0.0)] | None = None
+    """yarn: the scale of attention is multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2 (DeepSeek-V2); null or 0 keeps
+    it."""
 
     @model_validator(mode="after")
     def _ordered(self) -> RopeScaling:
-        if self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"low_freq_factor={self.low_freq_factor} must be less than high_freq_factor={self.high_freq_factor}"
-            )
+        for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if getattr(self, low) >= getattr(self, high):
+                raise ValueError(f"{low}={getattr(self, low)} must be less than {high}={getattr(self, high)}")
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ValueError("mscale and mscale_all_dim count together: give both or neither")
         return self
+
+    @model_validator(mode="after")
+    def _fields_count(self) -> RopeScaling:
+        for name, kinds in _SCALING_FIELDS.items():
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if self.kind not in kinds and value != default:
+                raise ValueError(f"{name}={value} has no effect with kind={self.kind}; leave it out")
+        return self
+
+    def attention_scale(self) -> float:
+        """Return the factor of attention's scale (DeepSeek-V2): that of the logarithm of the stretch, squared."""
+        return self._log_scale(self.mscale_all_dim or 0.0) ** 2
+
+    def rotated_scale(self) -> float:
+        """Return the factor of rotated queries and keys: YaRN's attention factor (arXiv:2309.00071, section 3.4)."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._log_scale(self.mscale) / self._log_scale(self.mscale_all_dim)
+        return self._log_scale(1.0)
+
+    def _log_scale(self, weight: float) -> float:
+        return 1.0 if self.factor <= 1.0 else 0.1 * weight * math.log(self.factor) + 1.0
+
+
+_SCALING_FIELDS: dict[str, tuple[str, ...]] = {
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "original_positions": ("llama3", "yarn"),
+    **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"), ("yarn",)),
+}
+"""Fields of `RopeScaling` that not every kind reads, each with the kinds that do."""
 
 
 class Experts(Section):
@@ -74,7 +125,7 @@ class Experts(Section):
     """Hidden width of the shared network; null means shared times d_ff."""
     shared_gate: bool = False
     """Whether a sigmoid of the token weighs the shared network (Qwen2-MoE)."""
-    dense_layers: Annotated[int, Field(ge=0)] = 0
+    dense_layers: Annotated[int, Field(ge=0, le=10_000)] = 0
     """First blocks that keep an MLP of the model's d_ff (DeepSeek)."""
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's logits become scores, in float32."""
@@ -123,6 +174,10 @@ class Experts(Section):
         return self.selection_bias or self.bias_rate > 0.0
 
 
+NormPosition = Literal["pre", "post", "sandwich"]
+"""pre: x + f(norm(x)). post: x + norm(f(x)) (OLMo 2). sandwich: x + norm(f(norm(x))) (Gemma 2)."""
+
+
 @dataclass(frozen=True)
 class NormConfig:
     """A normalisation over the last dim."""
@@ -143,7 +198,7 @@ class RopeConfig:
     """Rotary positions."""
 
     size: int
-    """Features of a head that are rotated."""
+    """First features of a head, which are rotated; an even number."""
     theta: float
     """Base of the frequencies."""
     scaling: RopeScaling | None
@@ -169,11 +224,19 @@ class AttentionConfig:
     kv_heads: int
     head_size: int
     bias: bool
-    """Whether the projections have biases."""
-    head_norm: NormConfig | None
-    """Normalisation of each query and key head before the product; None leaves them."""
+    """Whether the output projection has a bias."""
+    qkv_bias: bool
+    """Whether the projections of queries, keys and values have biases."""
+    query_norm: NormConfig | None
+    """Normalisation of queries before the product, as wide as a head or as all of them together; None leaves them."""
+    key_norm: NormConfig | None
+    """Normalisation of keys, as that of queries."""
+    joint_norm: bool
+    """Whether these norms are over all heads together, and not over each."""
     clip: float | None
     """Clamp on the projected queries, keys and values; None leaves them."""
+    scale: float | None
+    """Factor of the products of queries and keys; None is 1 / sqrt(head_size)."""
     rope: RopeConfig | None
     alibi: AlibiConfig | None
 
@@ -188,8 +251,9 @@ class AttentionConfig:
 
     def parameter_count(self) -> int:
         """Return all parameters."""
-        biases = (self.heads + 2 * self.kv_heads) * self.head_size + self.width if self.bias else 0
-        norms = 0 if self.head_norm is None else 2 * self.head_norm.parameter_count()
+        biases = self.width if self.bias else 0
+        biases += (self.heads + 2 * self.kv_heads) * self.head_size if self.qkv_bias else 0
+        norms = sum(norm.parameter_count() for norm in (self.query_norm, self.key_norm) if norm is not None)
         return self.matrix_parameters() + biases + norms
 
     def products_per_token(self, positions: int) -> int:
@@ -205,13 +269,13 @@ class MLPConfig:
     """Features of the residual stream."""
     hidden: int
     """Hidden features."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu"]
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu"]
     bias: bool
 
     @property
     def gated(self) -> bool:
         """Whether a gate multiplies the hidden features, which takes a third matrix."""
-        return self.activation == "swiglu"
+        return self.activation in ("swiglu", "geglu")
 
     def matrix_parameters(self) -> int:
         """Return the parameters of the matrices."""
@@ -250,10 +314,13 @@ class MixtureConfig:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """One layer of a decoder: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer of a decoder: attention and MLP, each added to the residual stream."""
 
     norm: NormConfig
-    """Both norms."""
+    """All norms of the residual stream."""
+    norm_position: NormPosition
+    parallel: bool
+    """Whether the MLP reads the stream that attention reads, and not the one that it wrote to."""
     attention: AttentionConfig
     mlp: MLPConfig | MixtureConfig
     dropout: float
@@ -265,7 +332,8 @@ class LayerConfig:
 
     def parameter_count(self) -> int:
         """Return all parameters."""
-        return self.attention.parameter_count() + self.mlp.parameter_count() + 2 * self.norm.parameter_count()
+        norms = 4 if self.norm_position == "sandwich" else 2
+        return self.attention.parameter_count() + self.mlp.parameter_count() + norms * self.norm.parameter_count()
 
 
 class LanguageModel(BlockModel):
@@ -295,22 +363,37 @@ class LanguageModel(BlockModel):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Stretching of the rotary frequencies; null leaves them."""
+    rotary_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of a head's features that is rotated, the first ones (GPT-NeoX)."""
     alibi_bias_max: Annotated[float, Field(gt=0.0)] = 8.0
     """ALiBi slopes run from 2^-(max/n_heads) to 2^-max."""
     norm: Literal["layernorm", "rmsnorm"] = "rmsnorm"
-    """Normalisation before attention, MLP and head."""
+    """Normalisation of attention, MLP and head."""
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
     """Term under the square root of the normalisation."""
-    mlp: Literal["gelu", "gelu_tanh", "swiglu"] = "swiglu"
-    """MLP: GELU (exact or tanh form) with two matrices, or SwiGLU with three."""
+    norm_position: NormPosition = "pre"
+    """Whether attention and MLP are normalised before (pre), behind (post, OLMo 2), or both (sandwich, Gemma 2)."""
+    parallel_residual: bool = False
+    """Whether the MLP reads the residual stream before attention is added (GPT-NeoX)."""
+    mlp: Literal["gelu", "gelu_tanh", "swiglu", "geglu"] = "swiglu"
+    """MLP: GELU (exact or tanh form) with two matrices; SwiGLU, or GeGLU with a tanh-form gate (Gemma), with three."""
     experts: Experts | None = None
     """Mixture of experts in place of MLPs; null has none."""
     bias: bool = False
     """Whether linear layers and LayerNorms have biases."""
+    qkv_bias: bool | None = None
+    """Whether the projections of queries, keys and values have biases (Qwen2); null: as bias."""
     tied_head: bool = False
     """Whether the output head is the embedding table."""
-    qk_norm: bool = False
-    """Whether queries and keys are normalised per head before the product."""
+    embedding_scale: Annotated[float, Field(gt=0.0)] | None = None
+    """Factor of the rows of the embedding table (Gemma: the root of d_model); null leaves them."""
+    qk_norm: bool | Literal["head", "whole"] = False
+    """Whether queries and keys are normalised before the product: per head (true or head), or over all heads together
+    (whole, OLMo 2)."""
+    attention_scale: Annotated[float, Field(gt=0.0)] | None = None
+    """Factor of the products of queries and keys; null is 1 / sqrt(width of a head)."""
+    logit_softcap: Annotated[float, Field(gt=0.0)] | None = None
+    """Bound of the logits: c tanh(logits / c) (Gemma 2); null leaves them."""
     clip_qkv: Annotated[float, Field(gt=0.0)] | None = None
     """Clamp on the projected queries, keys and values; null leaves them."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -326,10 +409,22 @@ class LanguageModel(BlockModel):
             )
         if self.n_heads % self.kv_heads:
             raise ValueError(f"n_kv_heads={self.kv_heads} does not divide n_heads={self.n_heads}")
-        if self.positions == "rope" and self.head_size % 2:
-            raise ValueError(f"rotary positions need an even head size, not {self.head_size}")
-        if self.positions != "rope" and self.rope_scaling is not None:
-            raise ValueError(f"rope_scaling has no effect with positions={self.positions}; set it to null")
+        return self
+
+    @model_validator(mode="after")
+    def _positions_fit(self) -> LanguageModel:
+        if self.positions != "rope":
+            for name in ("rope_scaling", "rotary_fraction"):
+                default = type(self).model_fields[name].default
+                if getattr(self, name) != default:
+                    stated = "null" if default is None else default
+                    raise ValueError(f"{name} has no effect with positions={self.positions}; set it to {stated}")
+            return self
+        if self.rotated_size < 2 or self.rotated_size % 2:
+            share = "" if self.rotary_fraction == 1.0 else f" (rotary_fraction={self.rotary_fraction} of it)"
+            raise ValueError(f"rotary positions need an even head size, not {self.rotated_size}{share}")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "ntk" and self.rotated_size < 4:
+            raise ValueError(f"rope_scaling.kind=ntk needs 4 rotated features of a head, not {self.rotated_size}")
         return self
 
     @model_validator(mode="after")
@@ -346,24 +441,47 @@ class LanguageModel(BlockModel):
 
     def layer(self, number: int) -> LayerConfig:
         """Return what layer `number` (from 0) is."""
-        rope = RopeConfig(self.head_size, self.rope_theta, self.rope_scaling)
-        alibi = AlibiConfig(self.n_heads, self.alibi_bias_max)
         return LayerConfig(
             norm=self.residual_norm,
-            attention=AttentionConfig(
-                width=self.d_model,
-                heads=self.n_heads,
-                kv_heads=self.kv_heads,
-                head_size=self.head_size,
-                bias=self.bias,
-                head_norm=NormConfig(self.head_size, self.norm, self.norm_eps, bias=False) if self.qk_norm else None,
-                clip=self.clip_qkv,
-                rope=rope if self.positions == "rope" else None,
-                alibi=alibi if self.positions == "alibi" else None,
-            ),
+            norm_position=self.norm_position,
+            parallel=self.parallel_residual,
+            attention=self._attention(),
             mlp=self._mlp(number),
             dropout=self.dropout,
         )
+
+    def _attention(self) -> AttentionConfig:
+        rope = RopeConfig(self.rotated_size, self.rope_theta, self.rope_scaling)
+        alibi = AlibiConfig(self.n_heads, self.alibi_bias_max)
+        return AttentionConfig(
+            width=self.d_model,
+            heads=self.n_heads,
+            kv_heads=self.kv_heads,
+            head_size=self.head_size,
+            bias=self.bias,
+            qkv_bias=self.bias if self.qkv_bias is None else self.qkv_bias,
+            query_norm=self._head_norm(self.n_heads),
+            key_norm=self._head_norm(self.kv_heads),
+            joint_norm=self.qk_norm == "whole",
+            clip=self.clip_qkv,
+            scale=self._scale(),
+            rope=rope if self.positions == "rope" else None,
+            alibi=alibi if self.positions == "alibi" else None,
+        )
+
+    def _head_norm(self, heads: int) -> NormConfig | None:
+        """Return the norm of queries or keys of so many heads; None has none."""
+        if not self.qk_norm:
+            return None
+        width = self.head_size * (heads if self.qk_norm == "whole" else 1)
+        return NormConfig(width, self.norm, self.norm_eps, bias=False)
+
+    def _scale(self) -> float | None:
+        """Return the factor of products of queries and keys, or None for that of the head's width alone."""
+        stretched = 1.0 if self.rope_scaling is None else self.rope_scaling.attention_scale()
+        if stretched == 1.0:
+            return self.attention_scale
+        return stretched * (self.attention_scale or self.head_size**-0.5)
 
     def _mlp(self, number: int) -> MLPConfig | MixtureConfig:
         """Return the MLP of layer `number`, or the mixture of experts in its place."""
@@ -397,6 +515,11 @@ class LanguageModel(BlockModel):
     def head_size(self) -> int:
         """Width of one head, the default resolved."""
         return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def rotated_size(self) -> int:
+        """Features of a head that rotary positions rotate."""
+        return int(self.head_size * self.rotary_fraction)
 
     @property
     def ff_size(self) -> int:

@@ -115,6 +115,10 @@ class BoundModel(DeclaredModel):
         not."""
         return False
 
+    def unstreamable(self) -> str:
+        """Return the field that keeps the model's matrices from being streamed, with its value; by default none."""
+        return ""
+
     def branches(self) -> int:
         """Return the number of task heads of which each serves some of the samples; by default 1, which serves all."""
         return 1

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from phalanx.config.model import AttentionConfig
 from phalanx.kernels.flash4 import flash4_attention
-from phalanx.nn.layers import Linear, build_norm
+from phalanx.nn.layers import Linear, Norm, build_norm
 from phalanx.nn.positions import alibi_slopes, rope_tables, rotate
 from phalanx.nn.splits import Split, Splits
 from phalanx.torch_compat import common as compat
@@ -284,11 +284,13 @@ class Attention(nn.Module):
         # An attribute, so that context parallelism and the planner can put their own attention in its place.
         self.attend: AttentionCore = attend
         width = config.heads * config.head_size
-        self.qkv = Linear(config.width, width + 2 * config.kv_heads * config.head_size, bias=config.bias)
+        self.qkv = Linear(config.width, width + 2 * config.kv_heads * config.head_size, bias=config.qkv_bias)
         self.output = Linear(width, config.width, bias=config.bias)
         self.query_norm = self.key_norm = None
-        if config.head_norm is not None:
-            self.query_norm, self.key_norm = build_norm(config.head_norm), build_norm(config.head_norm)
+        if config.query_norm is not None and config.key_norm is not None:
+            self.query_norm, self.key_norm = build_norm(config.query_norm), build_norm(config.key_norm)
+        self.joint_norm = config.joint_norm
+        self.query_factor = query_factor(config.scale, config.head_size)
 
     def forward(self, x_BSD: Tensor, context: RotaryContext, cache: KeyValueCache | None = None) -> Tensor:
         """Map [B, S, D] -> [B, S, D]. With `cache`, keys and values of earlier positions are attended to as well."""
@@ -296,6 +298,8 @@ class Attention(nn.Module):
         # Before keys are cached: a rotation depends on the key's own position alone, so it is done once.
         if context.rope is not None:
             query, key = rotate(query, *context.rope), rotate(key, *context.rope)
+        if self.query_factor != 1.0:
+            query = query * self.query_factor
         # Views: kernels take strided heads, and a copy would cost as much memory as the projection.
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if cache is not None:
@@ -313,8 +317,22 @@ class Attention(nn.Module):
         query = grouped[..., : self.group, :].flatten(2, 3)
         key, value = grouped[..., self.group, :], grouped[..., self.group + 1, :]
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+            query, key = (self._normalise(norm, x) for norm, x in ((self.query_norm, query), (self.key_norm, key)))
         return query, key, value
+
+    def _normalise(self, norm: Norm, x_BSHE: Tensor) -> Tensor:
+        """Normalise each head, or all of them together."""
+        if not self.joint_norm:
+            each: Tensor = norm(x_BSHE)
+            return each
+        joint: Tensor = norm(x_BSHE.flatten(2))
+        return joint.view(x_BSHE.shape)
+
+
+def query_factor(scale: float | None, size: int) -> float:
+    """Return the factor of queries of `size` features that turns the 1 / sqrt(size) of every kernel into `scale`."""
+    # Queries are scaled rather than products: any kernel then takes any scale.
+    return 1.0 if scale is None else scale * math.sqrt(size)
 
 
 def attention_splits(config: AttentionConfig) -> Splits:
@@ -322,8 +340,14 @@ def attention_splits(config: AttentionConfig) -> Splits:
 
     Whole groups of heads stay together: query heads need the key and the value head that they share.
     """
-    return [
+    splits: Splits = [
         ("", Split("attention")),
         ("qkv", Split("column", (config.group + 2) * config.head_size)),
         ("output", Split("row", config.group * config.head_size)),
     ]
+    if config.joint_norm:
+        splits += [
+            ("query_norm", Split("norm", config.group * config.head_size)),
+            ("key_norm", Split("norm", config.head_size)),
+        ]
+    return splits

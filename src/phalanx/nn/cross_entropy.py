@@ -36,19 +36,21 @@ def linear_cross_entropy(
     *,
     chunk_tokens: int,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     kernel: ChunkLoss | None = None,
 ) -> LossSum:
     """Sum of cross-entropies (nats) of `targets_N` under softmax(hidden W^T), plus z_loss * log(Z)^2 for each target.
 
     hidden_ND: [N, D] activations. weight_VD: [V, D], cast to the activations' format. targets_N: int64, `IGNORED` is
     skipped. chunk_tokens: tokens whose logits are held at once. z-loss: PaLM (Chowdhery et al. 2022), section 5.
-    kernel: `chunk_loss` (the default) or a compiled form of it.
+    softcap: bound of the logits, see `soft_cap`; None leaves them. kernel: `chunk_loss` (the default) or a compiled form
+    of it.
     """
     # Beside the sum, not divided into it: means over uneven micro-batches would weigh tokens unequally.
     count = (targets_N != IGNORED).sum()
     with_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
     total = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, targets_N, chunk_tokens, z_loss, with_grad, kernel or chunk_loss
+        hidden_ND, weight_VD, targets_N, chunk_tokens, z_loss, softcap, with_grad, kernel or chunk_loss
     )
     assert isinstance(total, Tensor)
     return LossSum(total, count)
@@ -63,6 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_N: Tensor,
         chunk_tokens: int,
         z_loss: float,
+        softcap: float | None,
         with_grad: bool,
         loss_and_gradient: ChunkLoss,
     ) -> Tensor:
@@ -77,9 +80,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden_ND), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             hidden = hidden_ND[rows]
-            loss, grad_logits = loss_and_gradient(hidden @ weight.T, targets_N[rows], z_loss, with_grad)
+            logits = hidden @ weight.T
+            if softcap is not None:
+                logits = soft_cap(logits, softcap)
+            loss, grad_logits = loss_and_gradient(logits, targets_N[rows], z_loss, with_grad)
             total += loss
             if grad_hidden is not None:
+                if softcap is not None:
+                    grad_logits = grad_logits * (1.0 - (logits / softcap).square())
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
                 grad_weight = compat.add_matmul(grad_weight, grad_logits.T, hidden, wide)
         # The gradients themselves: the backward pass needs neither logits nor activations again.
@@ -90,7 +98,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (scale,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (grad_hidden * scale).to(grad_hidden.dtype), grad_weight * scale, None, None, None, None, None
+        return (grad_hidden * scale).to(grad_hidden.dtype), grad_weight * scale, *([None] * 6)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(x / cap), which is nearly x where x is far below `cap` (Gemma 2, arXiv:2408.00118, section 2)."""
+    return cap * torch.tanh(x / cap)
 
 
 def chunk_loss(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool) -> tuple[Tensor, Tensor]:

@@ -140,9 +140,26 @@ class SwigluMLP(nn.Module):
         return hidden
 
 
-def build_mlp(config: MLPConfig) -> GeluMLP | SwigluMLP:
+class GegluMLP(nn.Module):
+    """down(gelu(gate(x)) * up(x)) (Shazeer 2020) with the tanh form of GELU; see `gate_block` for the order of rows."""
+
+    def __init__(self, config: MLPConfig) -> None:
+        super().__init__()
+        self.block = gate_block(config.hidden)
+        self.gate_up = Linear(config.width, 2 * config.hidden, bias=config.bias)
+        self.down = Linear(config.hidden, config.width, bias=config.bias)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Map [B, S, D] -> [B, S, D]."""
+        gate, up = self.gate_up(x_BSD).unflatten(-1, (-1, 2, self.block)).unbind(-2)
+        hidden: Tensor = self.down((F.gelu(gate, approximate="tanh") * up).flatten(-2))
+        return hidden
+
+
+def build_mlp(config: MLPConfig) -> GeluMLP | SwigluMLP | GegluMLP:
     """Return the MLP that `config` asks for."""
-    return SwigluMLP(config) if config.gated else GeluMLP(config)
+    kinds: dict[str, type[GeluMLP] | type[SwigluMLP] | type[GegluMLP]] = {"swiglu": SwigluMLP, "geglu": GegluMLP}
+    return kinds.get(config.activation, GeluMLP)(config)
 
 
 def mlp_unit(config: MLPConfig) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.config.model import AlibiConfig, RopeConfig
+from phalanx.config.model import AlibiConfig, RopeConfig, RopeScaling
 
 
 class Positions(NamedTuple):
@@ -21,32 +21,68 @@ class Positions(NamedTuple):
 
 
 def rope_frequencies(rope: RopeConfig, device: torch.device) -> Tensor:
-    """Return rotary frequencies in radians a position, float32 [E/2] (Su et al. 2021, section 3.2.2).
-
-    With a scaling, frequencies whose wavelength exceeds the pre-training context are divided by `factor`, short ones
-    kept, and those between blended linearly (Llama 3.1).
-    """
+    """Return rotary frequencies in radians a position, float32 [E/2] (Su et al. 2021, section 3.2.2), as scaled."""
+    scaling, theta = rope.scaling, rope.theta
+    if scaling is not None and scaling.kind == "ntk":
+        # The lowest frequency is stretched by the whole factor, the highest by nothing.
+        theta = theta * scaling.factor ** (rope.size / (rope.size - 2))
     # In float32, as published weights were trained: in float64 the angles of far positions would differ.
     exponents = torch.arange(0, rope.size, 2, dtype=torch.float32, device=device) / rope.size
-    frequencies = rope.theta**-exponents
-    scaling = rope.scaling
-    if scaling is None:
+    frequencies = theta**-exponents
+    if scaling is None or scaling.kind == "ntk":
         return frequencies
-    turns = scaling.original_positions * frequencies / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0.0, 1.0)
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    keep = _kept_by_turns(scaling, frequencies) if scaling.kind == "llama3" else _kept_by_pair(rope, scaling, device)
     return frequencies * (keep + (1.0 - keep) / scaling.factor)
 
 
+def _kept_by_turns(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
+    """Return how far each frequency is kept, 0 to 1, [E/2]: linear in its turns within the original context (Llama 3.1)."""
+    turns = scaling.original_positions * frequencies / (2 * math.pi)
+    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return keep.clamp(0.0, 1.0)
+
+
+def _kept_by_pair(rope: RopeConfig, scaling: RopeScaling, device: torch.device) -> Tensor:
+    """Return how far each frequency is kept, 0 to 1, [E/2]: linear in the number of its pair of features.
+
+    YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2), with the bounds of the published code: pairs are counted where
+    the paper has turns.
+    """
+
+    def pair_of(turns: float) -> float:
+        wavelength = scaling.original_positions / (turns * 2 * math.pi)
+        return rope.size * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rope.size - 1)
+    # A blend of no width would divide by zero.
+    width = last - first if last != first else 0.001
+    pairs = torch.arange(rope.size // 2, dtype=torch.float32, device=device)
+    return 1.0 - ((pairs - first) / width).clamp(0.0, 1.0)
+
+
 def rope_tables(rope: RopeConfig, positions_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of the rotary angles at integer `positions_S`: two float32 [S, E/2]."""
+    """Return cos and sin of the rotary angles at integer `positions_S`, times YaRN's factor: two float32 [S, E/2]."""
     # float32 even beside bfloat16 activations, whose 8 bits would round positions beyond 256.
     angles = positions_S.to(torch.float32)[:, None] * rope_frequencies(rope, positions_S.device)
-    return angles.cos(), angles.sin()
+    scale = 1.0 if rope.scaling is None else rope.scaling.rotated_scale()
+    if scale == 1.0:
+        return angles.cos(), angles.sin()
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def rotate(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotate each pair (i, i + E/2) of the last dim by its angle, in at least float32; same shape and format."""
+    """Rotate each pair (i, i + R/2) of the first R features by its angle, in at least float32; same shape and format.
+
+    cos_SE, sin_SE: [S, R/2]; the features behind R are left as they are.
+    """
+    size = 2 * cos_SE.shape[-1]
+    if size < x_BSHE.shape[-1]:
+        return torch.cat((rotate(x_BSHE[..., :size], cos_SE, sin_SE), x_BSHE[..., size:]), dim=-1)
     dtype = torch.promote_types(x_BSHE.dtype, torch.float32)
     first, second = x_BSHE.to(dtype).chunk(2, dim=-1)
     cos, sin = cos_SE[:, None, :].to(dtype), sin_SE[:, None, :].to(dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-SplitKind = Literal["column", "part", "row", "lookup", "logits", "attention"]
+SplitKind = Literal["column", "part", "row", "lookup", "logits", "norm", "attention"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Split:
     row: a `Linear` that keeps some of its input features; its outputs are summed over the ranks.
     lookup: a table that keeps some of its rows; lookups are summed over the ranks.
     logits: the output head, which keeps some rows of the vocabulary and computes the loss from them.
+    norm: a `Norm` over features of which every rank has some; its statistics are joined.
     attention: the core between projections, where context parallelism takes place.
     """
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from phalanx.config.model import NormConfig
 from phalanx.counter_random import CounterDropout, DropoutContext
-from phalanx.nn.cross_entropy import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
+from phalanx.nn.cross_entropy import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy, soft_cap
 from phalanx.nn.layers import build_norm
 
 
@@ -18,11 +18,22 @@ class TokenEmbedding(nn.Module):
     positions: nn.Parameter | None
 
     def __init__(
-        self, vocab_size: int, width: int, *, learned_positions: int | None, dropout: float, dtype: torch.dtype
+        self,
+        vocab_size: int,
+        width: int,
+        *,
+        learned_positions: int | None,
+        dropout: float,
+        dtype: torch.dtype,
+        scale: float | None = None,
     ) -> None:
-        """Make the tables. learned_positions: rows of the table of positions; None has none. dtype: of the activations."""
+        """Make the tables. learned_positions: rows of the table of positions; None has none. dtype: of the activations.
+
+        scale: factor of the rows of the token table; None leaves them.
+        """
         super().__init__()
         self.dtype = dtype
+        self.scale = scale
         self.weight = nn.Parameter(torch.empty(vocab_size, width))
         if learned_positions is not None:
             self.positions = nn.Parameter(torch.empty(learned_positions, width))
@@ -36,6 +47,8 @@ class TokenEmbedding(nn.Module):
         positions_S: global positions of the rows that come out.
         """
         x_BSD = self.lookup(tokens_BS)
+        if self.scale is not None:
+            x_BSD = x_BSD * self.scale
         if self.positions is not None:
             x_BSD = x_BSD + F.embedding(positions_S, self.positions).to(self.dtype)
         dropped: Tensor = self.dropout(x_BSD, dropout)
@@ -55,7 +68,14 @@ class OutputHead(nn.Module):
     weight: nn.Parameter | None
 
     def __init__(
-        self, vocab_size: int, norm: NormConfig, *, chunk_tokens: int, z_loss: float, owns_weight: bool
+        self,
+        vocab_size: int,
+        norm: NormConfig,
+        *,
+        chunk_tokens: int,
+        z_loss: float,
+        owns_weight: bool,
+        softcap: float | None = None,
     ) -> None:
         super().__init__()
         self.norm = build_norm(norm)
@@ -67,6 +87,7 @@ class OutputHead(nn.Module):
         self.vocab_size = vocab_size
         self.chunk_tokens = chunk_tokens
         self.z_loss = z_loss
+        self.softcap = softcap
         # An attribute, so that a compiled or a vocabulary-parallel form can take its place.
         self.loss_kernel: ChunkLoss = chunk_loss
 
@@ -79,12 +100,14 @@ class OutputHead(nn.Module):
             chunk_tokens=self.chunk_tokens,
             # A regulariser, no part of the held-out loss.
             z_loss=self.z_loss if self.training else 0.0,
+            softcap=self.softcap,
             kernel=self.loss_kernel,
         )
 
     def logits(self, x_BSD: Tensor, tied_weight_VD: Tensor | None = None) -> Tensor:
         """Return logits [B, S, V] in the activation format."""
-        return F.linear(self.norm(x_BSD), self._weight(tied_weight_VD).to(x_BSD.dtype))
+        logits = F.linear(self.norm(x_BSD), self._weight(tied_weight_VD).to(x_BSD.dtype))
+        return logits if self.softcap is None else soft_cap(logits, self.softcap)
 
     def _weight(self, tied_weight_VD: Tensor | None) -> Tensor:
         weight = self.weight if tied_weight_VD is None else tied_weight_VD

@@ -23,7 +23,8 @@ OPTIONS: dict[str, list[object]] = {
     "mlp": ["gelu", "gelu_tanh", "swiglu"],
     "bias": [False, True],
     "tied_head": [False, True],
-    "qk_norm": [False, True],
+    "qk_norm": [False, True, "whole"],
+    "norm_position": ["pre", "sandwich"],
     "n_kv_heads": [None, 2],
 }
 COMBINATIONS = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]

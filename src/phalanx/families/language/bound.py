@@ -51,6 +51,10 @@ class BoundLanguage(
         """Return whether there is ALiBi or a document mask."""
         return self.model.positions == "alibi" or self.run.data.document_mask
 
+    def unstreamable(self) -> str:
+        """Return the option of attention that needs all heads of a rank at once; see `BoundModel`."""
+        return "model.qk_norm=whole" if self.model.qk_norm == "whole" else ""
+
     def flops_per_sample(self) -> float:
         """Return the model FLOPs of `data.sequence_length` tokens."""
         return float(self.length * model_flops_per_token(self.model, self.length, self.run.training.flops))

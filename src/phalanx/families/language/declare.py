@@ -53,16 +53,13 @@ class DeclaredLanguage(DeclaredModel):
     def splits(self) -> Splits:
         """Return how modules may be split over tensor-parallel ranks; see `nn.splits`."""
         layers = self.model.layer_kinds()
-        return [
-            ("embedding", Split("lookup")),
-            *(
-                split
-                for layer in layers
-                for split in name_splits("blocks.*.attention", attention_splits(layer.attention))
-            ),
+        attention = (attention_splits(layer.attention) for layer in layers)
+        of_blocks = [
+            *(split for splits in attention for split in name_splits("blocks.*.attention", splits)),
             *(split for layer in layers for split in _splits_of_mlp(layer.mlp)),
-            ("head", Split("logits")),
         ]
+        # Kinds of layers mostly have their modules in common.
+        return [("embedding", Split("lookup")), *dict.fromkeys(of_blocks), ("head", Split("logits"))]
 
     def split_counts(self) -> list[SplitCount]:
         """Return what a tensor-parallel degree must divide. Parts of the vocabulary may be uneven, so it is not among
@@ -74,7 +71,7 @@ class DeclaredLanguage(DeclaredModel):
             if split is not None:
                 field = "model.d_ff" if dense else "model.experts.shared_d_ff"
                 counts.append(SplitCount(field, split.hidden // mlp_unit(split), mlp_unit(split)))
-        return counts
+        return list(dict.fromkeys(counts))
 
     def block_costs(self) -> tuple[float, float]:
         """Return the floating-point operations of the embedding and of the head, in those of one block.

@@ -17,20 +17,27 @@ from phalanx.nn.attention import (
 )
 from phalanx.nn.cross_entropy import LossSum
 from phalanx.nn.experts import MixtureOfExperts, RoutingPass
-from phalanx.nn.layers import NumberedBlocks, build_mlp, build_norm
+from phalanx.nn.layers import Norm, NumberedBlocks, build_mlp, build_norm
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
 from phalanx.nn.vocabulary import OutputHead, TokenEmbedding
 
 
 class Block(nn.Module):
-    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x)); the MLP may be a mixture of experts."""
+    """One decoder layer: attention, then an MLP or a mixture of experts, each added to the residual stream.
+
+    Norms stand before them (`attention_norm`, `mlp_norm`), behind them (`attention_out_norm`, `mlp_out_norm`), or both.
+    """
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config.norm)
+        before, behind = config.norm_position != "post", config.norm_position != "pre"
+        self.attention_norm = build_norm(config.norm) if before else None
         self.attention = Attention(config.attention)
-        self.mlp_norm = build_norm(config.norm)
+        self.attention_out_norm = build_norm(config.norm) if behind else None
+        self.mlp_norm = build_norm(config.norm) if before else None
+        self.mlp_out_norm = build_norm(config.norm) if behind else None
+        self.parallel = config.parallel
         self.mlp = MixtureOfExperts(config.mlp) if isinstance(config.mlp, MixtureConfig) else build_mlp(config.mlp)
         self.attention_dropout = CounterDropout(config.dropout, site=0)
         self.mlp_dropout = CounterDropout(config.dropout, site=1)
@@ -44,17 +51,26 @@ class Block(nn.Module):
         routing: RoutingPass | None = None,
     ) -> Tensor:
         """Map activations [B, S, D] to [B, S, D]. routing: what routers need to know in training."""
-        mixed = self.attention(self.attention_norm(x_BSD), context, cache)
-        # Pre-norm: the residual stream itself is never normalised, which keeps deep models trainable.
-        x_BSD = x_BSD + self.attention_dropout(mixed, dropout)
-        normed = self.mlp_norm(x_BSD)
+        # The residual stream itself is never normalised, which keeps deep models trainable.
+        mixed = self.attention(_normalise(self.attention_norm, x_BSD), context, cache)
+        mixed_BSD = x_BSD + self.attention_dropout(_normalise(self.attention_out_norm, mixed), dropout)
+        normed = _normalise(self.mlp_norm, x_BSD if self.parallel else mixed_BSD)
         hidden = self.mlp(normed, routing) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normed)
-        dropped: Tensor = self.mlp_dropout(hidden, dropout)
-        return x_BSD + dropped
+        dropped: Tensor = self.mlp_dropout(_normalise(self.mlp_out_norm, hidden), dropout)
+        result: Tensor = mixed_BSD + dropped
+        return result
+
+
+def _normalise(norm: Norm | None, x_BSD: Tensor) -> Tensor:
+    """Return `x_BSD` behind a norm, where there is one."""
+    if norm is None:
+        return x_BSD
+    normed: Tensor = norm(x_BSD)
+    return normed
 
 
 class Decoder(nn.Module):
-    """GPT-2/3, MPT or Llama 3, as `config` describes it; the whole of it or one part.
+    """A decoder-only transformer as `config` describes it; the whole of it or one part.
 
     Parameters are uninitialised (see `layout.initial_values`); build under `torch.device("meta")` to allocate nothing.
     """
@@ -83,6 +99,7 @@ class Decoder(nn.Module):
                 learned_positions=config.max_positions if config.positions == "learned" else None,
                 dropout=config.dropout,
                 dtype=dtype,
+                scale=config.embedding_scale,
             )
         # Numbers of the whole model, so that a chunk of a pipeline builds the layers that are its own.
         self.layer_configs = [config.layer(number) for number in part.blocks]
@@ -95,6 +112,7 @@ class Decoder(nn.Module):
                 chunk_tokens=chunk_tokens,
                 z_loss=z_loss,
                 owns_weight=not self._tied_here(),
+                softcap=config.logit_softcap,
             )
 
     def forward(

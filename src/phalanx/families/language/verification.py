@@ -77,6 +77,9 @@ def _reduced_model(model: LanguageModel, world_size: int, length: int, stages: i
         "vocab_size": min(model.vocab_size, max(96, world_size**2) + 16 * world_size + model.vocab_size % 8),
         "max_positions": length,
     }
-    if model.rope_scaling is not None:
+    if model.rotary_fraction < 1.0:
+        # An even number of features, and four at least for the kind of scaling that needs them.
+        changes["rotary_fraction"] = max(4, round(_HEAD_SIZE * model.rotary_fraction / 2) * 2) / _HEAD_SIZE
+    if model.rope_scaling is not None and model.rope_scaling.kind in ("llama3", "yarn"):
         changes["rope_scaling"] = {**model.rope_scaling.model_dump(), "original_positions": max(1, length // 4)}
     return LanguageModel.model_validate({**model.model_dump(), **changes})

@@ -28,6 +28,8 @@ class Requirements:
     """Experts of each mixture, which `ep` shares out; None where there are none."""
     streams_weights: bool
     """Whether the model has projection pairs to stream."""
+    unstreamable: str
+    """The field of the model, with its value, that keeps them from being streamed; empty where there is none."""
     split_counts: list[SplitCount]
     """Counts that a tensor-parallel degree must divide."""
     split_rows: SplitCount | None
@@ -54,6 +56,7 @@ class Requirements:
             axes=model.axes,
             experts=model.experts(),
             streams_weights=model.streams_weights,
+            unstreamable=model.unstreamable(),
             split_counts=model.split_counts(),
             split_rows=model.split_rows(),
             positions=model.positions(),

@@ -35,6 +35,12 @@ SHARDING_RULES = (
         fixes=(_GATHER_WHOLE,),
     ),
     Rule(
+        reads=("gather",),
+        broken=lambda needs, t: t.has("gather", "stream") & (needs.unstreamable != ""),
+        message="layout.gather=stream computes with some heads at a time, which {needs.unstreamable} does not allow",
+        fixes=(_GATHER_WHOLE,),
+    ),
+    Rule(
         reads=("gather", "zero"),
         broken=lambda _, t: t.has("gather", "stream") & (t.zero != 3),
         message="layout.gather=stream keeps no gathered parameters between passes, which layout.zero={x.zero} does",

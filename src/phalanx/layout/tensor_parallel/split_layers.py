@@ -62,6 +62,10 @@ def _split_module(module: nn.Module, split: Split, tp: Axis) -> TensorSplits:
         part = _keep_part(module, "weight", 0, 1, tp)
         module.first_row = part.start  # type: ignore[assignment]
         return {"weight": part}
+    if split.kind == "norm":
+        assert isinstance(module, Norm)
+        _change_class(module, JointNorm, tp)
+        return {"weight": _keep_part(module, "weight", 0, split.unit, tp)}
     assert isinstance(module, OutputHead) and split.kind == "logits"
     _change_class(module.norm, GatheredNorm, tp)
     start = _own_units(module.vocab_size, tp)[0]
@@ -126,6 +130,25 @@ class GatheredNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S/tp, D] -> [B, S, D]."""
         return gather_parts(super().forward(x), self.tp, SEQUENCE)
+
+
+class JointNorm(Norm):
+    """A norm over features of which each rank has some."""
+
+    tp: Axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, width/tp] -> same shape."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.kind == "layernorm":
+            wide = wide - self._mean(wide)
+        normed = wide * torch.rsqrt(self._mean(wide.square()) + self.eps)
+        return (normed * self.weight.to(wide.dtype)).to(x.dtype)
+
+    def _mean(self, x: Tensor) -> Tensor:
+        """Return the mean over the features of all ranks, [B, S, 1]."""
+        # Each rank's gradient of the mean comes from its own features: gathering sums them up in the backward pass.
+        return gather_parts(x.mean(-1, keepdim=True), self.tp, 2).mean(-1, keepdim=True)
 
 
 class SplitEmbedding(TokenEmbedding):

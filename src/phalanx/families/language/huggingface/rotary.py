@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from phalanx.config.model import LanguageModel, RopeScaling
+from phalanx.errors import ConfigError
 from phalanx.families.language.huggingface.architecture import (
     GENERAL_KEYS,
     ConfigFields,
@@ -64,7 +65,12 @@ class RopeParameters(KnownKeys):
 
     @classmethod
     def from_scaling(cls, scaling: RopeScaling) -> Self:
-        """Return Hugging Face's form of the scaling."""
+        """Return Hugging Face's form of the scaling. Raises ConfigError for kinds other than Llama's."""
+        if scaling.kind != "llama3":
+            raise ConfigError(
+                f"model.rope_scaling.kind={scaling.kind} cannot be written to this architecture's config.json, which has "
+                "llama3 alone; such a model stays in Phalanx's own format"
+            )
         return cls(
             rope_type="llama3",
             factor=scaling.factor,

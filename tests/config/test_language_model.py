@@ -1,0 +1,91 @@
+"""Options of decoders: their ranges, and what does not go together is refused with its field, value and fix."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from phalanx.config.model import LanguageModel, RopeScaling
+
+SIZE = {"n_layers": 4, "d_model": 48, "n_heads": 6, "vocab_size": 97, "max_positions": 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rotary_fraction": 0.0}, "rotary_fraction"),
+        ({"rotary_fraction": 1.5}, "rotary_fraction"),
+        ({"rotary_fraction": 0.4}, "even head size, not 3 (rotary_fraction=0.4 of it)"),
+        ({"rotary_fraction": 0.1}, "even head size, not 0 (rotary_fraction=0.1 of it)"),
+        ({"rotary_fraction": 0.5, "positions": "alibi"}, "rotary_fraction has no effect with positions=alibi"),
+        (
+            {"rope_scaling": {"kind": "ntk"}, "positions": "learned"},
+            "rope_scaling has no effect with positions=learned",
+        ),
+        (
+            {"rope_scaling": {"kind": "ntk"}, "rotary_fraction": 0.25},
+            "kind=ntk needs 4 rotated features of a head, not 2",
+        ),
+        ({"qk_norm": "all"}, "qk_norm"),
+        ({"norm_position": "behind"}, "norm_position"),
+        ({"attention_scale": 0.0}, "attention_scale"),
+        ({"logit_softcap": -1.0}, "logit_softcap"),
+        ({"embedding_scale": 0.0}, "embedding_scale"),
+        ({"mlp": "geglu", "experts": {"count": 4, "active": 2}}, "experts are SwiGLU networks"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        LanguageModel.model_validate({**SIZE, **fields})
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "linear", "low_freq_factor": 2.0}, "low_freq_factor=2.0 has no effect with kind=linear"),
+        ({"kind": "ntk", "original_positions": 4096}, "original_positions=4096 has no effect with kind=ntk"),
+        ({"kind": "llama3", "beta_fast": 16.0}, "beta_fast=16.0 has no effect with kind=llama3"),
+        ({"kind": "yarn", "beta_slow": 40.0}, "beta_slow=40.0 must be less than beta_fast=32.0"),
+        ({"kind": "yarn", "mscale": 1.0}, "give both or neither"),
+        ({"kind": "dynamic"}, "kind"),
+    ],
+    ids=str,
+)
+def test_scalings_take_the_fields_of_their_kind(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        RopeScaling.model_validate(fields)
+    assert message in str(raised.value)
+
+
+def test_every_rotary_share_either_rotates_that_share_or_is_refused() -> None:
+    for head_dim, hundredths in itertools.product((2, 6, 8, 20, 64), range(1, 101)):
+        fraction = hundredths / 100
+        size = int(head_dim * fraction)
+        fields = {**SIZE, "head_dim": head_dim, "rotary_fraction": fraction}
+        if size < 2 or size % 2:
+            with pytest.raises(ValidationError, match="even head size"):
+                LanguageModel.model_validate(fields)
+        else:
+            rope = LanguageModel.model_validate(fields).layer(0).attention.rope
+            assert rope is not None
+            assert rope.size == size
+
+
+def test_what_was_written_out_is_read_back() -> None:
+    for kind in ("llama3", "linear", "ntk", "yarn"):
+        model = LanguageModel.model_validate({**SIZE, "rope_scaling": {"kind": kind}, "qk_norm": "whole"})
+        assert LanguageModel.model_validate(model.model_dump()) == model
+
+
+def test_yarn_scales_attention_as_deepseek_does() -> None:
+    """DeepSeek-V3 (arXiv:2412.19437): factor 40 and mscale 1 of both make 1.3689 of queries times keys, and 1 of angles."""
+    scaling = RopeScaling(kind="yarn", factor=40.0, mscale=1.0, mscale_all_dim=1.0)
+    model = LanguageModel.model_validate({**SIZE, "rope_scaling": scaling.model_dump()})
+    assert model.layer(0).attention.scale == pytest.approx(1.3688879**2 * 8**-0.5, rel=1e-6)
+    assert scaling.rotated_scale() == 1.0
+    assert LanguageModel.model_validate(SIZE).layer(0).attention.scale is None

@@ -1,0 +1,39 @@
+"""Options of today's decoders in layouts of every kind give the loss, gradients and updated parameters of one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed_ranks import run_ranks
+from layout_cases import VARIANTS, cases, run_of
+from phalanx.families.registry import bind
+from phalanx.layout.mesh import Groups
+from phalanx.verification.family import VerifiableModel
+from phalanx.verification.verify_run import Verdict, Verifier
+
+WORLD = 4
+
+
+def verify_all() -> dict[str, list[Verdict]]:
+    """On one of the ranks: verdicts by model."""
+    verdicts, groups = {}, Groups()
+    for model in VARIANTS:
+        bound = bind(run_of(model, WORLD, "fp64"), VerifiableModel)
+        verifier = Verifier(bound, torch.device("cpu"), steps=2, activations=True, groups=groups)
+        verdicts[model] = [verifier.verify(layout) for layout in cases(model, WORLD)]
+    return verdicts
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[str, list[Verdict]]:
+    return run_ranks(verify_all, WORLD, timeout_s=900.0)[0]
+
+
+@pytest.mark.parametrize("model", VARIANTS)
+def test_layouts_compute_what_one_rank_computes(model: str, verdicts: dict[str, list[Verdict]]) -> None:
+    failed = [f"{v.layout}: {v.first}" for v in verdicts[model] if not v.passed]
+    assert not failed, "\n".join(failed)
+    for verdict in verdicts[model]:
+        worst = max(check.error for check in verdict.checks if check.what == "gradient")
+        assert worst < 1e-9, verdict.layout
