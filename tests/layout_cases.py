@@ -77,6 +77,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "qk_norm": "whole",
         "attention_scale": 0.2,
     },
+    "oss": {
+        **SIZE,
+        "n_kv_heads": 4,
+        "attention_sinks": True,
+        "sliding_window": 11,
+        "global_every": 2,
+        "qkv_bias": True,
+        "dropout": 0.1,
+        "init_std": 0.2,
+    },
     "gemma": {
         **SIZE,
         "n_kv_heads": 4,
@@ -85,6 +95,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "embedding_scale": 5.0,
         "tied_head": True,
         "logit_softcap": 3.0,
+        "attention_softcap": 0.5,
+        "sliding_window": 5,
+        "global_every": 2,
+        "local_rope_theta": 100.0,
+        "init_std": 0.2,
     },
 }
 """Options of today's decoders; see `verification/test_variant_parity.py`."""

@@ -51,6 +51,21 @@ VARIANTS = {
     ),
     "linear scaling": LanguageModel(**_SIZE, rope_scaling=RopeScaling(kind="linear", factor=3.0)),
     "base scaling": LanguageModel(**_SIZE, qk_norm="head", rope_scaling=RopeScaling(kind="ntk", factor=3.0)),
+    "windows": LanguageModel(
+        **_SIZE,
+        n_kv_heads=2,
+        sliding_window=7,
+        global_every=2,
+        local_rope_theta=100.0,
+        rope_scaling=RopeScaling(kind="linear", factor=4.0),
+    ),
+    "capped windows": LanguageModel(**_SIZE, n_kv_heads=2, sliding_window=5, attention_softcap=1.5),
+    "sinks": LanguageModel(
+        **_SIZE, n_kv_heads=2, attention_sinks=True, sliding_window=9, global_every=2, qkv_bias=True
+    ),
+    "alibi, capped, with sinks": LanguageModel(
+        **_SIZE, positions="alibi", attention_softcap=2.0, attention_sinks=True, sliding_window=11
+    ),
     "yarn": LanguageModel(
         **_SIZE,
         rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_positions=16, mscale=1.0, mscale_all_dim=0.7),

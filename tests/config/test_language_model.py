@@ -29,6 +29,15 @@ SIZE = {"n_layers": 4, "d_model": 48, "n_heads": 6, "vocab_size": 97, "max_posit
             {"rope_scaling": {"kind": "ntk"}, "rotary_fraction": 0.25},
             "kind=ntk needs 4 rotated features of a head, not 2",
         ),
+        ({"sliding_window": 0}, "sliding_window"),
+        ({"global_every": 2}, "global_every=2 has no effect without sliding_window; set it to 0"),
+        ({"global_every": 1, "sliding_window": 8}, "global_every=1 leaves no layer with a window"),
+        ({"local_rope_theta": 100.0}, "local_rope_theta=100.0 has no effect without sliding_window; set it to null"),
+        (
+            {"local_rope_theta": 100.0, "sliding_window": 8, "positions": "alibi"},
+            "local_rope_theta has no effect with positions=alibi",
+        ),
+        ({"attention_softcap": 0.0}, "attention_softcap"),
         ({"qk_norm": "all"}, "qk_norm"),
         ({"norm_position": "behind"}, "norm_position"),
         ({"attention_scale": 0.0}, "attention_scale"),
@@ -74,6 +83,14 @@ def test_every_rotary_share_either_rotates_that_share_or_is_refused() -> None:
             rope = LanguageModel.model_validate(fields).layer(0).attention.rope
             assert rope is not None
             assert rope.size == size
+
+
+@pytest.mark.parametrize("global_every", [0, 2, 3, 4, 9])
+def test_every_so_many_th_layer_is_global(global_every: int) -> None:
+    model = LanguageModel.model_validate({**SIZE, "n_layers": 9, "sliding_window": 8, "global_every": global_every})
+    counted = [number for number in range(9) if model.layer(number).attention.window is None]
+    assert counted == ([] if global_every == 0 else [n - 1 for n in range(global_every, 10, global_every)])
+    assert sum(model.layer_kinds().values()) == 9
 
 
 def test_what_was_written_out_is_read_back() -> None:

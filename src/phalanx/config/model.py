@@ -237,6 +237,12 @@ class AttentionConfig:
     """Clamp on the projected queries, keys and values; None leaves them."""
     scale: float | None
     """Factor of the products of queries and keys; None is 1 / sqrt(head_size)."""
+    softcap: float | None
+    """Bound of these products, by a tanh; None leaves them."""
+    window: int | None
+    """Positions that a query attends to, its own and those right before it; None: all up to its own."""
+    sinks: bool
+    """Whether each head has a learned logit that takes part in the softmax and has no value."""
     rope: RopeConfig | None
     alibi: AlibiConfig | None
 
@@ -254,11 +260,26 @@ class AttentionConfig:
         biases = self.width if self.bias else 0
         biases += (self.heads + 2 * self.kv_heads) * self.head_size if self.qkv_bias else 0
         norms = sum(norm.parameter_count() for norm in (self.query_norm, self.key_norm) if norm is not None)
-        return self.matrix_parameters() + biases + norms
+        return self.matrix_parameters() + biases + norms + self.sinks * self.heads
+
+    @property
+    def changes_softmax(self) -> bool:
+        """Whether scores are capped or sinks take part: what SDPA's kernels do not compute."""
+        return self.softcap is not None or self.sinks
+
+    def window_within(self, positions: int) -> int | None:
+        """Return the window where it leaves out any of so many positions; None where it does not."""
+        return self.window if self.window is not None and self.window < positions else None
 
     def products_per_token(self, positions: int) -> int:
         """Return the multiplications of scores and weighted values for one query that attends to all `positions`."""
         return 2 * self.heads * self.head_size * positions
+
+    def causal_products_per_token(self, positions: int) -> int:
+        """Return as `products_per_token` for a mean query of so many positions: half of them, or what the window leaves."""
+        window = self.window_within(positions) or positions
+        # The first queries attend to less than a window: a triangle of it is missing.
+        return self.products_per_token(1) * window * (2 * positions - window) // (2 * positions)
 
 
 @dataclass(frozen=True)
@@ -361,6 +382,9 @@ class LanguageModel(BlockModel):
     """How the model knows where a token stands."""
     rope_theta: Annotated[float, Field(gt=0.0)] = 10000.0
     """Base of the rotary frequencies."""
+    local_rope_theta: Annotated[float, Field(gt=0.0)] | None = None
+    """Base of the rotary frequencies of layers with a window, which rope_scaling then leaves (Gemma 3); null: as the
+    others."""
     rope_scaling: RopeScaling | None = None
     """Stretching of the rotary frequencies; null leaves them."""
     rotary_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -394,6 +418,14 @@ class LanguageModel(BlockModel):
     """Factor of the products of queries and keys; null is 1 / sqrt(width of a head)."""
     logit_softcap: Annotated[float, Field(gt=0.0)] | None = None
     """Bound of the logits: c tanh(logits / c) (Gemma 2); null leaves them."""
+    attention_softcap: Annotated[float, Field(gt=0.0)] | None = None
+    """Bound of the scaled products of queries and keys: c tanh(products / c) (Gemma 2); null leaves them."""
+    attention_sinks: bool = False
+    """Whether each head has a learned logit that takes part in the softmax without a value (gpt-oss)."""
+    sliding_window: Positions | None = None
+    """Tokens that a query attends to, itself and those right before it (Mistral); null: all before it."""
+    global_every: Annotated[int, Field(ge=0, le=10_000)] = 0
+    """With a window: every so many-th layer attends to all tokens, 2 or more (Gemma 3: 6); 0: none does."""
     clip_qkv: Annotated[float, Field(gt=0.0)] | None = None
     """Clamp on the projected queries, keys and values; null leaves them."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -414,7 +446,7 @@ class LanguageModel(BlockModel):
     @model_validator(mode="after")
     def _positions_fit(self) -> LanguageModel:
         if self.positions != "rope":
-            for name in ("rope_scaling", "rotary_fraction"):
+            for name in ("rope_scaling", "rotary_fraction", "local_rope_theta"):
                 default = type(self).model_fields[name].default
                 if getattr(self, name) != default:
                     stated = "null" if default is None else default
@@ -425,6 +457,18 @@ class LanguageModel(BlockModel):
             raise ValueError(f"rotary positions need an even head size, not {self.rotated_size}{share}")
         if self.rope_scaling is not None and self.rope_scaling.kind == "ntk" and self.rotated_size < 4:
             raise ValueError(f"rope_scaling.kind=ntk needs 4 rotated features of a head, not {self.rotated_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _window_fits(self) -> LanguageModel:
+        if self.sliding_window is None:
+            for name, unset in (("global_every", "0"), ("local_rope_theta", "null")):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} has no effect without sliding_window; set it to {unset}"
+                    )
+        if self.global_every == 1:
+            raise ValueError("global_every=1 leaves no layer with a window; set sliding_window to null, or 2 or more")
         return self
 
     @model_validator(mode="after")
@@ -445,13 +489,17 @@ class LanguageModel(BlockModel):
             norm=self.residual_norm,
             norm_position=self.norm_position,
             parallel=self.parallel_residual,
-            attention=self._attention(),
+            attention=self._attention(number),
             mlp=self._mlp(number),
             dropout=self.dropout,
         )
 
-    def _attention(self) -> AttentionConfig:
+    def _attention(self, number: int) -> AttentionConfig:
+        """Return the attention of layer `number`."""
+        window = None if self._is_global(number) else self.sliding_window
         rope = RopeConfig(self.rotated_size, self.rope_theta, self.rope_scaling)
+        if window is not None and self.local_rope_theta is not None:
+            rope = RopeConfig(self.rotated_size, self.local_rope_theta, None)
         alibi = AlibiConfig(self.n_heads, self.alibi_bias_max)
         return AttentionConfig(
             width=self.d_model,
@@ -465,9 +513,15 @@ class LanguageModel(BlockModel):
             joint_norm=self.qk_norm == "whole",
             clip=self.clip_qkv,
             scale=self._scale(),
+            softcap=self.attention_softcap,
+            window=window,
+            sinks=self.attention_sinks,
             rope=rope if self.positions == "rope" else None,
             alibi=alibi if self.positions == "alibi" else None,
         )
+
+    def _is_global(self, number: int) -> bool:
+        return self.global_every > 0 and (number + 1) % self.global_every == 0
 
     def _head_norm(self, heads: int) -> NormConfig | None:
         """Return the norm of queries or keys of so many heads; None has none."""
@@ -515,6 +569,17 @@ class LanguageModel(BlockModel):
     def head_size(self) -> int:
         """Width of one head, the default resolved."""
         return self.head_dim or self.d_model // self.n_heads
+
+    def biases_attention(self, length: int) -> bool:
+        """Return whether attention over `length` positions needs more than a causal mask."""
+        kinds = [layer.attention for layer in self.layer_kinds()]
+        windowed = any(attention.window_within(length) for attention in kinds)
+        return self.positions == "alibi" or windowed or self.changes_softmax
+
+    @property
+    def changes_softmax(self) -> bool:
+        """Whether scores are capped or sinks take part: what SDPA's kernels do not compute."""
+        return self.attention_softcap is not None or self.attention_sinks
 
     @property
     def rotated_size(self) -> int:

@@ -3,7 +3,8 @@
 `sdpa` is torch's scaled_dot_product_attention with a dense bias where ALiBi or document masks ask for one; which of its
 kernels runs is the caller's choice (`torch.nn.attention.sdpa_kernel`). `efficient` is the same for its memory-efficient
 kernel, which takes as many keys and values as queries. `flex` is FlexAttention, which never builds the bias. Causal
-attention without ALiBi or document masks needs no bias in any. `flash4` is FlashAttention-4, for that alone.
+attention without ALiBi, windows or document masks needs no bias in any. `flash4` is FlashAttention-4, for that alone.
+Capped scores and sinks are for `flex`; where another kernel is asked for, they are computed as plain products.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from phalanx.config.model import AttentionConfig
 from phalanx.kernels.flash4 import flash4_attention
-from phalanx.nn.layers import Linear, Norm, build_norm
+from phalanx.nn.layers import Linear, Norm, build_norm, soft_cap
 from phalanx.nn.positions import alibi_slopes, rope_tables, rotate
 from phalanx.nn.splits import Split, Splits
 from phalanx.torch_compat import common as compat
@@ -58,6 +59,10 @@ class AttentionContext(NamedTuple):
     """Whether FlashAttention-4 runs; it has no bias and no mask but the causal one."""
     repeated: bool = False
     """Whether each query head gets keys and values of its own, for a kernel that knows no shared ones."""
+    softcap: float | None = None
+    """Bound of the scores, by a tanh, before biases are added."""
+    sinks_H: Tensor | None = None
+    """Logits of this layer that take part in the softmax of each head; every layer fills in its own."""
 
 
 @dataclass
@@ -104,15 +109,20 @@ def attention_context(
     """
     rope = None if config.rope is None else rope_tables(config.rope, positions_S)
     slopes_H = None if config.alibi is None else alibi_slopes(config.alibi, positions_S.device)[heads]
+    length = past + len(positions_S)
+    window = config.window_within(length)
     if kernel == "flex":
-        mask = _flex_mask(positions_S, document_ids_BS)
-        return AttentionContext(rope, None, slopes_H, mask, rows_safe=document_ids_BS is None)
-    if slopes_H is None and document_ids_BS is None and past == 0:
+        mask = _flex_mask(positions_S, document_ids_BS, window)
+        # A window too leaves queries without a key in blocks that others of their block meet.
+        safe = document_ids_BS is None and window is None
+        return AttentionContext(rope, None, slopes_H, mask, rows_safe=safe, softcap=config.softcap)
+    masked = slopes_H is not None or document_ids_BS is not None or window is not None or past > 0
+    if not masked and not config.changes_softmax:
         return AttentionContext(rope, None, None, None, flash4=kernel == "flash4", repeated=kernel == "efficient")
-    keys = torch.arange(past + len(positions_S), device=positions_S.device)
+    keys = torch.arange(length, device=positions_S.device)
     documents = None if document_ids_BS is None else (document_ids_BS, document_ids_BS)
-    bias = dense_bias(slopes_H, positions_S, keys, dtype, documents)
-    return AttentionContext(rope, bias, None, None, repeated=kernel == "efficient")
+    bias = dense_bias(slopes_H, positions_S, keys, dtype, documents, window)
+    return AttentionContext(rope, bias, None, None, repeated=kernel == "efficient", softcap=config.softcap)
 
 
 class ContextBuilder(Protocol):
@@ -137,13 +147,17 @@ def dense_bias(
     keys_S: Tensor,
     dtype: torch.dtype,
     documents: tuple[Tensor, Tensor] | None,
+    window: int | None = None,
 ) -> Tensor:
     """Return additive bias [B or 1, H or 1, Q, S] for queries and keys at these global positions, -inf where forbidden.
 
-    slopes_H: ALiBi slopes. documents: ids of the queries' and of the keys' documents, [B, Q] and [B, S].
+    slopes_H: ALiBi slopes. documents: ids of the queries' and of the keys' documents, [B, Q] and [B, S]. window: keys that
+    a query sees, its own position and those before it; None is all.
     """
     distance_QS = keys_S[None, :] - queries_Q[:, None]
     forbidden = (distance_QS > 0)[None, None]
+    if window is not None:
+        forbidden = forbidden | (distance_QS <= -window)
     if documents is not None:
         forbidden = forbidden | (documents[0][:, None, :, None] != documents[1][:, None, None, :])
     if slopes_H is not None:
@@ -153,24 +167,26 @@ def dense_bias(
     return bias.masked_fill(forbidden, float("-inf"))
 
 
-def _flex_mask(positions_S: Tensor, document_ids_BS: Tensor | None) -> BlockMask:
+def _flex_mask(positions_S: Tensor, document_ids_BS: Tensor | None, window: int | None) -> BlockMask:
     length = len(positions_S)
     if document_ids_BS is None:
-        return causal_block_mask(length, positions_S.device)
+        return causal_block_mask(length, positions_S.device, window)
     documents_BS = document_ids_BS
+    seen = length if window is None else window
 
     def same_document(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents_BS[batch, query] == documents_BS[batch, key])
+        near = (query >= key) & (query - key < seen)
+        return near & (documents_BS[batch, query] == documents_BS[batch, key])
 
     return create_block_mask(same_document, len(documents_BS), None, length, length, device=str(positions_S.device))
 
 
 @cache
-def causal_block_mask(length: int, device: torch.device) -> BlockMask:
-    """Return FlexAttention's causal mask of `length` positions, made once for each length and device."""
+def causal_block_mask(length: int, device: torch.device, window: int | None = None) -> BlockMask:
+    """Return FlexAttention's causal mask of `length` positions, made once for each length, device and window."""
 
     def causal(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key
+        return query >= key if window is None else (query >= key) & (query - key < window)
 
     return create_block_mask(causal, None, None, length, length, device=str(device))
 
@@ -182,6 +198,8 @@ def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: At
     if context.flash4:
         return flash4_attention(query_BHSE, key_BKSE, value_BKSE)
     heads = query_BHSE.shape[1]
+    if context.softcap is not None or context.sinks_H is not None:
+        return _attend_plainly(query_BHSE, key_BKSE, value_BKSE, context)
     if context.repeated or not _heads_can_share(query_BHSE, context.bias):
         if query_BHSE.shape[2] == 1:
             return _attend_one_query(query_BHSE, key_BKSE, value_BKSE, context.bias)
@@ -211,6 +229,31 @@ def _attend_one_query(query_BH1E: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, 
         scores_BKGS = scores_BKGS + (bias if bias.shape[1] == 1 else bias.reshape(-1, K, H // K, S))
     weights = torch.softmax(scores_BKGS, -1, dtype=torch.promote_types(query_BH1E.dtype, torch.float32))
     return (weights.to(value_BKSE.dtype) @ value_BKSE).reshape(B, H, 1, E)
+
+
+def _attend_plainly(query_BHQE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: AttentionContext) -> Tensor:
+    """Return attention as separate products, [B, H, Q, E], with capped scores and sinks; all scores exist at once."""
+    assert context.bias is not None
+    kv_heads, wide = key_BKSE.shape[1], torch.promote_types(query_BHQE.dtype, torch.float32)
+    grouped = query_BHQE.unflatten(1, (kv_heads, -1))
+    scores_BHQS = (grouped @ key_BKSE.unsqueeze(2).mT).flatten(1, 2).to(wide) / math.sqrt(query_BHQE.shape[-1])
+    if context.softcap is not None:
+        scores_BHQS = soft_cap(scores_BHQS, context.softcap)
+    scores_BHQS = scores_BHQS + context.bias
+    log_z_BHQ = torch.logsumexp(scores_BHQS, -1)
+    weights = (scores_BHQS - log_z_BHQ[..., None]).exp().to(value_BKSE.dtype).unflatten(1, (kv_heads, -1))
+    out = (weights @ value_BKSE.unsqueeze(2)).flatten(1, 2)
+    return out if context.sinks_H is None else join_sinks(out, log_z_BHQ, context.sinks_H)
+
+
+def join_sinks(out_BHQE: Tensor, log_z_BHQ: Tensor, sinks_H: Tensor) -> Tensor:
+    """Return attention whose softmax has a further logit for each head, without a value.
+
+    out_BHQE: attention without them. log_z_BHQ: logs of its softmax's denominators.
+    """
+    # The denominator grows by exp(sink): a query's weights shrink by the same factor.
+    kept = torch.sigmoid(log_z_BHQ - sinks_H.to(log_z_BHQ.dtype)[:, None])
+    return out_BHQE * kept[..., None].to(out_BHQE.dtype)
 
 
 def _heads_can_share(query: Tensor, bias: Tensor | None) -> bool:
@@ -247,11 +290,12 @@ def _compiled_flex() -> Callable[..., Tensor]:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) -> Tensor:
-    slopes_H = context.slopes_H
+    slopes_H, softcap = context.slopes_H, context.softcap
 
-    def alibi(score: Tensor, _batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
-        assert slopes_H is not None
-        return score + slopes_H[head] * (key_index - query_index)
+    def change(score: Tensor, _batch: Tensor, head: Tensor, query_index: Tensor, key_index: Tensor) -> Tensor:
+        if softcap is not None:
+            score = soft_cap(score, softcap)
+        return score if slopes_H is None else score + slopes_H[head] * (key_index - query_index)
 
     # Inside a compiled block the call is traced; outside it, an uncompiled call would build the whole score matrix.
     eager = torch.compiler.is_compiling() or query.device.type == "cpu"
@@ -260,13 +304,30 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, context: AttentionContext) 
         query,
         key,
         value,
-        score_mod=None if slopes_H is None else alibi,
+        score_mod=None if slopes_H is None and softcap is None else change,
         block_mask=context.block_mask,
         kernel_options={"ROWS_GUARANTEED_SAFE": context.rows_safe},
         enable_gqa=query.shape[1] != key.shape[1],
+        return_lse=context.sinks_H is not None,
     )
+    if context.sinks_H is not None:
+        out, log_z_BHQ = result
+        return join_sinks(out, log_z_BHQ, context.sinks_H)
     assert isinstance(result, Tensor)
     return result
+
+
+class AttentionSinks(nn.Module):
+    """A learned logit for each query head, which takes part in its softmax and has no value (gpt-oss)."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+    def join(self, context: RotaryContext) -> RotaryContext:
+        """Return `context` with these logits."""
+        joined: RotaryContext = cast(Any, context)._replace(sinks_H=self.weight)
+        return joined
 
 
 class Attention(nn.Module):
@@ -290,6 +351,7 @@ class Attention(nn.Module):
         if config.query_norm is not None and config.key_norm is not None:
             self.query_norm, self.key_norm = build_norm(config.query_norm), build_norm(config.key_norm)
         self.joint_norm = config.joint_norm
+        self.sinks = AttentionSinks(config.heads) if config.sinks else None
         self.query_factor = query_factor(config.scale, config.head_size)
 
     def forward(self, x_BSD: Tensor, context: RotaryContext, cache: KeyValueCache | None = None) -> Tensor:
@@ -304,6 +366,8 @@ class Attention(nn.Module):
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if cache is not None:
             key, value = cache.append(key, value)
+        if self.sinks is not None:
+            context = self.sinks.join(context)
         mixed = self.attend(query, key, value, context)
         out: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return out
@@ -345,6 +409,8 @@ def attention_splits(config: AttentionConfig) -> Splits:
         ("qkv", Split("column", (config.group + 2) * config.head_size)),
         ("output", Split("row", config.group * config.head_size)),
     ]
+    if config.sinks:
+        splits.append(("sinks", Split("heads", config.group)))
     if config.joint_norm:
         splits += [
             ("query_norm", Split("norm", config.group * config.head_size)),

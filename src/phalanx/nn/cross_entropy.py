@@ -8,11 +8,13 @@ uneven batches average right over micro-batches and ranks; the sum also keeps ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from phalanx.nn.layers import soft_cap
 from phalanx.torch_compat import common as compat
 
 ChunkLoss = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
@@ -46,12 +48,13 @@ def linear_cross_entropy(
     softcap: bound of the logits, see `soft_cap`; None leaves them. kernel: `chunk_loss` (the default) or a compiled form
     of it.
     """
+    kernel = kernel or chunk_loss
+    if softcap is not None:
+        kernel = partial(_capped_chunk_loss, kernel, softcap)
     # Beside the sum, not divided into it: means over uneven micro-batches would weigh tokens unequally.
     count = (targets_N != IGNORED).sum()
     with_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
-    total = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, targets_N, chunk_tokens, z_loss, softcap, with_grad, kernel or chunk_loss
-    )
+    total = _LinearCrossEntropy.apply(hidden_ND, weight_VD, targets_N, chunk_tokens, z_loss, with_grad, kernel)
     assert isinstance(total, Tensor)
     return LossSum(total, count)
 
@@ -65,7 +68,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_N: Tensor,
         chunk_tokens: int,
         z_loss: float,
-        softcap: float | None,
         with_grad: bool,
         loss_and_gradient: ChunkLoss,
     ) -> Tensor:
@@ -80,14 +82,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden_ND), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
             hidden = hidden_ND[rows]
-            logits = hidden @ weight.T
-            if softcap is not None:
-                logits = soft_cap(logits, softcap)
-            loss, grad_logits = loss_and_gradient(logits, targets_N[rows], z_loss, with_grad)
+            loss, grad_logits = loss_and_gradient(hidden @ weight.T, targets_N[rows], z_loss, with_grad)
             total += loss
             if grad_hidden is not None:
-                if softcap is not None:
-                    grad_logits = grad_logits * (1.0 - (logits / softcap).square())
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
                 grad_weight = compat.add_matmul(grad_weight, grad_logits.T, hidden, wide)
         # The gradients themselves: the backward pass needs neither logits nor activations again.
@@ -98,12 +95,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (scale,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (grad_hidden * scale).to(grad_hidden.dtype), grad_weight * scale, *([None] * 6)
+        return (grad_hidden * scale).to(grad_hidden.dtype), grad_weight * scale, None, None, None, None, None
 
 
-def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """Return cap * tanh(x / cap), which is nearly x where x is far below `cap` (Gemma 2, arXiv:2408.00118, section 2)."""
-    return cap * torch.tanh(x / cap)
+def _capped_chunk_loss(
+    kernel: ChunkLoss, softcap: float, logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what `kernel` gives for capped logits, the gradient with respect to those before the cap."""
+    capped_NV = soft_cap(logits_NV, softcap)
+    total, grad_NV = kernel(capped_NV, targets_N, z_loss, with_grad)
+    return total, grad_NV * (1.0 - (capped_NV / softcap).square()) if with_grad else grad_NV
 
 
 def chunk_loss(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool) -> tuple[Tensor, Tensor]:

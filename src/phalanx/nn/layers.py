@@ -101,6 +101,11 @@ class Norm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(x / cap), which is nearly x where x is far below `cap` (Gemma 2, arXiv:2408.00118, section 2)."""
+    return cap * torch.tanh(x / cap)
+
+
 def gate_block(d_ff: int) -> int:
     """Return rows of `gate_up` that alternate between gate and up projection.
 

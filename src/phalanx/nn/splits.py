@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-SplitKind = Literal["column", "part", "row", "lookup", "logits", "norm", "attention"]
+SplitKind = Literal["column", "part", "row", "lookup", "logits", "norm", "heads", "attention"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Split:
     lookup: a table that keeps some of its rows; lookups are summed over the ranks.
     logits: the output head, which keeps some rows of the vocabulary and computes the loss from them.
     norm: a `Norm` over features of which every rank has some; its statistics are joined.
+    heads: a module of one number for every query head, which every rank keeps for its own.
     attention: the core between projections, where context parallelism takes place.
     """
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from phalanx.config.model import NormConfig
 from phalanx.counter_random import CounterDropout, DropoutContext
-from phalanx.nn.cross_entropy import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy, soft_cap
-from phalanx.nn.layers import build_norm
+from phalanx.nn.cross_entropy import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
+from phalanx.nn.layers import build_norm, soft_cap
 
 
 class TokenEmbedding(nn.Module):

@@ -74,6 +74,8 @@ class Published:
     counterparts: Mapping[str, Counterpart]
     added_to_norms: float = 0.0
     """What their norms add to their weights."""
+    without_mlp: bool = False
+    """Whether MLPs are left out: theirs compute what ours have no counterpart for."""
 
 
 def _ours(**fields: object) -> LanguageModel:
@@ -141,6 +143,91 @@ PUBLISHED: dict[str, Published] = {
             "head": Counterpart(("lm_head",)),
         },
     ),
+    "Mistral": Published(
+        transformers.MistralConfig(**_THEIRS, head_dim=10, rms_norm_eps=1e-5, sliding_window=9),
+        _ours(head_dim=10, sliding_window=9),
+        {**_USUAL, **_PRE},
+    ),
+    "Gemma 2": Published(
+        transformers.Gemma2Config(
+            **_THEIRS,
+            head_dim=10,
+            rms_norm_eps=1e-5,
+            sliding_window=9,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        ),
+        _ours(
+            mlp="geglu",
+            head_dim=10,
+            embedding_scale=48**0.5,
+            tied_head=True,
+            norm_position="sandwich",
+            attention_scale=24**-0.5,
+            attention_softcap=2.0,
+            logit_softcap=3.0,
+            sliding_window=9,
+            global_every=2,
+        ),
+        {**_USUAL, **_SANDWICH},
+        added_to_norms=1.0,
+    ),
+    "Gemma 3": Published(
+        transformers.Gemma3TextConfig(
+            **_THEIRS,
+            head_dim=10,
+            rms_norm_eps=1e-5,
+            sliding_window=9,
+            query_pre_attn_scalar=24,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        ),
+        _ours(
+            mlp="geglu",
+            head_dim=10,
+            embedding_scale=48**0.5,
+            tied_head=True,
+            norm_position="sandwich",
+            qk_norm="head",
+            attention_scale=24**-0.5,
+            sliding_window=9,
+            global_every=3,
+            rope_theta=5000.0,
+            rope_scaling=RopeScaling(kind="linear", factor=4.0),
+            local_rope_theta=100.0,
+        ),
+        {**_USUAL, **_SANDWICH},
+        added_to_norms=1.0,
+    ),
+    "gpt-oss": Published(
+        transformers.GptOssConfig(
+            **_THEIRS,
+            head_dim=10,
+            rms_norm_eps=1e-5,
+            sliding_window=9,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            attention_bias=False,
+            rope_parameters=_yarn(truncate=False),
+        ),
+        _ours(
+            head_dim=10,
+            attention_sinks=True,
+            sliding_window=9,
+            global_every=2,
+            rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_positions=16, beta_fast=4.0, truncate=False),
+        ),
+        {
+            **_USUAL,
+            **_PRE,
+            "blocks.*.attention.sinks.weight": Counterpart((f"{_LAYER}self_attn.sinks",)),
+        },
+        without_mlp=True,
+    ),
     "Llama, linear": Published(
         transformers.LlamaConfig(
             **_THEIRS,
@@ -158,12 +245,22 @@ PUBLISHED: dict[str, Published] = {
 }
 
 
+class Nothing(torch.nn.Module):
+    """Adds nothing to the residual stream, and chooses no expert."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return torch.zeros_like(x), None
+
+
 def load_published(published: Published, theirs: transformers.PreTrainedModel) -> Decoder:
     """Our decoder in float64, with the weights of `theirs`."""
     weights = theirs.state_dict()
     decoder = Decoder(published.model, dtype=torch.float64).double()
     tensors: dict[str, Tensor] = {}
     for rule in tensor_rules(published.model, published.counterparts):
+        if published.without_mlp and ".mlp." in rule.ours:
+            tensors[rule.ours] = torch.zeros(rule.shape)
+            continue
         tensors[rule.ours] = rule.join([weights[name] for name in rule.theirs])
         if rule.ours.endswith("norm.weight"):
             tensors[rule.ours] = tensors[rule.ours] + published.added_to_norms
@@ -178,6 +275,9 @@ def test_logits_are_those_of_transformers(name: str) -> None:
     published.config._attn_implementation = "eager"
     theirs = random_transformers(published.config).double()
     tokens = random_tokens(2, 37)
+    if published.without_mlp:
+        for layer in theirs.model.layers:
+            layer.mlp = Nothing()
     expected = theirs(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
     # Theirs have norms and angles in float32, whatever the format of the activations.
     torch.testing.assert_close(load_published(published, theirs).logits(tokens), expected, rtol=1e-5, atol=3e-5)

@@ -71,6 +71,21 @@ def test_flops_by_hand(convention: str, attention: int) -> None:
     assert model_flops_per_token(described, 32, convention) == 6 * matmul + attention * 3 * width * 32  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("length", "window"), [(32, 8), (33, 32), (32, 32), (32, 40), (7, 3)])
+def test_windows_count_what_they_let_in(length: int, window: int) -> None:
+    """As many pairs as a mask of the window has, but for the half of the diagonal that the causal convention leaves out."""
+    plain = model(sliding_window=None)
+    # Every second of three layers is global: two have windows.
+    windowed = model(sliding_window=window, global_every=2)
+    queries, keys = torch.arange(length)[:, None], torch.arange(length)[None, :]
+    pairs = int(((queries >= keys) & (queries - keys < window)).sum()) - min(window, length) / 2
+    less = 2 * 6 * 2 * 64 * (length**2 / 2 - pairs) / length
+    found = model_flops_per_token(plain, length) - model_flops_per_token(windowed, length)
+    # The mask's diagonal: a window of w has (w L - w (w - 1) / 2) pairs, of which the convention counts w L - w w / 2.
+    assert found == pytest.approx(less, abs=12)
+    assert model_flops_per_token(plain, length, "palm") == model_flops_per_token(windowed, length, "palm")
+
+
 def test_flops_of_a_published_table() -> None:
     """LLM Foundry prints 417 TFLOP/s for 9,670 tokens/s a GPU of MPT-7B at 2,048 tokens: 3 (2 N + 4 L h s) a token.
 

@@ -39,6 +39,9 @@ class Case:
     kv_heads: int = 2
     alibi: bool = False
     documents: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     def inputs(self, length: int = LENGTH, dtype: torch.dtype = torch.float64) -> Tensors:
         """Query, key, value and the gradient of the result, for heads apart and all positions."""
@@ -51,6 +54,10 @@ class Case:
     @property
     def slopes(self) -> Tensor | None:
         return 2.0 ** -torch.arange(1, HEADS + 1) if self.alibi else None
+
+    @property
+    def sink_logits(self) -> Tensor | None:
+        return torch.linspace(-2.0, 3.0, HEADS, dtype=torch.float64) if self.sinks else None
 
     def document_ids(self, length: int = LENGTH) -> Tensor | None:
         if not self.documents:
@@ -73,23 +80,35 @@ CASES = {
     "alibi": Case(alibi=True),
     "documents": Case(documents=True),
     "alibi and documents": Case(alibi=True, documents=True, kv_heads=3),
+    "window": Case(window=5),
+    "cap": Case(softcap=0.7),
+    "sinks": Case(sinks=True),
+    "everything": Case(alibi=True, documents=True, window=3, softcap=0.7, sinks=True),
 }
 
 
 def plainly(case: Case, length: int = LENGTH) -> Tensors:
-    """Result and gradients of query, key and value, by autograd through plain softmax of the whole score matrix."""
+    """Result and gradients of query, key, value and sinks, by autograd through plain softmax of the whole score matrix."""
     query, key, value, grad = case.inputs(length)
-    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-    wide_key, wide_value = (x.repeat_interleave(HEADS // case.kv_heads, dim=1) for x in leaves[1:])
+    sinks = case.sink_logits
+    leaves = [x.clone().requires_grad_() for x in (query, key, value, sinks) if x is not None]
+    wide_key, wide_value = (x.repeat_interleave(HEADS // case.kv_heads, dim=1) for x in leaves[1:3])
     scores = leaves[0] @ wide_key.mT / WIDTH**0.5
+    if case.softcap is not None:
+        scores = case.softcap * (scores / case.softcap).tanh()
     distance = torch.arange(length)[None, :] - torch.arange(length)[:, None]
     if case.slopes is not None:
         scores = scores + case.slopes[:, None, None] * distance
     forbidden = (distance > 0)[None, None]
+    if case.window is not None:
+        forbidden = forbidden | (distance <= -case.window)
     ids = case.document_ids(length)
     if ids is not None:
         forbidden = forbidden | (ids[:, None, :, None] != ids[:, None, None, :])
-    out = scores.masked_fill(forbidden, -torch.inf).softmax(-1) @ wide_value
+    scores = scores.masked_fill(forbidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, leaves[3][:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+    out = scores.softmax(-1)[..., :length] @ wide_value
     out.backward(grad)
     return (out.detach(), *(x.grad for x in leaves if x.grad is not None))
 
@@ -207,21 +226,29 @@ def around_the_ring(names: list[str]) -> dict[str, Any]:
         case = CASES[name]
         mine = ring_positions(axis.rank, axis.size, LENGTH // axis.size, CPU)
         query, key, value, grad = (x[:, :, mine] for x in case.inputs())
-        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
-        place = (case.slopes, case.document_ids(), axis.group_name, axis.rank, axis.size)
-        out, log_z = ring_attention(*leaves, *place)
-        out.backward(grad)
-        assert not log_z.requires_grad
-        found[name] = (out.detach(), *(x.grad for x in leaves))
+        mask = (case.slopes, case.document_ids())
+        place = (case.window, case.softcap, axis.group_name, axis.rank, axis.size)
         compiled = torch.compile(lambda *x: ring_attention(*x)[0] * 2.0, backend="aot_eager", fullgraph=True)
-        again = [x.clone().requires_grad_() for x in (query, key, value)]
-        doubled = compiled(*again, *place)
-        doubled.backward(grad / 2.0)
-        found[f"{name}, compiled"] = (doubled.detach() / 2.0, *(x.grad for x in again))
+        for how in ("", ", compiled"):
+            leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+            sinks = None if case.sink_logits is None else case.sink_logits.requires_grad_()
+            out = (
+                compiled(*leaves, *mask, sinks, *place) / 2.0
+                if how
+                else ring_attention(*leaves, *mask, sinks, *place)[0]
+            )
+            out.backward(grad)
+            found[name + how] = (out.detach(), *(x.grad for x in leaves))
+            if sinks is not None:
+                # Each rank knows what its own queries say of them.
+                dist.all_reduce(sinks.grad)
+                found[name + how] += (sinks.grad,)
+    place = (*mask, None, *place)
     half = [x.to(torch.bfloat16) for x in (query, key, value)]
     out, log_z = ring_attention(*half, *place)
+    assert not log_z.requires_grad
     found["formats"] = (out.dtype, log_z.dtype)
-    unbiased = (None, None, axis.group_name, axis.rank, axis.size)
+    unbiased = (None, None, None, None, None, axis.group_name, axis.rank, axis.size)
     # In memory positions stand before heads, as a model's projections leave them.
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
     for how, arguments in {"by kernel": (*strided, *unbiased), "by formula": (*strided, *place)}.items():
@@ -243,7 +270,7 @@ def test_a_ring_gives_what_one_device_gives(name: str, how: str, ring: list[dict
     for rank, found in enumerate(ring):
         mine = ring_positions(rank, len(ring), LENGTH // len(ring), CPU)
         for part, whole in zip(found[name + how], expected, strict=True):
-            torch.testing.assert_close(part, whole[:, :, mine], **BOUND)
+            torch.testing.assert_close(part, whole[:, :, mine] if whole.dim() == 4 else whole, **BOUND)
 
 
 def test_results_keep_the_format_and_partitions_are_wide(ring: list[dict[str, Any]]) -> None:

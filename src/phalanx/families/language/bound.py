@@ -48,12 +48,14 @@ class BoundLanguage(
         return None if mixture is None else SplitCount("model.experts.count", mixture.count)
 
     def needs_bias(self) -> bool:
-        """Return whether there is ALiBi or a document mask."""
-        return self.model.positions == "alibi" or self.run.data.document_mask
+        """Return whether there is a document mask or more of the model's own: ALiBi, windows, caps or sinks."""
+        return self.run.data.document_mask or self.model.biases_attention(self.length)
 
     def unstreamable(self) -> str:
         """Return the option of attention that needs all heads of a rank at once; see `BoundModel`."""
-        return "model.qk_norm=whole" if self.model.qk_norm == "whole" else ""
+        if self.model.qk_norm == "whole":
+            return "model.qk_norm=whole"
+        return "model.attention_sinks=true" if self.model.attention_sinks else ""
 
     def flops_per_sample(self) -> float:
         """Return the model FLOPs of `data.sequence_length` tokens."""

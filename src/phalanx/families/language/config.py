@@ -97,12 +97,21 @@ def _check_sequence(run: LanguageRun) -> Iterator[Problem]:
 def _check_attention(run: LanguageRun) -> Iterator[Problem]:
     """Yield a problem where a named kernel cannot compute the run and gives way to no other.
 
-    FlashAttention-4 has no bias, no mask but the causal one, and two formats; FlexAttention adds up in 32 bits.
+    FlashAttention-4 has no bias, no mask but the causal one, and two formats; FlexAttention adds up in 32 bits. Caps and
+    sinks are for FlexAttention and plain products.
     """
     kernel, precision = run.training.attention, run.layout.precision
+    model = run.model
+    softmax = {
+        f"model.attention_softcap={model.attention_softcap}": model.attention_softcap is not None,
+        "model.attention_sinks=true": model.attention_sinks,
+    }
     unfit = {
+        **dict.fromkeys(("cudnn", "flash", "efficient"), softmax),
         "flash4": {
-            "model.positions=alibi": run.model.positions == "alibi",
+            **softmax,
+            "model.positions=alibi": model.positions == "alibi",
+            f"model.sliding_window={model.sliding_window}": model.sliding_window is not None,
             "data.document_mask=true": run.data.document_mask,
             f"layout.precision={precision}": precision not in ("bf16", "fp16"),
         },

@@ -122,10 +122,12 @@ class LanguageTracing(TracedModel):
     def likely_kernel(self, *, rocm: bool) -> Kernel:
         """Return the attention kernel a run will use: the one it names, or what `auto` mostly finds fastest there."""
         requested, precision = self.run.training.attention, self.run.layout.precision
-        biased = self.run.model.positions == "alibi" or self.run.data.document_mask
+        biased = self.needs_bias()
         measured = requested == "auto" and not rocm and precision != "fp64"
         if requested == "flex" or (biased and measured):
             return "flex"
+        if self.run.model.changes_softmax:
+            return "math"
         return sdpa_choice(requested, precision, biased=biased, rocm=rocm)
 
     def chunk_tokens(self, tp: int) -> int:

@@ -16,6 +16,7 @@ from phalanx.nn.splits import Split, SplitCount, Splits, name_splits
 _KINDS: tuple[tuple[str, ParameterKind], ...] = (
     ("*norm.weight", "norm"),
     ("*.bias", "bias"),
+    ("*.sinks.weight", "bias"),
     ("embedding.*", "embedding"),
     ("*", "matrix"),
 )
@@ -37,6 +38,7 @@ class DeclaredLanguage(DeclaredModel):
         return [
             ("*norm.weight", InitRule.constant(1.0)),
             ("*.bias", InitRule.constant(0.0)),
+            ("*.sinks.weight", InitRule.constant(0.0)),
             ("*.attention.output.weight", InitRule.normal(residual)),
             ("*.mlp.down.weight", InitRule.normal(residual)),
             ("*.mlp.experts.down", InitRule.normal(residual)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from phalanx.config.model import LanguageModel, MixtureConfig
+from phalanx.config.model import AttentionConfig, LanguageModel, MixtureConfig
 
 FlopsConvention = Literal["causal", "palm"]
 
@@ -47,20 +47,22 @@ def model_flops_per_token(model: LanguageModel, sequence_length: int, convention
 
     Six per matmul parameter (a multiply and an add forward, twice that backward), and attention: scores and weighted
     values take 12 * n_layers * (n_heads * head_size) * sequence_length when every token attends to every position.
-    `palm` counts that (PaLM, arXiv:2204.02311, appendix B), `causal` the half that a causal model needs.
+    `palm` counts that (PaLM, arXiv:2204.02311, appendix B), `causal` the half that a causal model needs, and of layers with
+    a window what it lets in.
     """
-    per_product = {"causal": 3, "palm": 6}[convention]
-    layers = sum(
-        count * per_product * layer.attention.products_per_token(sequence_length)
-        for layer, count in model.layer_kinds().items()
-    )
-    return 6 * matmul_parameters(model) + layers
+
+    def products(attention: AttentionConfig) -> int:
+        whole, causal = attention.products_per_token, attention.causal_products_per_token
+        return whole(sequence_length) if convention == "palm" else causal(sequence_length)
+
+    layers = sum(count * products(layer.attention) for layer, count in model.layer_kinds().items())
+    return 6 * (matmul_parameters(model) + layers)
 
 
 def block_flops_per_token(model: LanguageModel, sequence_length: int) -> int:
     """Return the share of one block in `model_flops_per_token`, causal convention; where blocks differ, of the last."""
     layer = model.layer(model.n_layers - 1)
-    return 6 * layer.matrix_parameters() + 3 * layer.attention.products_per_token(sequence_length)
+    return 6 * (layer.matrix_parameters() + layer.attention.causal_products_per_token(sequence_length))
 
 
 def head_flops_per_token(model: LanguageModel) -> int:

@@ -77,6 +77,10 @@ def _reduced_model(model: LanguageModel, world_size: int, length: int, stages: i
         "vocab_size": min(model.vocab_size, max(96, world_size**2) + 16 * world_size + model.vocab_size % 8),
         "max_positions": length,
     }
+    if model.sliding_window is not None:
+        # Narrow enough to leave something out, and kinds of layers that alternate within so few layers.
+        changes["sliding_window"] = min(model.sliding_window, max(2, length // 4))
+        changes["global_every"] = min(model.global_every, 2)
     if model.rotary_fraction < 1.0:
         # An even number of features, and four at least for the kind of scaling that needs them.
         changes["rotary_fraction"] = max(4, round(_HEAD_SIZE * model.rotary_fraction / 2) * 2) / _HEAD_SIZE

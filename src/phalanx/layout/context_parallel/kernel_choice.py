@@ -140,8 +140,10 @@ def choose_fastest(key: str, measure: Callable[[], dict[str, float]]) -> Attenti
 
 
 def _measure_all(model: LanguageModel, shape: AttentionShape, device: torch.device) -> dict[str, float]:
-    needs_bias = model.positions == "alibi" or shape.documents
+    needs_bias = shape.documents or model.biases_attention(shape.length)
     names = ["cudnn", "efficient", "flex"] if needs_bias else ["cudnn", "flash", "efficient"]
+    if model.changes_softmax:
+        names = ["flex"]
     if not needs_bias and _flash4_runs(shape, device):
         names.append("flash4")
     milliseconds = {}
@@ -165,6 +167,8 @@ def _measure_kernel(name: str, model: LanguageModel, shape: AttentionShape, devi
         return x.transpose(1, 2).requires_grad_()
 
     query, key, value = random(model.n_heads), random(model.kv_heads), random(model.kv_heads)
+    if attention.sinks:
+        context = context._replace(sinks_H=torch.zeros(model.n_heads, device=device, dtype=torch.float32))
     return milliseconds_of(name, lambda: attend(query, key, value, context), torch.randn_like(query))
 
 
@@ -205,9 +209,17 @@ def _cache_key(model: LanguageModel, shape: AttentionShape, device: torch.device
         version,
         # Heads are written otherwise than by versions that could not measure the memory-efficient kernel where they share.
         f"B{shape.samples} S{shape.length} H{model.n_heads}/{model.kv_heads} E{model.head_size}",
-        f"{shape.dtype} {model.positions}{' documents' if shape.documents else ''}",
+        f"{shape.dtype} {model.positions}{' documents' if shape.documents else ''}{_describe_options(model, shape.length)}",
     )
     return " | ".join(parts)
+
+
+def _describe_options(model: LanguageModel, length: int) -> str:
+    """Return what else a kernel's speed depends on; nothing for models that have none of it."""
+    attention = model.layer(0).attention
+    window = attention.window_within(length)
+    options = {"window": window, "cap": attention.softcap, "sinks": attention.sinks or None}
+    return "".join(f" {name} {value}" for name, value in options.items() if value is not None)
 
 
 def _cache_path() -> Path:

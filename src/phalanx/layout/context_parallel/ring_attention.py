@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.nn.attention import dense_bias
+from phalanx.nn.layers import soft_cap
 from phalanx.torch_compat import common as compat
 
 
@@ -30,6 +31,9 @@ def ring_attention(
     value: Tensor,
     slopes_H: Tensor | None,
     document_ids_BS: Tensor | None,
+    sinks_H: Tensor | None,
+    window: int | None,
+    softcap: float | None,
     group: str,
     rank: int,
     size: int,
@@ -37,28 +41,44 @@ def ring_attention(
     """Return causal attention of this rank's queries to all ranks' keys.
 
     query: [B, H, S, E]; key, value: [B, K, S, E], at `ring_positions`. slopes_H: ALiBi slopes. document_ids_BS: of whole
-    samples. group: name of the process group of `size` ranks. Returns [B, H, S, E] in the format of the query and the
-    log-partitions [B, H, S].
+    samples. sinks_H: logits that take part in the softmax of each head. window: positions that a query sees, its own and
+    those before it. softcap: bound of the scores. group: name of the process group of `size` ranks. Returns [B, H, S, E]
+    in the format of the query and the log-partitions [B, H, S], sinks included.
     """
-    return attend_along(Ring(rank, size, compat.process_group(group)), query, key, value, slopes_H, document_ids_BS)
+    ring = Ring(rank, size, compat.process_group(group))
+    return attend_along(ring, query, key, value, slopes_H, document_ids_BS, sinks_H, window, softcap)
 
 
 def attend_along(
-    ring: Ring, query: Tensor, key: Tensor, value: Tensor, slopes_H: Tensor | None, document_ids_BS: Tensor | None
+    ring: Ring,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes_H: Tensor | None,
+    document_ids_BS: Tensor | None,
+    sinks_H: Tensor | None,
+    window: int | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Run `ring_attention` step by step."""
+    mask = _Mask(slopes_H, document_ids_BS, window, softcap)
     total: Part | None = None
     for source, travelling in ring.tour(torch.stack((key, value))):
-        for task in _list_tasks(ring, source, query, slopes_H, document_ids_BS):
+        for task in _list_tasks(ring, source, query, mask):
             part = attend_part(
                 query[:, :, task.queries],
                 travelling[0, :, :, task.keys],
                 travelling[1, :, :, task.keys],
                 causal=task.causal,
                 bias=task.bias,
+                softcap=softcap,
             )
             total = join_parts(total, part, task.queries)
     assert total is not None
+    if sinks_H is not None:
+        # A part of the softmax without a value: with its share in the log-partitions, the backward pass needs no other rule.
+        sinks = sinks_H.to(total.log_z.dtype)[:, None].expand_as(total.log_z)
+        total = join_parts(total, Part(torch.zeros_like(total.out), sinks))
     # Contiguous, as the compiler was told: kernels leave their results in the order of their inputs' dims.
     return total.out.to(query.dtype).contiguous(), total.log_z.contiguous()
 
@@ -74,6 +94,9 @@ def _(
     value: Tensor,
     slopes_H: Tensor | None,
     document_ids_BS: Tensor | None,
+    sinks_H: Tensor | None,
+    window: int | None,
+    softcap: float | None,
     group: str,
     rank: int,
     size: int,
@@ -92,13 +115,15 @@ def _ring_gradients(
     log_z: Tensor,
     slopes_H: Tensor | None,
     document_ids_BS: Tensor | None,
+    window: int | None,
+    softcap: float | None,
     group: str,
     rank: int,
     size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of query, key and value."""
     ring = Ring(rank, size, compat.process_group(group))
-    return gradients_along(ring, grad_out, query, key, value, out, log_z, slopes_H, document_ids_BS)
+    return gradients_along(ring, grad_out, query, key, value, out, log_z, slopes_H, document_ids_BS, window, softcap)
 
 
 def gradients_along(
@@ -111,15 +136,18 @@ def gradients_along(
     log_z: Tensor,
     slopes_H: Tensor | None,
     document_ids_BS: Tensor | None,
+    window: int | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward pass: gradients of keys and values travel one step behind them, and so reach home."""
+    mask = _Mask(slopes_H, document_ids_BS, window, softcap)
     wide = torch.promote_types(query.dtype, torch.float32)
     # Added up over the ranks' parts: bfloat16 sums would round once a rank.
     grad_query = query.new_zeros(query.shape, dtype=wide)
     grads: Tensor | None = None
     for source, travelling in ring.tour(torch.stack((key, value))):
         mine = travelling.new_zeros(travelling.shape, dtype=wide)
-        for task in _list_tasks(ring, source, query, slopes_H, document_ids_BS):
+        for task in _list_tasks(ring, source, query, mask):
             queries, keys = task.queries, task.keys
             grad_q, grad_k, grad_v = part_gradients(
                 grad_out[:, :, queries],
@@ -129,6 +157,7 @@ def gradients_along(
                 Part(out[:, :, queries], log_z[:, :, queries]),
                 causal=task.causal,
                 bias=task.bias,
+                softcap=softcap,
             )
             grad_query[:, :, queries] += grad_q
             mine[0, :, :, keys] += grad_k
@@ -150,6 +179,8 @@ def _(
     log_z: Tensor,
     slopes_H: Tensor | None,
     document_ids_BS: Tensor | None,
+    window: int | None,
+    softcap: float | None,
     group: str,
     rank: int,
     size: int,
@@ -158,23 +189,40 @@ def _(
 
 
 def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, group, rank, size = inputs
+    *tensors, window, softcap, group, rank, size = inputs
     ctx.save_for_backward(*tensors, *output)
-    ctx.place = group, rank, size
+    ctx.place = window, softcap, group, rank, size
     # Log-partitions serve the backward pass; nothing is differentiated through them.
     ctx.mark_non_differentiable(output[1])
 
 
 def _ring_backward(ctx: Any, grad_out: Tensor, _grad_log_z: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, slopes_H, document_ids_BS, out, log_z = ctx.saved_tensors
+    query, key, value, slopes_H, document_ids_BS, sinks_H, out, log_z = ctx.saved_tensors
     grads = _ring_gradients(grad_out.contiguous(), query, key, value, out, log_z, slopes_H, document_ids_BS, *ctx.place)
-    return (*grads, None, None, None, None, None)
+    grad_sinks = None if sinks_H is None else _sink_gradients(grad_out, out, log_z, sinks_H)
+    return (*grads, None, None, grad_sinks, None, None, None, None, None)
+
+
+def _sink_gradients(grad_out: Tensor, out: Tensor, log_z: Tensor, sinks_H: Tensor) -> Tensor:
+    """Return gradients of sinks, [H], from this rank's queries: a sink has a weight in the softmax, and 0 for its value."""
+    weights_BHS = (sinks_H.to(log_z.dtype)[:, None] - log_z).exp()
+    inner_BHS = (grad_out.to(log_z.dtype) * out.to(log_z.dtype)).sum(-1)
+    return -(weights_BHS * inner_BHS).sum((0, 2)).to(sinks_H.dtype)
 
 
 ring_attention.register_autograd(_ring_backward, setup_context=_save_tensors)
 
 RING_GRADIENTS = torch.ops.phalanx.ring_attention_gradients.default
 """The backward pass as an operation, as cost models see it."""
+
+
+class _Mask(NamedTuple):
+    """What changes scores besides the causal mask."""
+
+    slopes_H: Tensor | None
+    document_ids_BS: Tensor | None
+    window: int | None
+    softcap: float | None
 
 
 class _Task:
@@ -190,18 +238,18 @@ class _Task:
 _ALL = slice(None)
 
 
-def _list_tasks(
-    ring: Ring, source: int, query: Tensor, slopes_H: Tensor | None, document_ids_BS: Tensor | None
-) -> list[_Task]:
+def _list_tasks(ring: Ring, source: int, query: Tensor, mask: _Mask) -> list[_Task]:
     """Return what this rank's queries have to do with the keys of `source`."""
     rank, size, length = ring.rank, ring.size, query.shape[2]
-    if slopes_H is not None or document_ids_BS is not None:
+    document_ids_BS = mask.document_ids_BS
+    # A bias keeps fused kernels away, which know neither biases nor caps.
+    if any(change is not None for change in mask):
         queries_Q, keys_S = (ring_positions(r, size, length, query.device) for r in (rank, source))
         documents = None
         if document_ids_BS is not None:
             documents = document_ids_BS[:, queries_Q], document_ids_BS[:, keys_S]
         wide = torch.promote_types(query.dtype, torch.float32)
-        return [_Task(_ALL, _ALL, bias=dense_bias(slopes_H, queries_Q, keys_S, wide, documents))]
+        return [_Task(_ALL, _ALL, bias=dense_bias(mask.slopes_H, queries_Q, keys_S, wide, documents, mask.window))]
     if source == rank:
         return [_Task(_ALL, _ALL, causal=True)]
     # Its early run lies before all of ours, its late run behind.
@@ -259,15 +307,18 @@ class Part(NamedTuple):
     """Log of the softmax's denominator, at least float32 [B, H, Q]; -inf for a query with no key in the part."""
 
 
-def attend_part(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias: Tensor | None) -> Part:
+def attend_part(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool, bias: Tensor | None, softcap: float | None = None
+) -> Part:
     """Return attention to these keys alone. causal: queries and keys stand at the same ascending positions.
 
-    bias: [B or 1, H or 1, Q, S], -inf where forbidden; with it `causal` must be False.
+    bias: [B or 1, H or 1, Q, S], -inf where forbidden; with it `causal` must be False. softcap: bound of the scores, for
+    calls with a bias.
     """
     if bias is None and compat.has_attention_kernel(query):
         return Part(*compat.attention_kernel(query, key, value, causal))
     key, value = _repeat_groups(key, query), _repeat_groups(value, query)
-    scores = _compute_scores(query, key, causal, bias)
+    scores = _mask_scores(_compute_products(query, key, softcap), causal, bias)
     log_z = torch.logsumexp(scores, dim=-1)
     probability = (scores - log_z.masked_fill(log_z == -torch.inf, 0.0)[..., None]).exp()
     return Part((probability @ value.to(scores.dtype)), log_z)
@@ -292,7 +343,15 @@ def join_parts(total: Part | None, part: Part, queries: slice = slice(None)) -> 
 
 
 def part_gradients(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, joint: Part, *, causal: bool, bias: Tensor | None
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    joint: Part,
+    *,
+    causal: bool,
+    bias: Tensor | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of queries, keys and values that come from this part of the keys.
 
@@ -301,23 +360,32 @@ def part_gradients(
     if bias is None and compat.has_attention_kernel(query):
         return compat.attention_kernel_gradients(grad_out, query, key, value, joint.out, joint.log_z, causal)
     whole_key, whole_value = _repeat_groups(key, query), _repeat_groups(value, query)
-    scores = _compute_scores(query, whole_key, causal, bias)
+    products = _compute_products(query, whole_key, softcap)
+    scores = _mask_scores(products, causal, bias)
     wide = scores.dtype
     grad_out = grad_out.to(wide)
     probability = (scores - joint.log_z[..., None]).exp()
     grad_value = probability.mT @ grad_out
     inner = (grad_out * joint.out.to(wide)).sum(-1, keepdim=True)
     grad_scores = probability * (grad_out @ whole_value.to(wide).mT - inner) * query.shape[-1] ** -0.5
+    if softcap is not None:
+        grad_scores = grad_scores * (1.0 - (products / softcap).square())
     grad_query = grad_scores @ whole_key.to(wide)
     grad_key = grad_scores.mT @ query.to(wide)
     return grad_query, _sum_groups(grad_key, key), _sum_groups(grad_value, key)
 
 
-def _compute_scores(query: Tensor, key: Tensor, causal: bool, bias: Tensor | None) -> Tensor:
+def _compute_products(query: Tensor, key: Tensor, softcap: float | None) -> Tensor:
+    """Return scaled and capped products of queries and keys, [B, H, Q, S]."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    scores: Tensor = query.to(wide) @ key.to(wide).mT * query.shape[-1] ** -0.5
+    products: Tensor = query.to(wide) @ key.to(wide).mT * query.shape[-1] ** -0.5
+    return products if softcap is None else soft_cap(products, softcap)
+
+
+def _mask_scores(scores: Tensor, causal: bool, bias: Tensor | None) -> Tensor:
+    """Return scores with the bias or the causal mask."""
     if bias is not None:
-        return scores + bias.to(wide)
+        return scores + bias.to(scores.dtype)
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         return scores.masked_fill(later, -torch.inf)

@@ -78,6 +78,12 @@ class RingContext(NamedTuple):
     """ALiBi slopes of this rank's heads."""
     document_ids_BS: Tensor | None
     """Document of each token of whole samples."""
+    window: int | None = None
+    """Positions that a query sees, its own and those before it; None where it sees all."""
+    softcap: float | None = None
+    """Bound of the scores."""
+    sinks_H: Tensor | None = None
+    """Logits of this rank's heads that take part in the softmax; every layer fills in its own."""
 
 
 def split_context(model: ContextModel, share: SequenceShare, attend: AttentionCore = attend) -> None:
@@ -93,7 +99,7 @@ def split_context(model: ContextModel, share: SequenceShare, attend: AttentionCo
         model.attention_context = partial(attention_context, heads=slice(first, first + heads))
         core = attend
     elif share.context == "ring":
-        model.attention_context = partial(_ring_context, slice(first, first + heads))
+        model.attention_context = partial(_ring_context, cp, slice(first, first + heads))
         core = partial(_attend_by_ring, cp)
     else:
         # Ranks of `cp` divide the heads that their place along `tp` has.
@@ -107,6 +113,7 @@ def split_context(model: ContextModel, share: SequenceShare, attend: AttentionCo
 
 
 def _ring_context(
+    cp: Axis,
     heads: slice,
     config: AttentionConfig,
     positions_S: Tensor,
@@ -121,12 +128,24 @@ def _ring_context(
         None if config.rope is None else rope_tables(config.rope, positions_S),
         None if config.alibi is None else alibi_slopes(config.alibi, positions_S.device)[heads],
         document_ids_BS,
+        config.window_within(len(positions_S) * cp.size),
+        config.softcap,
     )
 
 
 def _attend_by_ring(cp: Axis, query: Tensor, key: Tensor, value: Tensor, context: RingContext) -> Tensor:
     out: Tensor = ring_attention(
-        query, key, value, context.slopes_H, context.document_ids_BS, cp.group_name, cp.rank, cp.size
+        query,
+        key,
+        value,
+        context.slopes_H,
+        context.document_ids_BS,
+        context.sinks_H,
+        context.window,
+        context.softcap,
+        cp.group_name,
+        cp.rank,
+        cp.size,
     )[0]
     return out
 
@@ -152,5 +171,8 @@ def _exchanged_context(
 def _attend_by_exchange(
     cp: Axis, attend: AttentionCore, query: Tensor, key: Tensor, value: Tensor, context: AttentionContext
 ) -> Tensor:
+    if context.sinks_H is not None:
+        # Those of the heads that this rank gets of all positions; the others' gradients come from the other ranks.
+        context = context._replace(sinks_H=context.sinks_H.chunk(cp.size)[cp.rank])
     query, key, value = (exchange_parts(x, cp, split=1, join=2) for x in (query, key, value))
     return exchange_parts(attend(query, key, value, context), cp, split=2, join=1)

@@ -62,6 +62,8 @@ def _split_module(module: nn.Module, split: Split, tp: Axis) -> TensorSplits:
         part = _keep_part(module, "weight", 0, 1, tp)
         module.first_row = part.start  # type: ignore[assignment]
         return {"weight": part}
+    if split.kind == "heads":
+        return {"weight": _keep_part(module, "weight", 0, split.unit, tp)}
     if split.kind == "norm":
         assert isinstance(module, Norm)
         _change_class(module, JointNorm, tp)
