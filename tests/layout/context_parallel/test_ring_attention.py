@@ -66,11 +66,11 @@ class Case:
 
     def bias(self, queries: Tensor, keys: Tensor) -> Tensor | None:
         """The mask as a bias, where there is one beside the causal mask."""
-        if not (self.alibi or self.documents):
+        if not (self.alibi or self.documents or self.window):
             return None
         ids = self.document_ids()
         documents = None if ids is None else (ids[:, queries], ids[:, keys])
-        return dense_bias(self.slopes, queries, keys, torch.float64, documents)
+        return dense_bias(self.slopes, queries, keys, torch.float64, documents, self.window)
 
 
 CASES = {
@@ -126,7 +126,7 @@ def in_parts(case: Case, cuts: list[int]) -> Tensors:
         bias = case.bias(everything, everything[keys])
         if bias is None:
             bias = dense_bias(None, everything, everything[keys], torch.float64, None)
-        return {"causal": False, "bias": bias}
+        return {"causal": False, "bias": bias, "softcap": case.softcap}
 
     total: Part | None = None
     for start, stop in bounds:
@@ -144,7 +144,7 @@ def in_parts(case: Case, cuts: list[int]) -> Tensors:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.sampled_from(sorted(CASES)), st.sets(st.integers(1, LENGTH - 1), max_size=4))
+@given(st.sampled_from(sorted(name for name, case in CASES.items() if not case.sinks)), st.sets(st.integers(1, LENGTH - 1), max_size=4))
 def test_parts_of_the_keys_join_to_the_whole(name: str, cuts: set[int]) -> None:
     for found, expected in zip(in_parts(CASES[name], sorted(cuts)), plainly(CASES[name]), strict=True):
         torch.testing.assert_close(found, expected, **BOUND)
@@ -228,6 +228,8 @@ def around_the_ring(names: list[str]) -> dict[str, Any]:
         query, key, value, grad = (x[:, :, mine] for x in case.inputs())
         mask = (case.slopes, case.document_ids())
         place = (case.window, case.softcap, axis.group_name, axis.rank, axis.size)
+        # One function for all cases would be compiled more often than the compiler allows.
+        torch.compiler.reset()
         compiled = torch.compile(lambda *x: ring_attention(*x)[0] * 2.0, backend="aot_eager", fullgraph=True)
         for how in ("", ", compiled"):
             leaves = [x.clone().requires_grad_() for x in (query, key, value)]
