@@ -144,7 +144,10 @@ def in_parts(case: Case, cuts: list[int]) -> Tensors:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.sampled_from(sorted(name for name, case in CASES.items() if not case.sinks)), st.sets(st.integers(1, LENGTH - 1), max_size=4))
+@given(
+    st.sampled_from(sorted(name for name, case in CASES.items() if not case.sinks)),
+    st.sets(st.integers(1, LENGTH - 1), max_size=4),
+)
 def test_parts_of_the_keys_join_to_the_whole(name: str, cuts: set[int]) -> None:
     for found, expected in zip(in_parts(CASES[name], sorted(cuts)), plainly(CASES[name]), strict=True):
         torch.testing.assert_close(found, expected, **BOUND)
