@@ -24,7 +24,7 @@ import torch
 
 from phalanx.config.load import load_run
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.balance import step_balance, summarize_balance
+from phalanx.families.materials.data.balance import step_balance, summarise_balance
 from phalanx.families.materials.data.graph_batches import graph_columns
 from phalanx.families.materials.data.graph_shards import open_prepared
 from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
@@ -128,7 +128,7 @@ def waiting(run: MaterialsRun, ranks: int, structures: int, costs: list[float]) 
     found = []
     for groups in (None, BranchGroups(sizes)):
         stream = GraphBatchStream(order, graph_columns(sources), ranks=ranks, branches=groups, prefetch=0)
-        found.append(summarize_balance(step_balance(stream.division(step)) for step in range(1, STEPS + 1)))
+        found.append(summarise_balance(step_balance(stream.division(step)) for step in range(1, STEPS + 1)))
     plain, apart = found
     return Wait(
         ranks,

@@ -39,7 +39,7 @@ from phalanx.families.materials.data.balance import (
     divide_by_cost,
     divide_in_turn,
     step_balance,
-    summarize_balance,
+    summarise_balance,
 )
 from phalanx.families.materials.data.graph_batches import graph_columns
 from phalanx.families.materials.data.graph_shards import Located, PreparedSource, open_prepared
@@ -107,7 +107,7 @@ def simulate(sources: list[PreparedSource], name: str, scenario: tuple[str, int,
         floors.append((max(costliest - mean, 0.0), max(costliest, mean)))
     floor = sum(wait for wait, _ in floors) / sum(lasted for _, lasted in floors)
     taken = 1e3 * statistics.median(seconds)
-    return Row(name, scaling, structures, ranks, way, summarize_balance(seen), floor, (min(counts), max(counts)), taken)
+    return Row(name, scaling, structures, ranks, way, summarise_balance(seen), floor, (min(counts), max(counts)), taken)
 
 
 def shared_out(found: Located, way: str, ranks: int) -> StepBalance:

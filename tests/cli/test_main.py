@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from importlib import import_module
-from inspect import Parameter, signature
 from types import ModuleType, SimpleNamespace
-from typing import cast
+from typing import cast, get_type_hints
 
 import pytest
 import typer
@@ -92,10 +92,13 @@ sys.exit(9 if "torch" in sys.modules else 0 if sorted(set(codes)) == [0, 2] else
     ids=lambda subcommand: subcommand.name,
 )
 def test_a_subcommand_does_what_its_options_declare(subcommand: Subcommand) -> None:
-    options = getattr(import_module(f"phalanx.cli.options.{subcommand.options}"), f"declare_{subcommand.name}")
+    arguments = getattr(
+        import_module(f"phalanx.cli.options.{subcommand.options}"), f"{subcommand.name.title()}Arguments"
+    )
     does = getattr(import_module(f"phalanx.cli.{subcommand.module}"), f"run_{subcommand.name}")
-    assert list(signature(does).parameters) == list(signature(options).parameters)
-    assert {one.kind for one in signature(does).parameters.values()} == {Parameter.KEYWORD_ONLY}
+    assert list(get_type_hints(does).values()) == [arguments, type(None)]
+    # A command without a docstring would have no help, and a dataclass without one has its signature for it.
+    assert arguments.__doc__ and not arguments.__doc__.startswith(arguments.__name__)
 
 
 def test_help_has_one_style(call: Call) -> None:
@@ -158,14 +161,16 @@ def _fail(name: str) -> None:
 
 
 def add_subcommand(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., None]) -> None:
-    """Let `phalanx` have a subcommand that does what `function` does, and declares its arguments."""
+    """Let `phalanx` have a subcommand that does what `function` does, and takes its arguments."""
     added = Subcommand(name, f"testing.{name}", "testing", "For this test.", ())
     monkeypatch.setattr(main, "SUBCOMMANDS", (*SUBCOMMANDS, added))
-    for module, does in (
-        ("phalanx.cli.options.testing", f"declare_{name}"),
-        (f"phalanx.cli.testing.{name}", f"run_{name}"),
+    taken = [(each, kind) for each, kind in get_type_hints(function).items() if each != "return"]
+    arguments = f"{name.title()}Arguments"
+    for module, attribute, value in (
+        ("phalanx.cli.options.testing", arguments, make_dataclass(arguments, taken)),
+        (f"phalanx.cli.testing.{name}", f"run_{name}", lambda asked: function(**vars(asked))),
     ):
-        monkeypatch.setitem(sys.modules, module, cast(ModuleType, SimpleNamespace(**{does: function})))
+        monkeypatch.setitem(sys.modules, module, cast(ModuleType, SimpleNamespace(**{attribute: value})))
 
 
 @pytest.mark.parametrize("name", FAILURES)

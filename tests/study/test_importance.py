@@ -13,7 +13,7 @@ from phalanx.study.importance import (
     interactions,
     measured_importance,
     shapley_effects,
-    summarize_importance,
+    summarise_importance,
 )
 
 NAMES = ("a", "b", "c")
@@ -43,9 +43,9 @@ def test_what_does_not_vary_is_left_out_and_many_parameters_are_told_apart() -> 
 
 def test_few_trials_or_equal_ones_say_nothing() -> None:
     codes = np.arange(12).reshape(6, 2)
-    assert summarize_importance(("a", "b"), codes[:5], np.arange(5.0), "seconds") is None
-    assert summarize_importance(("a", "b"), np.ones((6, 2)), np.arange(6.0), "seconds") is None
-    found = summarize_importance(("a", "b"), codes, np.arange(6.0), "seconds")
+    assert summarise_importance(("a", "b"), codes[:5], np.arange(5.0), "seconds") is None
+    assert summarise_importance(("a", "b"), np.ones((6, 2)), np.arange(6.0), "seconds") is None
+    found = summarise_importance(("a", "b"), codes, np.arange(6.0), "seconds")
     assert found is not None and found["trials"] == 6 and found["of"] == "seconds"
     assert [row["name"] for row in found["importance"]] == ["a", "b"]
 

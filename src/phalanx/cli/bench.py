@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from phalanx.cli.console import print_json, print_lines
+from phalanx.cli.options.training import BenchArguments
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
@@ -28,51 +29,40 @@ from phalanx.study.processes.slots import Launcher, LocalRanks, whole_nodes
 from phalanx.study.processes.trial_files import short_run
 
 
-def run_bench(
-    *,
-    run: Path,
-    overrides: list[str] | None,
-    devices: int,
-    steps: int,
-    skip: int,
-    cluster: str | None,
-    profile: str | None,
-    where: str,
-    limit: float,
-    keep: Path | None,
-    json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.training` declares its arguments."""
-    if skip >= steps:
-        raise ConfigError(f"--skip {skip} leaves none of --steps {steps} to count; nearest legal: --skip {steps - 1}")
+def run_bench(asked: BenchArguments) -> None:
+    """Run the subcommand."""
+    if asked.skip >= asked.steps:
+        raise ConfigError(
+            f"--skip {asked.skip} leaves none of --steps {asked.steps} to count; nearest legal: --skip {asked.steps - 1}"
+        )
     # Under torchrun every rank would start a whole benchmark
     if ranks_from_environment().world_size > 1:
         raise ConfigError("phalanx bench starts its ranks itself: call it once, with --nproc N or --where slurm")
-    machine = None if cluster is None else load_machine(cluster)
-    launcher = _choose_launcher(where, devices, machine)
-    model = bind(short_run(load_run(run, overrides or []), steps))
-    layout = _resolve_layout(model, machine, devices)
+    machine = None if asked.cluster is None else load_machine(asked.cluster)
+    launcher = _choose_launcher(asked.where, asked.devices, machine)
+    model = bind(short_run(load_run(asked.run, asked.overrides or []), asked.steps))
+    layout = _resolve_layout(model, machine, asked.devices)
     plan, why = None, None
-    if machine is not None and cluster is not None:
+    if machine is not None and asked.cluster is not None:
         # What is measured is what is planned beside it.
         section = model.run.layout.model_copy(update={"microbatch": layout.microbatch})
         model = model.rebind(model.run.model_copy(update={"layout": section}))
         # Slurm asks for a cluster whether there is a plan or not.
         if isinstance(model, TracedModel):
-            plan = expect_step(model, layout, machine, choose_profile(machine, cluster, profile))
+            plan = expect_step(model, layout, machine, choose_profile(machine, asked.cluster, asked.profile))
         else:
             family = model.run.model.family
             why = f"no plan for model.family={family}: what a batch of graphs costs depends on the graphs"
-    found = _measure_run(model.run, launcher, devices, keep, skip, limit)
+    found = _measure_run(model.run, launcher, asked.devices, asked.keep, asked.skip, asked.limit)
     summary = {
         "layout": str(layout),
-        "devices": devices,
+        "devices": asked.devices,
         "global_batch": layout.global_batch,
         "measured": asdict(found),
         "planned": None if plan is None else asdict(plan),
         "why_no_plan": why,
     }
-    if json:
+    if asked.json:
         print_json(summary)
         return
     print_lines(_write_measured(layout, found))

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from rich.text import Text
 
 from phalanx.cli.console import open_output, print_json, print_lines
+from phalanx.cli.options.training import DoctorArguments
 from phalanx.cli.ranks import start_ranks, words_without_nproc
 from phalanx.errors import CheckFailed
 from phalanx.hardware.device import choose_device
@@ -19,29 +20,25 @@ from phalanx.hardware.machine import load_machine
 from phalanx.layout.mesh import leave_process_group, ranks_from_environment
 
 
-def run_doctor(
-    *,
-    cluster: str | None,
-    nproc: int | None,
-    quick: bool,
-    patience: float,
-    device: str,
-    json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.training` declares its arguments."""
-    machine = None if cluster is None else load_machine(cluster)
+def run_doctor(asked: DoctorArguments) -> None:
+    """Run the subcommand."""
+    machine = None if asked.cluster is None else load_machine(asked.cluster)
     ranks = ranks_from_environment()
     # The ranks look at the machine, each at its device; this process only waits
-    if nproc is not None:
-        start_ranks(words_without_nproc(), nproc)
+    if asked.nproc is not None:
+        start_ranks(words_without_nproc(), asked.nproc)
         return
     found = examine_ranks(
-        ranks, choose_device(device, ranks.local_rank), machine, measured=not quick, patience_s=patience
+        ranks,
+        choose_device(asked.device, ranks.local_rank),
+        machine,
+        measured=not asked.quick,
+        patience_s=asked.patience,
     )
     leave_process_group()
     if not ranks.first:
         return
-    if json:
+    if asked.json:
         print_json(
             {
                 "passed": found.passed,

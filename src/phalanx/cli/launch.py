@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from phalanx.cli.console import print_json, print_lines, write_file
+from phalanx.cli.options.training import LaunchArguments
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.families.registry import bind
@@ -16,49 +17,37 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 
 
-def run_launch(
-    *,
-    run: Path,
-    cluster: str,
-    nodes: int,
-    overrides: list[str] | None,
-    time: str | None,
-    account: str | None,
-    partition: str | None,
-    setup: list[str] | None,
-    image: str | None,
-    preflight: bool,
-    out: Path | None,
-    submit: bool,
-    as_json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.training` declares its arguments."""
-    machine = load_machine(cluster)
+def run_launch(asked: LaunchArguments) -> None:
+    """Run the subcommand."""
+    out = asked.out
+    machine = load_machine(asked.cluster)
     # the job may start elsewhere: a description that is a file needs its whole path there
-    described = cluster if cluster in described_names() else str(Path(cluster).absolute())
+    described = asked.cluster if asked.cluster in described_names() else str(Path(asked.cluster).absolute())
     wanted = Job(
-        run=run,
-        nodes=nodes,
+        run=asked.run,
+        nodes=asked.nodes,
         directory=Path.cwd(),
-        overrides=tuple(overrides or ()),
-        seconds=None if time is None else parse_walltime(time),
-        account=account,
-        partition=partition,
-        setup=tuple(setup or ()),
-        image=image,
-        examined_as=described if preflight else None,
+        overrides=tuple(asked.overrides or ()),
+        seconds=None if asked.time is None else parse_walltime(asked.time),
+        account=asked.account,
+        partition=asked.partition,
+        setup=tuple(asked.setup or ()),
+        image=asked.image,
+        examined_as=described if asked.preflight else None,
     )
     job = complete_job(machine, wanted)
     ranks = job.nodes * machine.node.devices
-    layout = resolve_layout(bind(load_run(run, overrides or [])), ranks, machine.node.devices)
+    layout = resolve_layout(bind(load_run(asked.run, asked.overrides or [])), ranks, machine.node.devices)
     # before anything is written: a login node without Slurm is told so at once
-    sbatch = _find_sbatch() if submit else None
+    sbatch = _find_sbatch() if asked.submit else None
     text = launch_script(machine, job)
-    out = out or (Path(f"{run.resolve().name.removesuffix('.yaml')}-{machine.name}.sbatch") if submit else None)
+    out = out or (
+        Path(f"{asked.run.resolve().name.removesuffix('.yaml')}-{machine.name}.sbatch") if asked.submit else None
+    )
     if out is not None:
         write_file(out, text)
     job_id = None if sbatch is None or out is None else _submit_script(sbatch, out)
-    if as_json:
+    if asked.as_json:
         print_json(
             {
                 "cluster": machine.name,

@@ -13,9 +13,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import wraps
 from importlib import import_module, metadata
-from typing import Annotated, Any
+from inspect import Signature, signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -38,7 +38,7 @@ class Subcommand:
     module: str
     """Module below `phalanx.cli` with the function `run_NAME`, or with the Typer application `NAME_app`."""
     options: str | None
-    """Module of `phalanx.cli.options` with `declare_NAME`; None for an application, which declares its own subcommands."""
+    """Module of `phalanx.cli.options` with `NameArguments`; None for an application, which declares its own subcommands."""
     help: str
     examples: tuple[str, ...]
 
@@ -237,7 +237,7 @@ class _LazyCommand(TyperCommand):
             options = import_module(f"phalanx.cli.options.{self.subcommand.options}")
             target = typer.Typer(add_completion=False, rich_markup_mode=None)
             declared = target.command(name=self.subcommand.name, context_settings=app.info.context_settings)
-            declared(_defer_import(self.subcommand, getattr(options, f"declare_{self.subcommand.name}")))
+            declared(_defer_import(self.subcommand, getattr(options, f"{self.subcommand.name.title()}Arguments")))
         command = typer.main.get_command(target)
         command.name = self.subcommand.name
         if command.epilog is None and "Example" not in (command.help or ""):
@@ -344,15 +344,19 @@ def phalanx(
     """Take the options in front of the subcommand."""
 
 
-def _defer_import(subcommand: Subcommand, declared: Callable[..., None]) -> Callable[..., None]:
-    """Return a function with the declared arguments, which imports what the subcommand does and does it."""
+def _defer_import(subcommand: Subcommand, declared: type) -> Callable[..., None]:
+    """Return a function that takes the fields of `declared`, and imports what the subcommand does when it is called."""
 
-    # wraps: Typer reads the arguments off the signature of what is declared
-    @wraps(declared)
     def run_subcommand(**arguments: Any) -> None:
         module = import_module(f"phalanx.cli.{subcommand.module}")
-        getattr(module, f"run_{subcommand.name}")(**arguments)
+        getattr(module, f"run_{subcommand.name}")(declared(**arguments))
 
+    # Typer reads arguments, their options and the help off the signature, the annotations and the docstring of a function.
+    hints = get_type_hints(declared, include_extras=True)
+    fields = [one.replace(annotation=hints[one.name]) for one in signature(declared).parameters.values()]
+    run_subcommand.__doc__ = declared.__doc__
+    run_subcommand.__annotations__ = hints
+    setattr(run_subcommand, "__signature__", Signature(fields))  # noqa: B010
     return run_subcommand
 
 

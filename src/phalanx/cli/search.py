@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.console import open_output, print_json, print_lines, print_warning, wrap_line, write_file
+from phalanx.cli.options.planning import SearchArguments
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.families.language.config import require_language
@@ -33,30 +34,14 @@ MOST_TRIALS = 15
 """Trials that are listed."""
 
 
-def run_search(
-    *,
-    run: Path,
-    cluster: str,
-    devices: int,
-    overrides: list[str] | None,
-    measure: int,
-    engine: str,
-    where: str,
-    storage: Path | None,
-    profile: str | None,
-    seed: int,
-    keep: bool,
-    write: Path | None,
-    html: Path | None,
-    json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.planning` declares its arguments."""
-    loaded = require_language(load_run(run, overrides or []), "phalanx search")
-    machine = load_machine(cluster)
-    named = choose_profile(machine, cluster, profile)
+def run_search(asked: SearchArguments) -> None:
+    """Run the subcommand."""
+    loaded = require_language(load_run(asked.run, asked.overrides or []), "phalanx search")
+    machine = load_machine(asked.cluster)
+    named = choose_profile(machine, asked.cluster, asked.profile)
     planner = Planner(machine, CostModels(machine, named), least_p=loaded.search.least_p_fits)
-    if where == "local":
-        _warn_of_other_devices(loaded.cluster.device, machine.node.device, cluster)
+    if asked.where == "local":
+        _warn_of_other_devices(loaded.cluster.device, machine.node.device, asked.cluster)
     # Optuna and scikit-learn are an extra
     try:
         from phalanx.study.layouts.layout_search import search_layouts  # noqa: PLC0415
@@ -64,24 +49,24 @@ def run_search(
         raise PhalanxError(f'phalanx search needs {error.name}: pip install "phalanx-train[search]"') from None
     done = search_layouts(
         planner,
-        Task(bind_planned(loaded), devices, fixed_fields(loaded, overrides or [])),
+        Task(bind_planned(loaded), asked.devices, fixed_fields(loaded, asked.overrides or [])),
         loaded.search,
-        where,
-        storage or Path(f"{run.resolve().name.removesuffix('.yaml')}.search.log"),
+        asked.where,
+        asked.storage or Path(f"{asked.run.resolve().name.removesuffix('.yaml')}.search.log"),
         tell=tell_trial,
-        sampler_name=engine,
-        most=measure,
-        seed=seed,
-        keep=keep,
+        sampler_name=asked.engine,
+        most=asked.measure,
+        seed=asked.seed,
+        keep=asked.keep,
     )
     summary, written = done.summary(), {}
-    if write is not None:
-        write_file(write, done.best_run_text())
-        written["run"] = str(write)
-    if html is not None:
-        write_file(html, render_search(summary))
-        written["html"] = str(html)
-    if json:
+    if asked.write is not None:
+        write_file(asked.write, done.best_run_text())
+        written["run"] = str(asked.write)
+    if asked.html is not None:
+        write_file(asked.html, render_search(summary))
+        written["html"] = str(asked.html)
+    if asked.json:
         print_json(summary | {"written": written})
         return
     print_lines([*write_search_lines(summary, open_output().width), *(f"wrote {name}" for name in written.values())])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from phalanx.cli.options.training import TrainArguments
 from phalanx.cli.ranks import start_ranks
 from phalanx.config.load import load_run, parse_overrides
 from phalanx.config.schema import Run
@@ -12,24 +13,17 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.training.start import train
 
 
-def run_train(
-    *,
-    run: Path,
-    overrides: list[str] | None,
-    run_dir: Path | None,
-    nproc: int | None,
-    grace: float,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.training` declares its arguments."""
-    words = overrides or []
-    loaded = load_run(run, words)
-    if nproc is None:
-        train(loaded, run_dir or _choose_run_directory(loaded, run, words))
+def run_train(asked: TrainArguments) -> None:
+    """Run the subcommand."""
+    words = asked.overrides or []
+    loaded = load_run(asked.run, words)
+    if asked.nproc is None:
+        train(loaded, asked.run_dir or _choose_run_directory(loaded, asked.run, words))
         return
     # what is wrong with the layout is said once, here, and not by every rank
-    resolve_layout(bind(loaded), nproc, nproc)
-    where = [] if run_dir is None else ["--run-dir", str(run_dir)]
-    start_ranks(["train", str(run), *where, *words], nproc, grace_s=grace)
+    resolve_layout(bind(loaded), asked.nproc, asked.nproc)
+    where = [] if asked.run_dir is None else ["--run-dir", str(asked.run_dir)]
+    start_ranks(["train", str(asked.run), *where, *words], asked.nproc, grace_s=asked.grace)
 
 
 def _choose_run_directory(loaded: Run, run: Path, overrides: list[str]) -> Path:

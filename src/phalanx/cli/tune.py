@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from phalanx.cli.console import open_output, print_json, print_lines, wrap_line, write_file
+from phalanx.cli.options.planning import TuneArguments
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.machine import load_machine
@@ -25,54 +25,44 @@ NARROWEST = 80
 """Columns that a line may have on any terminal."""
 
 
-def run_tune(
-    *,
-    run: Path | None,
-    overrides: list[str] | None,
-    out: Path | None,
-    trials: int | None,
-    engine: str | None,
-    devices: int | None,
-    slots: int | None,
-    where: str,
-    cluster: str | None,
-    packing: bool,
-    show: Path | None,
-    write: Path | None,
-    html: Path | None,
-    json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.planning` declares its arguments."""
-    if show is not None and (run is not None or out is not None):
+def run_tune(asked: TuneArguments) -> None:
+    """Run the subcommand."""
+    if asked.show is not None and (asked.run is not None or asked.out is not None):
         raise ConfigError("--show DIR reports on a study that there is; leave RUN and --out away")
     # A study is shown as it stands, while others may be working on it
-    folder = out if show is None else show
-    if folder is None or (show is None and run is None):
+    folder = asked.out if asked.show is None else asked.show
+    if folder is None or (asked.show is None and asked.run is None):
         raise ConfigError("give RUN --out DIR to tune a run file, or --show DIR to report on a study")
     # Optuna and scikit-learn are an extra
     try:
-        from phalanx.study.hyperparameters.study_summary import summarize_study  # noqa: PLC0415
+        from phalanx.study.hyperparameters.study_summary import summarise_study  # noqa: PLC0415
         from phalanx.study.hyperparameters.tuner import best_run_text, run_tuning  # noqa: PLC0415
     except ImportError as error:
         raise PhalanxError(f'phalanx tune needs {error.name}: pip install "phalanx-train[search]"') from None
     stopped = ""
-    if run is not None:
+    if asked.run is not None:
         # options of the command are shorthand for fields of the tune section
-        changes = {"tune.trials": trials, "tune.engine": engine, "tune.slots": slots}
+        changes = {"tune.trials": asked.trials, "tune.engine": asked.engine, "tune.slots": asked.slots}
         words = [f"{name}={value}" for name, value in changes.items() if value is not None]
-        loaded = load_run(run, [*(overrides or []), *words])
-        machine = None if cluster is None else load_machine(cluster)
+        loaded = load_run(asked.run, [*(asked.overrides or []), *words])
+        machine = None if asked.cluster is None else load_machine(asked.cluster)
         stopped = run_tuning(
-            loaded, folder, where=where, devices=devices, machine=machine, packing=packing, tell=tell_trial
+            loaded,
+            folder,
+            where=asked.where,
+            devices=asked.devices,
+            machine=machine,
+            packing=asked.packing,
+            tell=tell_trial,
         )
-    summary, written = summarize_study(folder) | {"why": stopped}, {}
-    if write is not None:
-        write_file(write, best_run_text(folder, summary))
-        written["run"] = str(write)
-    if html is not None:
-        write_file(html, render_tune(summary))
-        written["html"] = str(html)
-    if json:
+    summary, written = summarise_study(folder) | {"why": stopped}, {}
+    if asked.write is not None:
+        write_file(asked.write, best_run_text(folder, summary))
+        written["run"] = str(asked.write)
+    if asked.html is not None:
+        write_file(asked.html, render_tune(summary))
+        written["html"] = str(asked.html)
+    if asked.json:
         print_json(summary | {"written": written})
         return
     print_lines([*write_tune_lines(summary, open_output().width), *(f"wrote {name}" for name in written.values())])

@@ -11,7 +11,7 @@ import numpy as np
 from markupsafe import Markup
 
 from phalanx.planner.plan.make_plan import Plan
-from phalanx.planner.plan.plan_summary import Row, describe_break_evens, summarize_plan
+from phalanx.planner.plan.plan_summary import Row, describe_break_evens, summarise_plan
 from phalanx.planner.rank.cost_models import COMPUTING_SHARE, WAITING_SHARE
 from phalanx.planner.rank.cost_models import Bar as StageBar
 from phalanx.planner.rank.enumeration import write_section
@@ -53,7 +53,7 @@ _MATTERS = 0.02
 
 def render_plan(plan: Plan, command: str) -> str:
     """Return the page as text. command: what runs the best layout."""
-    summary = summarize_plan(plan)
+    summary = summarise_plan(plan)
     best = plan.best.take([0])
     models, run = plan.planner.models, plan.task.run
     bars = models.timeline(plan.task.model, best.layouts)

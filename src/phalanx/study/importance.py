@@ -83,7 +83,7 @@ def measured_importance(
     return MeasuredImportance(shown, importance[order], low[order], high[order], ranks[order])
 
 
-def summarize_importance(
+def summarise_importance(
     names: Sequence[str], codes: npt.NDArray[Any], values: Floats, figure: str
 ) -> dict[str, Any] | None:
     """Return the importance of parameters by measured trials as plain values; None where these are too few to tell.

@@ -13,7 +13,7 @@ from phalanx.families.weather.sizes import model_flops_per_sample
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.planner.plan.make_plan import Plan, Wishes, make_plan
-from phalanx.planner.plan.plan_summary import summarize_plan
+from phalanx.planner.plan.plan_summary import summarise_plan
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import Limits, write_planned_run
 from phalanx.planner.rank.ranking import Planner, Task
@@ -65,7 +65,7 @@ def test_words_are_of_samples(made: Plan) -> None:
 
 
 def test_facts(made: Plan) -> None:
-    facts, task = summarize_plan(made), made.task
+    facts, task = summarise_plan(made), made.task
     best = facts["layouts"][0]
     assert (facts["unit"], facts["samples_per_step"]) == ("samples", 16)
     assert best["samples_per_s_per_device"] == pytest.approx(16 / best["step_s"] / 4)

@@ -33,7 +33,7 @@ from phalanx.study.hyperparameters.configuration import (
 )
 from phalanx.study.hyperparameters.hyperparameter_space import build_hyperparameter_space
 from phalanx.study.hyperparameters.packing import PACKED, UNPACKED, Packing
-from phalanx.study.hyperparameters.study_summary import summarize_study
+from phalanx.study.hyperparameters.study_summary import summarise_study
 from phalanx.study.hyperparameters.tuner import Settings, Tuner, describe_study
 from phalanx.study.samplers import make_sampler
 from phalanx.study.trial import Trial
@@ -157,7 +157,7 @@ def test_a_whole_study(tmp_path: Path, packing: Packing) -> None:
     # One that went on as the best of the first three need not be among the best of nine.
     assert reached[0] == 9 and 3 <= reached[1] <= (5 if packing is UNPACKED else 9) and reached[2] >= 1
     (tmp_path / "run.yaml").write_text(RUN.replace("SEEDS", "[0, 10]"))
-    facts = summarize_study(tmp_path)
+    facts = summarise_study(tmp_path)
     assert facts["best"]["number"] == finished[0].number == facts["order"][0]
     assert [row["reached"] for row in facts["stopped"]] == reached and facts["importance"]["trials"] == 9
     assert facts["without_packing"]["reached"][0] == 9 and 0.0 < facts["without_packing"]["idle"] < 1.0
@@ -273,7 +273,7 @@ def test_two_tuners_share_a_study(tmp_path: Path) -> None:
 def test_a_study_of_an_earlier_version_resumes(tmp_path: Path) -> None:
     """Written before layout search and tuning shared a loop: interrupted once, resumed, with a crash among five trials."""
     shutil.copytree(STORES / "tune", tmp_path, dirs_exist_ok=True)
-    before = summarize_study(tmp_path)
+    before = summarise_study(tmp_path)
     assert before["best"]["number"] == 4 and before["failures"] == {"crash": 1}
     assert [(row["number"], row["steps"], row["state"]) for row in before["trials"]] == [
         *((0, 3, "scored"), (1, 1, "scored"), (2, 3, "scored"), (4, 3, "scored"), (5, 0, "crash"))
@@ -283,7 +283,7 @@ def test_a_study_of_an_earlier_version_resumes(tmp_path: Path) -> None:
     after = known(tmp_path)
     assert len(after) == 24 and {part.key: part.outcome for one in after for part in one.parts}.items() >= parts.items()
     # More trials make room at later rungs; a trial goes there from the steps that it had.
-    assert any(row["steps"] == 9 for row in summarize_study(tmp_path)["trials"])
+    assert any(row["steps"] == 9 for row in summarise_study(tmp_path)["trials"])
     for one in after:
         log = tmp_path / "trials" / f"{one.number:04d}" / "metrics.jsonl"
         steps = [json.loads(line)["step"] for line in log.open()] if log.exists() else []

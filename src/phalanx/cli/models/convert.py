@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
-
 from phalanx.cli.console import make_progress_bar, open_output, print_json, short_count
+from phalanx.cli.options.models import ConvertArguments
 from phalanx.families.language.evaluation.convert_weights import convert_weights
 from phalanx.nn.precision import find_number_format
 
 
-def run_convert(
-    *,
-    source: Path,
-    target: Path,
-    to: Literal["huggingface", "phalanx"] | None,
-    dtype: str | None,
-    tokenizer: Path | None,
-    architecture: str | None,
-    shard_gb: float,
-    as_json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.models` declares its arguments."""
+def run_convert(asked: ConvertArguments) -> None:
+    """Run the subcommand."""
     with make_progress_bar() as bar:
         task = bar.add_task("weights")
         done = convert_weights(
-            source,
-            target,
-            to=to,
-            dtype=find_number_format(dtype, "--dtype"),
-            tokenizer=tokenizer,
-            architecture=architecture,
-            shard_bytes=round(shard_gb * 1e9),
+            asked.source,
+            asked.target,
+            to=asked.to,
+            dtype=find_number_format(asked.dtype, "--dtype"),
+            tokenizer=asked.tokenizer,
+            architecture=asked.architecture,
+            shard_bytes=round(asked.shard_gb * 1e9),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    if as_json:
+    if asked.as_json:
         print_json(
             {
                 "source": str(done.source),

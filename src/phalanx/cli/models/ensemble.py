@@ -6,11 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_table, require_folder, write_file
+from phalanx.cli.options.models import EnsembleArguments
 from phalanx.cli.ranks import start_ranks
 from phalanx.config.load import load_run
 from phalanx.ensemble.family import Ensemble, EnsembleModel, EnsembleOptions
@@ -50,49 +51,33 @@ class Candidate:
     name: str = ""
 
 
-def run_ensemble(
-    *,
-    members: list[str],
-    out: Path,
-    top: int | None,
-    diversity: float,
-    weights: Literal["equal", "fitted"],
-    calibration: Literal["likeliest", "factor", "floor", "isotonic"],
-    train: bool,
-    seeds: int | None,
-    jobs: int | None,
-    samples: int | None,
-    side_by_side: int | None,
-    nproc: int | None,
-    hours: int | None,
-    html: Path | None,
-    device: str,
-    as_json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.models` declares its arguments."""
+def run_ensemble(asked: EnsembleArguments) -> None:
+    """Run the subcommand."""
     ranks = ranks_from_environment()
-    paths, words = split_arguments(members)
+    paths, words = split_arguments(asked.members)
     options = EnsembleOptions(
-        top=top,
-        diversity=diversity,
-        weights=weights,
-        calibration=None if calibration == "likeliest" else calibration,
-        samples=samples,
-        side_by_side=side_by_side,
-        hours=hours,
+        top=asked.top,
+        diversity=asked.diversity,
+        weights=asked.weights,
+        calibration=None if asked.calibration == "likeliest" else asked.calibration,
+        samples=asked.samples,
+        side_by_side=asked.side_by_side,
+        hours=asked.hours,
     )
-    require_folder(out, "--out")
-    candidates, options = find_candidates(paths, options, train=train)
-    if seeds is not None and not train:
-        raise ConfigError(f"--seeds {seeds} says what to train; add --train")
-    if train:
-        candidates, options = _train_members(candidates, words, options, out, seeds, jobs, device, ranks)
+    require_folder(asked.out, "--out")
+    candidates, options = find_candidates(paths, options, train=asked.train)
+    if asked.seeds is not None and not asked.train:
+        raise ConfigError(f"--seeds {asked.seeds} says what to train; add --train")
+    if asked.train:
+        candidates, options = _train_members(
+            candidates, words, options, asked.out, asked.seeds, asked.jobs, asked.device, ranks
+        )
         words = []
         paths = [one.path for one in candidates]
     # Members are trained once, here, and then read by all ranks
-    if nproc is not None:
-        where = {"out": out, "html": html, "device": device}
-        start_ranks(_words_for_ranks([*map(str, paths), *words], options, where, as_json=as_json), nproc)
+    if asked.nproc is not None:
+        where = {"out": asked.out, "html": asked.html, "device": asked.device}
+        start_ranks(_words_for_ranks([*map(str, paths), *words], options, where, as_json=asked.as_json), asked.nproc)
         return
     opened = [open_member(one.path, words, one.score) for one in candidates]
     model = bind(opened[0].run, EnsembleModel)
@@ -108,12 +93,12 @@ def run_ensemble(
             f"an ensemble of model.family={family} takes all members alike, as they were trained: leave out "
             f"fields to change, --top, --diversity, --weights, --calibration and --side-by-side"
         )
-    here = choose_device(device, ranks.local_rank)
+    here = choose_device(asked.device, ranks.local_rank)
     join_process_group(ranks, here)
     built = _build_ensemble(model, opened, options, here, ranks)
     leave_process_group()
     if ranks.first:
-        _write_ensemble(built, out, html or out / REPORT, as_json=as_json)
+        _write_ensemble(built, asked.out, asked.html or asked.out / REPORT, as_json=asked.as_json)
 
 
 def split_arguments(words: Sequence[str]) -> tuple[list[Path], list[str]]:

@@ -4,45 +4,33 @@ from __future__ import annotations
 
 import math
 import time
-from pathlib import Path
-from typing import Literal
 
 from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_pairs
+from phalanx.cli.options.models import EvaluateArguments
 from phalanx.families.language.evaluation.held_out import Scores, score_model
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
 from phalanx.hardware.device import choose_device
 from phalanx.nn.precision import find_number_format
 
 
-def run_evaluate(
-    *,
-    checkpoint: Path,
-    data: Path | None,
-    split: Literal["validation", "train"],
-    samples: int | None,
-    length: int | None,
-    tokenizer: Path | None,
-    device: str,
-    precision: str | None,
-    as_json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.models` declares its arguments."""
-    dtype = find_number_format(precision, "--precision")
-    loaded = load_for_inference(checkpoint, choose_device(device), dtype=dtype, tokenizer=tokenizer)
+def run_evaluate(asked: EvaluateArguments) -> None:
+    """Run the subcommand."""
+    dtype = find_number_format(asked.precision, "--precision")
+    loaded = load_for_inference(asked.checkpoint, choose_device(asked.device), dtype=dtype, tokenizer=asked.tokenizer)
     start = time.perf_counter()
     with make_progress_bar() as bar:
-        task = bar.add_task(split)
+        task = bar.add_task(asked.split)
         scores = score_model(
             loaded,
-            data=data,
-            split=split,
-            samples=samples,
-            sequence_length=length,
+            data=asked.data,
+            split=asked.split,
+            samples=asked.samples,
+            sequence_length=asked.length,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     # Loading is not counted: it is the disk's speed
     seconds = time.perf_counter() - start
-    if as_json:
+    if asked.as_json:
         print_json(
             {
                 "checkpoint": str(loaded.where),

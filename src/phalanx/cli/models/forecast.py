@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Literal
 
 from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_table
+from phalanx.cli.options.models import ForecastArguments
 from phalanx.families.weather.evaluation.compare_forecasts import ScoreRow, skill_in_words
 from phalanx.families.weather.evaluation.forecast_page import render_forecasts
 from phalanx.families.weather.evaluation.forecast_split import (
@@ -19,37 +19,25 @@ from phalanx.report.formatting import format_number
 from phalanx.report.table import Column
 
 
-def run_forecast(
-    *,
-    checkpoint: Path,
-    overrides: list[str] | None,
-    hours: int,
-    split: Literal["test", "validation", "train"],
-    step: int | None,
-    starts: int | None,
-    shown: list[str] | None,
-    html: Path | None,
-    device: str,
-    as_json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.models` declares its arguments."""
-    loaded = load_forecaster(checkpoint, choose_device(device), overrides or [])
+def run_forecast(asked: ForecastArguments) -> None:
+    """Run the subcommand."""
+    loaded = load_forecaster(asked.checkpoint, choose_device(asked.device), asked.overrides or [])
     begin = time.perf_counter()
     with make_progress_bar() as bar:
-        task = bar.add_task(split)
+        task = bar.add_task(asked.split)
         found = forecast_split(
             loaded,
-            hours=hours,
-            split=split,
-            step_hours=step,
-            starts=starts,
-            mapped=shown or (),
+            hours=asked.hours,
+            split=asked.split,
+            step_hours=asked.step,
+            starts=asked.starts,
+            mapped=asked.shown or (),
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     # beside the run where there is one; a single checkpoint has no place for a page
-    page = html or (checkpoint if (checkpoint / "checkpoints").is_dir() else Path()) / "forecast.html"
+    page = asked.html or (asked.checkpoint if (asked.checkpoint / "checkpoints").is_dir() else Path()) / "forecast.html"
     write_atomically(page, render_forecasts(loaded, found))
-    if as_json:
+    if asked.as_json:
         seconds = time.perf_counter() - begin
         about = {"checkpoint": str(loaded.where), "step": loaded.step, "report": str(page), "seconds": seconds}
         print_json({**about, **found.as_dict()})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from phalanx.cli.console import make_safe_for_terminal, print_json
+from phalanx.cli.options.models import GenerateArguments
 from phalanx.errors import ConfigError
 from phalanx.families.language.evaluation.generation import Generation, Sampling, generate_text
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
@@ -16,28 +16,14 @@ _MOST_BYTES = 2**24
 """Bytes of the longest prompt; no model has room for so many."""
 
 
-def run_generate(
-    *,
-    checkpoint: Path,
-    prompt: str,
-    tokens: int | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    count: int,
-    tokenizer: Path | None,
-    device: str,
-    precision: str | None,
-    as_json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.models` declares its arguments."""
-    sampling = Sampling(temperature, top_k, top_p)
-    text = _read_prompt(prompt)
-    dtype = find_number_format(precision, "--precision")
-    loaded = load_for_inference(checkpoint, choose_device(device), dtype=dtype, tokenizer=tokenizer)
+def run_generate(asked: GenerateArguments) -> None:
+    """Run the subcommand."""
+    sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
+    text = _read_prompt(asked.prompt)
+    dtype = find_number_format(asked.precision, "--precision")
+    loaded = load_for_inference(asked.checkpoint, choose_device(asked.device), dtype=dtype, tokenizer=asked.tokenizer)
     # Several continuations come at once, and would be mixed up.
-    streaming = count == 1 and not as_json
+    streaming = asked.count == 1 and not asked.as_json
 
     def print_piece(_index: int, piece: str) -> None:
         print(make_safe_for_terminal(piece), end="", flush=True)
@@ -45,13 +31,13 @@ def run_generate(
     generation = generate_text(
         loaded,
         text,
-        max_tokens=tokens,
+        max_tokens=asked.tokens,
         sampling=sampling,
-        seed=seed,
-        count=count,
+        seed=asked.seed,
+        count=asked.count,
         show=print_piece if streaming else lambda index, piece: None,
     )
-    if as_json:
+    if asked.as_json:
         print_json(_summarise_generation(loaded, text, sampling, generation))
     elif streaming:
         print()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,90 +12,100 @@ from phalanx.cli.arguments import PRECISION_NAMES, Device, Json, ModelPath, Over
 from phalanx.families.language.huggingface.folder_files import DEFAULT_SHARD_BYTES
 
 
-def declare_evaluate(
-    checkpoint: ModelPath,
-    data: Annotated[
-        Path | None, typer.Option(help="Folder that phalanx data prepare wrote; by default the data of the run.")
-    ] = None,
-    split: Annotated[Literal["validation", "train"], typer.Option(help="Which part of the data.")] = "validation",
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Score this many samples, spread evenly over the split; by default all.")
-    ] = None,
-    length: Annotated[
-        int | None, typer.Option(min=1, help="Tokens a sample; by default that of the run (2048 for imported models).")
-    ] = None,
-    tokenizer: TokenizerPath = None,
-    device: Device = "auto",
-    precision: PrecisionName = None,
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True)
+class EvaluateArguments:
     """Score a checkpoint on held-out text: the newest one where a run directory is given.
 
     Each token of the split is a target once, given the tokens before it in its sample.
     """
 
+    checkpoint: ModelPath
+    data: Annotated[
+        Path | None, typer.Option(help="Folder that phalanx data prepare wrote; by default the data of the run.")
+    ] = None
+    split: Annotated[Literal["validation", "train"], typer.Option(help="Which part of the data.")] = "validation"
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Score this many samples, spread evenly over the split; by default all.")
+    ] = None
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens a sample; by default that of the run (2048 for imported models).")
+    ] = None
+    tokenizer: TokenizerPath = None
+    device: Device = "auto"
+    precision: PrecisionName = None
+    as_json: Json = False
 
-def declare_generate(
-    checkpoint: ModelPath,
-    prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from stdin.")] = "",
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens to write at most; by default 128, or as many as there is room for."),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(help="Below 1 safer, above 1 wilder; 0 takes the most likely token.")
-    ] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help="Draw among this many most likely tokens only.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Draw among the fewest tokens that together have this probability.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="Continuations to write, with seeds SEED, SEED+1, ...")] = 1,
-    tokenizer: TokenizerPath = None,
-    device: Device = "auto",
-    precision: PrecisionName = None,
-    as_json: Json = False,
-) -> None:
+
+@dataclass(frozen=True)
+class GenerateArguments:
     """Write text with a checkpoint, from the newest one where a run directory is given.
 
     Text goes to stdout as it comes. It ends where the model ends the document, or after --tokens. With an empty prompt
     the model begins a document of its own.
     """
 
+    checkpoint: ModelPath
+    prompt: Annotated[str, typer.Option(help="Text to continue; - reads it from stdin.")] = ""
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens to write at most; by default 128, or as many as there is room for."),
+    ] = None
+    temperature: Annotated[
+        float, typer.Option(help="Below 1 safer, above 1 wilder; 0 takes the most likely token.")
+    ] = 0.8
+    top_k: Annotated[int | None, typer.Option(help="Draw among this many most likely tokens only.")] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw among the fewest tokens that together have this probability.")
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0
+    count: Annotated[int, typer.Option(min=1, help="Continuations to write, with seeds SEED, SEED+1, ...")] = 1
+    tokenizer: TokenizerPath = None
+    device: Device = "auto"
+    precision: PrecisionName = None
+    as_json: Json = False
 
-def declare_convert(
-    source: Annotated[
-        Path, typer.Argument(metavar="IN", help="Run directory, one checkpoint of it, or a Hugging Face folder.")
-    ],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder to write.")],
-    to: Annotated[
-        Literal["huggingface", "phalanx"] | None, typer.Option(help="Form of OUT; by default the one IN does not have.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar=PRECISION_NAMES,
-            help="Number format of OUT; by default that of IN for Hugging Face, and fp32 for Phalanx (training needs it).",
-        ),
-    ] = None,
-    tokenizer: TokenizerPath = None,
-    architecture: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Hugging Face's name of the model to write, where several compute the same."),
-    ] = None,
-    shard_gb: Annotated[
-        float, typer.Option(min=0.001, help="Largest weight file of a Hugging Face folder, in GB (10^9 bytes).")
-    ] = DEFAULT_SHARD_BYTES / 1e9,
-    as_json: Json = False,
-) -> None:
+
+@dataclass(frozen=True)
+class ConvertArguments:
     """Import or export weights: Llama, Mistral, Mixtral, Qwen and others (docs/guides/convert.md).
 
     Nothing is fetched from a network, and nothing is computed: every number is carried over as it is, unless --dtype
     rounds it. An import has no optimizer state; train from it with training.init_from=OUT.
     """
 
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="Run directory, one checkpoint of it, or a Hugging Face folder.")
+    ]
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder to write.")]
+    to: Annotated[
+        Literal["huggingface", "phalanx"] | None, typer.Option(help="Form of OUT; by default the one IN does not have.")
+    ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar=PRECISION_NAMES,
+            help="Number format of OUT; by default that of IN for Hugging Face, and fp32 for Phalanx (training needs it).",
+        ),
+    ] = None
+    tokenizer: TokenizerPath = None
+    architecture: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Hugging Face's name of the model to write, where several compute the same."),
+    ] = None
+    shard_gb: Annotated[
+        float, typer.Option(min=0.001, help="Largest weight file of a Hugging Face folder, in GB (10^9 bytes).")
+    ] = DEFAULT_SHARD_BYTES / 1e9
+    as_json: Json = False
 
-def declare_ensemble(
+
+@dataclass(frozen=True)
+class EnsembleArguments:
+    """Make one model of several: mean, calibrated uncertainty, and how good both are on the test split.
+
+    Members are chosen and calibrated on the validation split. DIR/ensemble.json is what later uses read: an ASE calculator
+    takes DIR as it takes a run.
+    """
+
     members: Annotated[
         list[str],
         typer.Argument(
@@ -102,110 +113,107 @@ def declare_ensemble(
             help="Folders of runs or checkpoints, or of a study; with --train run files too. Fields to change may follow: "
             "section.field=value.",
         ),
-    ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the ensemble is written.")],
+    ]
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where the ensemble is written.")]
     top: Annotated[
         int | None,
         typer.Option(min=2, metavar="K", help="Choose this many; by default all, of a study 5."),
-    ] = None,
+    ] = None
     diversity: Annotated[
         float, typer.Option(min=0.0, help="Weight of disagreement when choosing: 0 goes by score alone.")
-    ] = 1.0,
+    ] = 1.0
     weights: Annotated[
         Literal["equal", "fitted"], typer.Option(help="Whether members count as validation says, or all alike.")
-    ] = "fitted",
+    ] = "fitted"
     calibration: Annotated[
         Literal["likeliest", "factor", "floor", "isotonic"],
         typer.Option(help="How spread becomes uncertainty; by default what held-out folds find likeliest."),
-    ] = "likeliest",
-    train: Annotated[bool, typer.Option("--train", help="Train the members first, anew, in DIR/members.")] = False,
+    ] = "likeliest"
+    train: Annotated[bool, typer.Option("--train", help="Train the members first, anew, in DIR/members.")] = False
     seeds: Annotated[
         int | None, typer.Option(min=2, metavar="K", help="With --train: one configuration, K times with other seeds.")
-    ] = None,
+    ] = None
     jobs: Annotated[
         int | None, typer.Option(min=1, help="With --train: runs side by side; by default one a device or core.")
-    ] = None,
+    ] = None
     samples: Annotated[
         int | None,
         typer.Option(min=1, help="Structures, starts of forecasts or samples of text of each split; by default all."),
-    ] = None,
+    ] = None
     side_by_side: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Most members on a device at a time; by default by memory.")
-    ] = None,
+    ] = None
     nproc: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Start N ranks on this machine, which share the structures.")
-    ] = None,
+    ] = None
     hours: Annotated[
         int | None, typer.Option(min=1, help="Weather: longest lead time to score; by default that trained on.")
-    ] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="The page; by default DIR/report.html.")] = None,
-    device: Device = "auto",
-    as_json: Json = False,
-) -> None:
-    """Make one model of several: mean, calibrated uncertainty, and how good both are on the test split.
-
-    Members are chosen and calibrated on the validation split. DIR/ensemble.json is what later uses read: an ASE calculator
-    takes DIR as it takes a run.
-    """
+    ] = None
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="The page; by default DIR/report.html.")] = None
+    device: Device = "auto"
+    as_json: Json = False
 
 
-def declare_errors(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Run directory (its newest whole checkpoint), or one checkpoint.")
-    ],
-    overrides: Overrides = None,
-    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which part of the data.")] = "test",
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="Take this many structures, spread evenly over the split; by default all.")
-    ] = None,
-    device: Device = "auto",
-    as_json: Json = False,
-) -> None:
+@dataclass(frozen=True)
+class ErrorsArguments:
     """Errors of a materials model on structures it has not been trained on, on one device.
 
     Energies count per atom; components of forces, stresses and dipoles count one each. Structures with an element that no
     training structure of their branch had are counted, and said.
     """
 
-
-def declare_forecast(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="Run directory (its newest whole checkpoint), or one checkpoint.")
-    ],
-    overrides: Overrides = None,
-    hours: Annotated[int, typer.Option(min=1, help="Longest lead time to forecast and score.")] = 72,
-    split: Annotated[Literal["test", "validation", "train"], typer.Option(help="Which part of the data.")] = "test",
-    step: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="HOURS", help="Roll out in steps of this lead time; by default the fewest steps that do."
-        ),
-    ] = None,
-    starts: Annotated[
-        int | None, typer.Option(min=1, help="Forecast from this many inputs, spread over the split; by default all.")
-    ] = None,
-    shown: Annotated[
-        list[str] | None, typer.Option("--map", metavar="VARIABLE", help="Variable to show as maps; may be repeated.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write the page; by default forecast.html in RUN_DIR.")
-    ] = None,
-    device: Device = "auto",
-    as_json: Json = False,
-) -> None:
+        Path, typer.Argument(metavar="MODEL", help="Run directory (its newest whole checkpoint), or one checkpoint.")
+    ]
+    overrides: Overrides = None
+    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which part of the data.")] = "test"
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Take this many structures, spread evenly over the split; by default all.")
+    ] = None
+    device: Device = "auto"
+    as_json: Json = False
+
+
+@dataclass(frozen=True)
+class ForecastArguments:
     """Forecast from every time of a split, score all lead times, and write a page with curves and maps.
 
     Scores follow WeatherBench 2: area-weighted RMSE and anomaly correlation by variable and lead time, beside persistence
     and climatology. A checkpoint of any layout will do.
     """
 
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Run directory (its newest whole checkpoint), or one checkpoint.")
+    ]
+    overrides: Overrides = None
+    hours: Annotated[int, typer.Option(min=1, help="Longest lead time to forecast and score.")] = 72
+    split: Annotated[Literal["test", "validation", "train"], typer.Option(help="Which part of the data.")] = "test"
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="HOURS", help="Roll out in steps of this lead time; by default the fewest steps that do."
+        ),
+    ] = None
+    starts: Annotated[
+        int | None, typer.Option(min=1, help="Forecast from this many inputs, spread over the split; by default all.")
+    ] = None
+    shown: Annotated[
+        list[str] | None, typer.Option("--map", metavar="VARIABLE", help="Variable to show as maps; may be repeated.")
+    ] = None
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where to write the page; by default forecast.html in RUN_DIR.")
+    ] = None
+    device: Device = "auto"
+    as_json: Json = False
 
-def declare_report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory that `phalanx train` wrote.")],
-    out: Annotated[Path | None, typer.Option(help="HTML file to write; by default RUN_DIR/report.html.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print the headline figures as one JSON object.")] = False,
-) -> None:
+
+@dataclass(frozen=True)
+class ReportArguments:
     """Write one self-contained HTML page about a run: curves, samples, events, configuration, machine.
 
     Works on a finished run, a stopped one, and one that is still training.
     """
+
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory that `phalanx train` wrote.")]
+    out: Annotated[Path | None, typer.Option(help="HTML file to write; by default RUN_DIR/report.html.")] = None
+    json_output: Annotated[bool, typer.Option("--json", help="Print the headline figures as one JSON object.")] = False

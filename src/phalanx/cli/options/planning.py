@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,8 +22,15 @@ from phalanx.hardware.machine import described_names
 from phalanx.planner.plan.budget import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES
 
 
-def declare_plan(
-    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Run file, or folder of a run.")] = None,
+@dataclass(frozen=True)
+class PlanArguments:
+    """Say which layouts are worth running, from the costs of the real model, in seconds and without any device.
+
+    Every legal layout is judged; those that fit are ranked by the time of a step. Fields of the layout given here stay as
+    given, all others are chosen.
+    """
+
+    run: Annotated[Path | None, typer.Argument(metavar="RUN", help="Run file, or folder of a run.")] = None
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -30,8 +38,8 @@ def declare_plan(
             help=f"{', '.join(described_names())}, or the path of a description of your own.",
             autocompletion=lambda: list(described_names()),
         ),
-    ] = None,
-    devices: Annotated[int | None, typer.Option(metavar="N", min=1, help="Devices to plan for.")] = None,
+    ] = None
+    devices: Annotated[int | None, typer.Option(metavar="N", min=1, help="Devices to plan for.")] = None
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -39,16 +47,16 @@ def declare_plan(
             help="Fields of the layout to keep, e.g. tp=8 recompute=full; other fields as section.field=value.",
             autocompletion=complete_override,
         ),
-    ] = None,
-    fit: Annotated[bool, typer.Option("--fit", help="Plan on the smallest number of devices that fits.")] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Keep what the run file says of the layout, too.")] = False,
+    ] = None
+    fit: Annotated[bool, typer.Option("--fit", help="Plan on the smallest number of devices that fits.")] = False
+    fix: Annotated[bool, typer.Option("--fix", help="Keep what the run file says of the layout, too.")] = False
     why: Annotated[
         list[str] | None,
         typer.Option(metavar="FIELD=VALUE", help="Say what another choice would cost, e.g. tp=8; may be repeated."),
-    ] = None,
+    ] = None
     scale: Annotated[
         str | None, typer.Option(metavar="LOW..HIGH", help="Strong and weak scaling over numbers of devices.")
-    ] = None,
+    ] = None
     tokens: Annotated[
         str | None,
         typer.Option(
@@ -57,68 +65,70 @@ def declare_plan(
             metavar="N",
             help="Tokens (of weather models samples) to train on, e.g. 300B; by default those of training.steps.",
         ),
-    ] = None,
-    best: Annotated[int, typer.Option(metavar="N", min=1, help="Layouts to list.")] = 10,
-    p_fits: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least probability of fitting into memory.")] = 0.9,
+    ] = None
+    best: Annotated[int, typer.Option(metavar="N", min=1, help="Layouts to list.")] = 10
+    p_fits: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least probability of fitting into memory.")] = 0.9
     profile: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE",
             help="How fast the device is, from phalanx calibrate; by default CLUSTER.profile.yaml, if there is one.",
         ),
-    ] = None,
-    mtbf_hours: Annotated[float, typer.Option(min=1.0, help="Mean hours between failures of a node.")] = MTBF_HOURS,
-    restart_minutes: Annotated[float, typer.Option(min=0.0, help="From a failure to the next step.")] = RESTART_MINUTES,
-    checkpoint_gb_s: Annotated[
-        float, typer.Option(min=1e-3, help="GB/s at which a node writes checkpoints.")
-    ] = CHECKPOINT_GB_S,
-    write: BestLayoutFile = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as one HTML page.")] = None,
+    ] = None
+    mtbf_hours: Annotated[float, typer.Option(min=1.0, help="Mean hours between failures of a node.")] = MTBF_HOURS
+    restart_minutes: Annotated[float, typer.Option(min=0.0, help="From a failure to the next step.")] = RESTART_MINUTES
+    checkpoint_gb_s: Annotated[float, typer.Option(min=1e-3, help="GB/s at which a node writes checkpoints.")] = (
+        CHECKPOINT_GB_S
+    )
+    write: BestLayoutFile = None
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as one HTML page.")] = None
     check: Annotated[
         Path | None, typer.Option(metavar="RUNS.csv", help="Compare predictions with measured runs instead.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Say which layouts are worth running, from the costs of the real model, in seconds and without any device.
-
-    Every legal layout is judged; those that fit are ranked by the time of a step. Fields of the layout given here stay as
-    given, all others are chosen.
-    """
+    ] = None
+    json: Json = False
 
 
 SECONDS = 200.0
 """Seconds that `phalanx calibrate` measures by default."""
 
 
-def declare_calibrate(
-    cluster: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="This machine's description; by default one with such devices."),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The profile; by default CLUSTER.profile.yaml, which plans find."),
-    ] = None,
-    nproc: Nproc = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure, about.")] = SECONDS,
-    device: ThisDevice = "auto",
-    from_runs: Annotated[
-        Path | None, typer.Option(metavar="RUNS.csv", help="Fit the constants to measured runs instead.")
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option(metavar="NAME|FILE", help="With --from-runs: the profile that the fit begins with.")
-    ] = None,
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True)
+class CalibrateArguments:
     """Measure this machine, in a few minutes, and write a profile that plans use instead of tables.
 
     Matrix products of the shapes that models have, attention, memory traffic, the optimizer, the host, collectives and
     copies between devices, and whole blocks. Under torchrun, srun or --nproc every rank takes its part.
     """
 
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="This machine's description; by default one with such devices."),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The profile; by default CLUSTER.profile.yaml, which plans find."),
+    ] = None
+    nproc: Nproc = None
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to measure, about.")] = SECONDS
+    device: ThisDevice = "auto"
+    from_runs: Annotated[
+        Path | None, typer.Option(metavar="RUNS.csv", help="Fit the constants to measured runs instead.")
+    ] = None
+    profile: Annotated[
+        str | None, typer.Option(metavar="NAME|FILE", help="With --from-runs: the profile that the fit begins with.")
+    ] = None
+    json: Json = False
 
-def declare_verify(
-    run: RunFile,
+
+@dataclass(frozen=True)
+class VerifyArguments:
+    """Compare a layout with one rank: activations, loss, every gradient and every updated parameter.
+
+    Starts its own CPU ranks; under torchrun or srun it takes the ranks and devices it finds. Ends with exit code 3 and
+    names the first module that differs when the layout computes something else.
+    """
+
+    run: RunFile
     layout: Annotated[
         list[str] | None,
         typer.Argument(
@@ -126,62 +136,64 @@ def declare_verify(
             help="Fields of the layout, e.g. tp=2 pp=2; other fields as section.field=value.",
             autocompletion=complete_override,
         ),
-    ] = None,
+    ] = None
     all_ranks: Annotated[
         int | None, typer.Option("--all", metavar="N", min=1, help="Try every legal layout for N ranks.")
-    ] = None,
+    ] = None
     nproc: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Ranks to start; by default what the degrees multiply to.")
-    ] = None,
-    full: Annotated[bool, typer.Option(help="The model itself rather than a small one of the same kind.")] = False,
+    ] = None
+    full: Annotated[bool, typer.Option(help="The model itself rather than a small one of the same kind.")] = False
     precision: Annotated[
         Literal["fp64", "fp32", "bf16"], typer.Option(help="Number format to compute in; the bound follows from it.")
-    ] = "fp64",
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 2,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which silent ranks are given up.")] = 1800.0,
-    json: Json = False,
-) -> None:
-    """Compare a layout with one rank: activations, loss, every gradient and every updated parameter.
-
-    Starts its own CPU ranks; under torchrun or srun it takes the ranks and devices it finds. Ends with exit code 3 and
-    names the first module that differs when the layout computes something else.
-    """
+    ] = "fp64"
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 2
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which silent ranks are given up.")] = 1800.0
+    json: Json = False
 
 
-def declare_dryrun(
-    run: RunFile,
-    devices: Annotated[
-        int,
-        typer.Option("--devices", "--nproc", min=1, metavar="N", help="Ranks of the run; one of them is run here."),
-    ],
-    overrides: Overrides = None,
-    rank: Annotated[
-        int | None,
-        typer.Option(
-            min=0, metavar="R", help="Rank to run; by default one each on the first, a middle and the last stage."
-        ),
-    ] = None,
-    devices_per_node: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Devices that share a node; by default what the run file says."),
-    ] = None,
-    device: Annotated[
-        Literal["gpu", "cpu"], typer.Option(help="Whose kernels to reckon with: they keep different things.")
-    ] = "gpu",
-    timeline: Annotated[
-        bool, typer.Option("--timeline", help="The most memory in each module, forward and backward, as well.")
-    ] = False,
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True)
+class DryrunArguments:
     """Run the training step of one rank without its devices: peak memory, and every collective with its bytes.
 
     The code that trains runs as it is, on tensors without memory, among ranks that are not there. Neither data nor a
     device is needed.
     """
 
+    run: RunFile
+    devices: Annotated[
+        int,
+        typer.Option("--devices", "--nproc", min=1, metavar="N", help="Ranks of the run; one of them is run here."),
+    ]
+    overrides: Overrides = None
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="R", help="Rank to run; by default one each on the first, a middle and the last stage."
+        ),
+    ] = None
+    devices_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Devices that share a node; by default what the run file says."),
+    ] = None
+    device: Annotated[
+        Literal["gpu", "cpu"], typer.Option(help="Whose kernels to reckon with: they keep different things.")
+    ] = "gpu"
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="The most memory in each module, forward and backward, as well.")
+    ] = False
+    json: Json = False
 
-def declare_search(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run file, or folder of a run.")],
+
+@dataclass(frozen=True)
+class SearchArguments:
+    """Measure the layouts that the planner thinks best, learn from each, and say which one is best and what matters.
+
+    Every trial is a short training run in processes of its own. One that runs out of memory, hangs, crashes or gives another
+    loss is recorded and not repeated. A killed search goes on when it is started again; several may share one file.
+    """
+
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run file, or folder of a run.")]
     cluster: Annotated[
         str,
         typer.Option(
@@ -189,8 +201,8 @@ def declare_search(
             help=f"What the planner takes the devices to be: {', '.join(described_names())}, or the path of a description.",
             autocompletion=lambda: list(described_names()),
         ),
-    ],
-    devices: Annotated[int, typer.Option(metavar="N", min=1, help="Devices of a trial.")],
+    ]
+    devices: Annotated[int, typer.Option(metavar="N", min=1, help="Devices of a trial.")]
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
@@ -198,52 +210,53 @@ def declare_search(
             help="Fields of the layout to keep, e.g. tp=8; other fields as section.field=value.",
             autocompletion=complete_override,
         ),
-    ] = None,
+    ] = None
     measure: Annotated[
         int, typer.Option(metavar="K", min=1, help="Trials of the study, those done before included.")
-    ] = 10,
-    engine: Annotated[
-        str, typer.Option(help="planner, optuna-tpe, optuna-gp, deephyper, random or exhaustive.")
-    ] = "planner",
+    ] = 10
+    engine: Annotated[str, typer.Option(help="planner, optuna-tpe, optuna-gp, deephyper, random or exhaustive.")] = (
+        "planner"
+    )
     where: Annotated[
         str, typer.Option(help="local: this machine; slurm: the allocation this runs in; simulated: no devices at all.")
-    ] = "local",
+    ] = "local"
     storage: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Optuna journal of the study; by default RUN.search.log.")
-    ] = None,
+    ] = None
     profile: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="Measured constants of the device, from phalanx calibrate.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of engines that draw at random, and of the simulated truth.")] = 0,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep run directories of trials.")] = False,
-    write: BestLayoutFile = None,
-    html: StudyPage = None,
-    json: Json = False,
-) -> None:
-    """Measure the layouts that the planner thinks best, learn from each, and say which one is best and what matters.
+    ] = None
+    seed: Annotated[int, typer.Option(help="Of engines that draw at random, and of the simulated truth.")] = 0
+    keep: Annotated[bool, typer.Option("--keep", help="Keep run directories of trials.")] = False
+    write: BestLayoutFile = None
+    html: StudyPage = None
+    json: Json = False
 
-    Every trial is a short training run in processes of its own. One that runs out of memory, hangs, crashes or gives another
-    loss is recorded and not repeated. A killed search goes on when it is started again; several may share one file.
+
+@dataclass(frozen=True)
+class TuneArguments:
+    """Find the best hyperparameters: every trial is a real training run, stopped early unless it is among the best.
+
+    The tune section of the run file says which fields may be what, and which held-out figure is minimised. A killed study
+    goes on when the same command is given again, and several commands, on one node or many, may share one.
     """
 
-
-def declare_tune(
     run: Annotated[
         Path | None, typer.Argument(metavar="RUN", help="Run file with a tune section, or folder of a run.")
-    ] = None,
-    overrides: Overrides = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the study; one that exists goes on.")
-    ] = None,
-    trials: Annotated[int | None, typer.Option(metavar="N", min=1, help="Configurations, for tune.trials.")] = None,
-    engine: Annotated[str | None, typer.Option(help="optuna-tpe, deephyper or random, for tune.engine.")] = None,
+    ] = None
+    overrides: Overrides = None
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the study; one that exists goes on.")] = (
+        None
+    )
+    trials: Annotated[int | None, typer.Option(metavar="N", min=1, help="Configurations, for tune.trials.")] = None
+    engine: Annotated[str | None, typer.Option(help="optuna-tpe, deephyper or random, for tune.engine.")] = None
     devices: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Devices: accelerators, or parts of the CPU's cores.")
-    ] = None,
+    ] = None
     slots: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Trials that may share a device, for tune.slots.")
-    ] = None,
-    where: Annotated[str, typer.Option(help="local: this machine; slurm: the allocation this runs in.")] = "local",
+    ] = None
+    where: Annotated[str, typer.Option(help="local: this machine; slurm: the allocation this runs in.")] = "local"
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -251,19 +264,13 @@ def declare_tune(
             help=f"Of --where slurm: {', '.join(described_names())}, or the path of a description.",
             autocompletion=lambda: list(described_names()),
         ),
-    ] = None,
+    ] = None
     packing: Annotated[
         bool, typer.Option("--packing/--no-packing", help="Share devices, long trials first; or one trial a device.")
-    ] = True,
-    show: Annotated[Path | None, typer.Option(metavar="DIR", help="Report on a study and run nothing.")] = None,
+    ] = True
+    show: Annotated[Path | None, typer.Option(metavar="DIR", help="Report on a study and run nothing.")] = None
     write: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the run file of the best configuration.")
-    ] = None,
-    html: StudyPage = None,
-    json: Json = False,
-) -> None:
-    """Find the best hyperparameters: every trial is a real training run, stopped early unless it is among the best.
-
-    The tune section of the run file says which fields may be what, and which held-out figure is minimised. A killed study
-    goes on when the same command is given again, and several commands, on one node or many, may share one.
-    """
+    ] = None
+    html: StudyPage = None
+    json: Json = False

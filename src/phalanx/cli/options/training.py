@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,27 +14,34 @@ from phalanx.hardware.machine import described_names, machine_names
 from phalanx.launch.parent import GRACE_S
 
 
-def declare_train(
-    run: RunFile,
-    overrides: Overrides = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Folder for metrics and checkpoints; by default runs/<name of the run file>.")
-    ] = None,
-    nproc: Nproc = None,
-    grace: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=0.0, help="Time that ranks of --nproc have to save and stop."),
-    ] = GRACE_S,
-) -> None:
+@dataclass(frozen=True)
+class TrainArguments:
     """Train a model, or go on with a run.
 
     Goes on by itself from the newest whole checkpoint in the run directory. Under torchrun or srun every rank takes its
     part; metrics, logs and checkpoints come out the same.
     """
 
+    run: RunFile
+    overrides: Overrides = None
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder for metrics and checkpoints; by default runs/<name of the run file>.")
+    ] = None
+    nproc: Nproc = None
+    grace: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.0, help="Time that ranks of --nproc have to save and stop."),
+    ] = GRACE_S
 
-def declare_launch(
-    run: RunFile,
+
+@dataclass(frozen=True)
+class LaunchArguments:
+    """Write the Slurm script that trains a run on a cluster, and submit it.
+
+    The run is checked for the ranks of the job first. A job whose time is up saves, and waits in the queue to go on.
+    """
+
+    run: RunFile
     cluster: Annotated[
         str,
         typer.Option(
@@ -41,70 +49,72 @@ def declare_launch(
             help=f"{', '.join(machine_names())}, or the path of a description of your own.",
             autocompletion=lambda: list(machine_names()),
         ),
-    ],
-    nodes: Annotated[int, typer.Option(help="Nodes; one rank is started for each device on them.")],
-    overrides: Overrides = None,
+    ]
+    nodes: Annotated[int, typer.Option(help="Nodes; one rank is started for each device on them.")]
+    overrides: Overrides = None
     time: Annotated[
         str | None, typer.Option(metavar="H:MM:SS", help="Wall time; by default the longest that is allowed.")
-    ] = None,
-    account: Annotated[str | None, typer.Option(help="Project that pays for the job.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Partition (queue); by default the usual one.")] = None,
+    ] = None
+    account: Annotated[str | None, typer.Option(help="Project that pays for the job.")] = None
+    partition: Annotated[str | None, typer.Option(help="Partition (queue); by default the usual one.")] = None
     setup: Annotated[
         list[str] | None,
         typer.Option(
             metavar="LINE",
             help="Line of shell to run before training, such as 'source env/bin/activate'; may be given several times.",
         ),
-    ] = None,
+    ] = None
     image: Annotated[
         str | None, typer.Option(help="Container image to train in, where the cluster has containers.")
-    ] = None,
+    ] = None
     preflight: Annotated[
         bool, typer.Option(help="Whether phalanx doctor looks at all ranks of the job before they train.")
-    ] = True,
-    out: Annotated[Path | None, typer.Option(help="File to write; by default the script is printed.")] = None,
+    ] = True
+    out: Annotated[Path | None, typer.Option(help="File to write; by default the script is printed.")] = None
     submit: Annotated[
         bool, typer.Option("--submit", help="Hand the script to sbatch, and keep it in --out or RUN-CLUSTER.sbatch.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Write the Slurm script that trains a run on a cluster, and submit it.
-
-    The run is checked for the ranks of the job first. A job whose time is up saves, and waits in the queue to go on.
-    """
+    ] = False
+    as_json: Json = False
 
 
-def declare_doctor(
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE", help="This machine's description, whose settings and binding are looked for."
-        ),
-    ] = None,
-    nproc: Nproc = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure nothing: look at settings, binding and versions.")
-    ] = False,
-    patience: Annotated[
-        float, typer.Option(metavar="SECONDS", min=1.0, help="How long a rank may say nothing.")
-    ] = PATIENCE_S,
-    device: ThisDevice = "auto",
-    json: Json = False,
-) -> None:
+@dataclass(frozen=True)
+class DoctorArguments:
     """Look for what would stop a training job, slow it down or spoil its results: before the first step, in a minute.
 
     Under torchrun, srun or --nproc every rank takes its part. Ends with exit code 3 where training would fail or be wrong.
     """
 
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="This machine's description, whose settings and binding are looked for."
+        ),
+    ] = None
+    nproc: Nproc = None
+    quick: Annotated[bool, typer.Option("--quick", help="Measure nothing: look at settings, binding and versions.")] = (
+        False
+    )
+    patience: Annotated[float, typer.Option(metavar="SECONDS", min=1.0, help="How long a rank may say nothing.")] = (
+        PATIENCE_S
+    )
+    device: ThisDevice = "auto"
+    json: Json = False
 
-def declare_bench(
-    run: RunFile,
-    overrides: Overrides = None,
+
+@dataclass(frozen=True)
+class BenchArguments:
+    """Train some steps of a run for real, and say how long they took, how much memory, and what the planner expected.
+
+    Checkpoints, evaluations and logs are left out; data are read as in training. Nothing of the run itself is touched.
+    """
+
+    run: RunFile
+    overrides: Overrides = None
     devices: Annotated[
         int, typer.Option("--nproc", "--devices", metavar="N", min=1, help="Ranks to start, one for each device.")
-    ] = 1,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 12,
-    skip: Annotated[int, typer.Option(min=0, help="First steps that do not count; the first one compiles.")] = 4,
+    ] = 1
+    steps: Annotated[int, typer.Option(min=1, help="Steps to train.")] = 12
+    skip: Annotated[int, typer.Option(min=0, help="First steps that do not count; the first one compiles.")] = 4
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -112,20 +122,15 @@ def declare_bench(
             help=f"Print the plan beside, for {', '.join(described_names())} or a description of your own.",
             autocompletion=lambda: list(described_names()),
         ),
-    ] = None,
+    ] = None
     profile: Annotated[
         str | None, typer.Option(metavar="NAME|FILE", help="Constants of that plan, from phalanx calibrate.")
-    ] = None,
+    ] = None
     where: Annotated[
         str, typer.Option(help="local: this machine; slurm: the allocation this runs in, whole nodes of --cluster.")
-    ] = "local",
-    limit: Annotated[float, typer.Option(metavar="SECONDS", min=1.0, help="After which it is given up.")] = 900.0,
-    keep: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Keep the run and the logs of its processes.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Train some steps of a run for real, and say how long they took, how much memory, and what the planner expected.
-
-    Checkpoints, evaluations and logs are left out; data are read as in training. Nothing of the run itself is touched.
-    """
+    ] = "local"
+    limit: Annotated[float, typer.Option(metavar="SECONDS", min=1.0, help="After which it is given up.")] = 900.0
+    keep: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keep the run and the logs of its processes.")] = (
+        None
+    )
+    json: Json = False

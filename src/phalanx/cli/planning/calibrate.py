@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.cli.console import print_json, print_lines
+from phalanx.cli.options.planning import CalibrateArguments
 from phalanx.cli.ranks import start_ranks, words_without_nproc
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.calibrate.fit_profile import Found, profile_of
@@ -39,31 +40,21 @@ from phalanx.planner.time.profile import (
 from phalanx.printable import write_stderr
 
 
-def run_calibrate(
-    *,
-    cluster: str | None,
-    out: Path | None,
-    nproc: int | None,
-    seconds: float,
-    device: str,
-    from_runs: Path | None,
-    profile: str | None,
-    json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.planning` declares its arguments."""
-    if from_runs is not None:
-        _fit_to_runs(from_runs, out, profile, json=json)
+def run_calibrate(asked: CalibrateArguments) -> None:
+    """Run the subcommand."""
+    if asked.from_runs is not None:
+        _fit_to_runs(asked.from_runs, asked.out, asked.profile, json=asked.json)
         return
-    if profile is not None:
-        raise ConfigError(f"--profile {profile} is what --from-runs begins with; measuring needs none")
+    if asked.profile is not None:
+        raise ConfigError(f"--profile {asked.profile} is what --from-runs begins with; measuring needs none")
     ranks = ranks_from_environment()
-    if nproc is not None:
-        start_ranks(words_without_nproc(), nproc)
+    if asked.nproc is not None:
+        start_ranks(words_without_nproc(), asked.nproc)
         return
-    here = choose_device(device, ranks.local_rank)
+    here = choose_device(asked.device, ranks.local_rank)
     per_node = ranks.ranks_per_node or ranks.world_size
-    machine = describe_this_machine(here, per_node, cluster)
-    path = out or Path(measured_name(machine.name))
+    machine = describe_this_machine(here, per_node, asked.cluster)
+    path = asked.out or Path(measured_name(machine.name))
     if ranks.first:
         # A path that cannot be written is found out before minutes are spent on measuring.
         probe = path.with_name(f".{path.name}.probe")
@@ -74,13 +65,13 @@ def run_calibrate(
             raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
         finally:
             probe.unlink(missing_ok=True)
-    measured = _measure_here(ranks, here, per_node, seconds)
+    measured = _measure_here(ranks, here, per_node, asked.seconds)
     if ranks.first:
         devices, today = f"{ranks.world_size} x {device_name(here)}", date.today().isoformat()
         source = f"measured by phalanx calibrate on {devices}, torch {torch.__version__}, {today}"
         found = profile_of(measured, machine, source)
         _write_profile(path, found.named)
-        _print_profile(found, measured, machine, path, json=json)
+        _print_profile(found, measured, machine, path, json=asked.json)
 
 
 def _measure_here(ranks: Ranks, device: torch.device, per_node: int, seconds: float) -> Measurements:

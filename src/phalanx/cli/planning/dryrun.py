@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import Literal
 
 import torch
 
 from phalanx.cli.console import print_json, print_lines, print_table
+from phalanx.cli.options.planning import DryrunArguments
 from phalanx.config.families import sizes_of
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
@@ -31,59 +30,49 @@ _SILENCE_S = 10.0
 """Seconds after which it is said how far the step is."""
 
 
-def run_dryrun(
-    *,
-    run: Path,
-    devices: int,
-    overrides: list[str] | None,
-    rank: int | None,
-    devices_per_node: int | None,
-    device: Literal["gpu", "cpu"],
-    timeline: bool,
-    json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.planning` declares its arguments."""
-    loaded = load_run(run, overrides or [])
+def run_dryrun(asked: DryrunArguments) -> None:
+    """Run the subcommand."""
+    loaded = load_run(asked.run, asked.overrides or [])
     model = bind(loaded)
     if not isinstance(model, TracedModel):
         raise ConfigError(
             f"phalanx dryrun needs steps of one shape, and those of model.family={loaded.model.family} depend on the samples"
         )
-    per_node = loaded.cluster.devices_per_node or devices_per_node
-    layout = resolve_layout(model, devices, per_node)
+    per_node = loaded.cluster.devices_per_node or asked.devices_per_node
+    layout = resolve_layout(model, asked.devices, per_node)
     # kernels of a GPU need not be here for a dry run, those of the CPU do
-    if device == "cpu":
+    if asked.device == "cpu":
         check_attention(loaded.training.attention, torch.device("cpu"))
-    if rank is not None and rank >= devices:
-        raise ConfigError(f"--rank {rank} is not one of {devices} ranks; give 0 to {devices - 1}")
-    ranks = [rank] if rank is not None else _pick_ranks(layout)
+    if asked.rank is not None and asked.rank >= asked.devices:
+        raise ConfigError(f"--rank {asked.rank} is not one of {asked.devices} ranks; give 0 to {asked.devices - 1}")
+    ranks = [asked.rank] if asked.rank is not None else _pick_ranks(layout)
     reports = [
         dry_run(
             model,
             layout,
             number,
             build_full_step,
-            accelerator=device == "gpu",
+            accelerator=asked.device == "gpu",
             devices_per_node=per_node,
             tell=_Progress(number),
         )
         for number in ranks
     ]
-    target = torch.device("cpu" if device == "cpu" else "meta")
+    target = torch.device("cpu" if asked.device == "cpu" else "meta")
     compiled = compiles_blocks(model, layout, target)
-    if json:
+    if asked.json:
         print_json(
             {
-                "world_size": devices,
+                "world_size": asked.devices,
                 "layout": str(layout),
-                "device": device,
+                "device": asked.device,
                 "devices_per_node": per_node,
                 "compiled_run": compiled,
                 "ranks": [report.as_dict() for report in reports],
             }
         )
     else:
-        _print_reports(loaded, layout, reports, per_node, compiled, timeline)
+        _print_reports(loaded, layout, reports, per_node, compiled, asked.timeline)
 
 
 class _Progress:

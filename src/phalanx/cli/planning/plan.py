@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.console import open_output, print_json, print_lines, write_file
+from phalanx.cli.options.planning import PlanArguments
 from phalanx.cli.planning.plan_text import fold_command, write_plan_lines
 from phalanx.config.load import load_run, parse_overrides
 from phalanx.errors import ConfigError
@@ -18,7 +19,7 @@ from phalanx.planner.measured.check import CheckedGroup, CheckedRun, check, summ
 from phalanx.planner.measured.runs import read_runs
 from phalanx.planner.plan.budget import Reliability
 from phalanx.planner.plan.make_plan import Plan, Wishes, make_plan, make_smallest_plan
-from phalanx.planner.plan.plan_summary import summarize_plan
+from phalanx.planner.plan.plan_summary import summarise_plan
 from phalanx.planner.plan.scaling import parse_scale
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import CHOSEN, write_overrides, write_planned_run
@@ -34,59 +35,40 @@ _COMMAND_WIDTH = 100
 """Columns of the longest line of a command on a page."""
 
 
-def run_plan(
-    *,
-    run: Path | None,
-    cluster: str | None,
-    devices: int | None,
-    overrides: list[str] | None,
-    fit: bool,
-    fix: bool,
-    why: list[str] | None,
-    scale: str | None,
-    tokens: str | None,
-    best: int,
-    p_fits: float,
-    profile: str | None,
-    mtbf_hours: float,
-    restart_minutes: float,
-    checkpoint_gb_s: float,
-    write: Path | None,
-    html: Path | None,
-    check: Path | None,
-    json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.plan` declares its arguments."""
-    if check is not None:
-        checked = check_table(check)
-        print_json(list_checked_runs(*checked)) if json else print_checked_groups(*checked)
+def run_plan(asked: PlanArguments) -> None:
+    """Run the subcommand."""
+    if asked.check is not None:
+        checked = check_table(asked.check)
+        print_json(list_checked_runs(*checked)) if asked.json else print_checked_groups(*checked)
         return
-    if run is None or cluster is None:
+    if asked.run is None or asked.cluster is None:
         raise ConfigError("give a run file and --cluster NAME|FILE, or --check RUNS.csv alone")
-    if (devices is None) is not fit:
+    if (asked.devices is None) is not asked.fit:
         raise ConfigError("give --devices N, or --fit for the smallest number that fits (one of the two)")
-    words = overrides or []
-    loaded = load_run(run, words)
+    words = asked.overrides or []
+    loaded = load_run(asked.run, words)
     model = bind_planned(loaded)
-    machine = load_machine(cluster)
-    planner = Planner(machine, CostModels(machine, choose_profile(machine, cluster, profile)), p_fits)
+    machine = load_machine(asked.cluster)
+    planner = Planner(machine, CostModels(machine, choose_profile(machine, asked.cluster, asked.profile)), asked.p_fits)
     wishes = Wishes(
-        best=best,
-        why=tuple(why or ()),
-        scale=() if scale is None else tuple(parse_scale(scale)),
-        amount=None if tokens is None else _parse_amount(tokens),
-        reliability=Reliability(mtbf_hours, restart_minutes, checkpoint_gb_s),
+        best=asked.best,
+        why=tuple(asked.why or ()),
+        scale=() if asked.scale is None else tuple(parse_scale(asked.scale)),
+        amount=None if asked.tokens is None else _parse_amount(asked.tokens),
+        reliability=Reliability(asked.mtbf_hours, asked.restart_minutes, asked.checkpoint_gb_s),
     )
-    task = Task(model, devices or machine.node.devices, fixed_fields(loaded, words, everything=fix))
-    made = make_smallest_plan(planner, task, wishes) if fit else make_plan(planner, task, wishes)
+    task = Task(model, asked.devices or machine.node.devices, fixed_fields(loaded, words, everything=asked.fix))
+    made = make_smallest_plan(planner, task, wishes) if asked.fit else make_plan(planner, task, wishes)
 
     # the planner has chosen these fields anew: in the command they stand with their new values
     chosen = {(name,) for name in CHOSEN}
     changes = [word for word in words if parse_overrides([word])[0].path[1:] not in chosen]
-    command = make_run_command(made, write or run, [] if write else changes, cluster, fixed=write is not None)
-    written = _write_files(made, write, html, command)
-    if json:
-        print_json(summarize_plan(made) | {"written": written})
+    command = make_run_command(
+        made, asked.write or asked.run, [] if asked.write else changes, asked.cluster, fixed=asked.write is not None
+    )
+    written = _write_files(made, asked.write, asked.html, command)
+    if asked.json:
+        print_json(summarise_plan(made) | {"written": written})
         return
 
     _print_plan(made, written, command)

@@ -10,7 +10,7 @@ from math import isfinite
 from phalanx.cli.console import wrap_line
 from phalanx.planner.plan.budget import Budget
 from phalanx.planner.plan.make_plan import Plan
-from phalanx.planner.plan.plan_summary import Row, describe_break_evens, summarize_plan
+from phalanx.planner.plan.plan_summary import Row, describe_break_evens, summarise_plan
 from phalanx.planner.rank.cost_models import COMPUTING_SHARE, WAITING_SHARE
 from phalanx.report.formatting import format_count, format_duration, format_gibibytes, format_percent
 from phalanx.report.plan_page import FITS, PARALLELISM_COLUMNS, RATE, STEP, layout_columns, name_slower_causes
@@ -29,7 +29,7 @@ COLUMNS = (*PARALLELISM_COLUMNS, STEP, RATE, FITS)
 
 def write_plan_lines(plan: Plan, width: int) -> Iterator[str]:
     """Yield the lines of a plan for a terminal; none is wider than `width` columns unless a word is."""
-    facts, task = summarize_plan(plan), plan.task
+    facts, task = summarise_plan(plan), plan.task
     nodes = -(-task.devices // plan.planner.machine.node.devices)
     # booleans as a run file has them
     words = ((name, str(value).lower() if isinstance(value, bool) else value) for name, value in task.fixed.items())

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Literal
 
 from phalanx.cli.console import print_json, print_lines
+from phalanx.cli.options.planning import VerifyArguments
 from phalanx.config.load import load_run
 from phalanx.errors import CheckFailed
 from phalanx.layout.mesh import ranks_from_environment
@@ -17,34 +16,23 @@ _NAMED = 5
 """Failed checks that are listed before they are only counted."""
 
 
-def run_verify(
-    *,
-    run: Path,
-    layout: list[str] | None,
-    all_ranks: int | None,
-    nproc: int | None,
-    full: bool,
-    precision: Literal["fp64", "fp32", "bf16"],
-    steps: int,
-    timeout: float,
-    json: bool,
-) -> None:
-    """Run the subcommand; `phalanx.cli.options.planning` declares its arguments."""
-    loaded = load_run(run, layout or [])
+def run_verify(asked: VerifyArguments) -> None:
+    """Run the subcommand."""
+    loaded = load_run(asked.run, asked.layout or [])
     options = Options(
-        ranks=all_ranks or nproc,
-        everything=all_ranks is not None,
-        full=full,
-        precision=precision,
-        steps=steps,
-        timeout_s=timeout,
-        progress=all_ranks is not None and sys.stderr.isatty(),
+        ranks=asked.all_ranks or asked.nproc,
+        everything=asked.all_ranks is not None,
+        full=asked.full,
+        precision=asked.precision,
+        steps=asked.steps,
+        timeout_s=asked.timeout,
+        progress=asked.all_ranks is not None and sys.stderr.isatty(),
     )
     outcome = verify_run(loaded, options)
     failed = [verdict for verdict in outcome.verdicts if not verdict.passed]
     # under torchrun every rank gets here
     if ranks_from_environment().first:
-        if json:
+        if asked.json:
             print_json(
                 {
                     "ranks": outcome.ranks,

@@ -20,7 +20,7 @@ from phalanx.families.materials.data.balance import (
     divide_by_cost,
     divide_in_turn,
     step_balance,
-    summarize_balance,
+    summarise_balance,
 )
 from phalanx.families.materials.data.graph_batches import Columns, graph_columns
 from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
@@ -101,11 +101,11 @@ class GraphInputs(Inputs):
         content = {
             "ranks": ranks,
             "cost": asdict(order.cost),
-            "by_cost": summarize_balance(step_balance(self.graphs.declared_division(step)) for step in steps).as_dict(),
-            "by_number": summarize_balance(step_balance(divide_in_turn(cost, ranks, 1)) for cost in costs).as_dict(),
+            "by_cost": summarise_balance(step_balance(self.graphs.declared_division(step)) for step in steps).as_dict(),
+            "by_number": summarise_balance(step_balance(divide_in_turn(cost, ranks, 1)) for cost in costs).as_dict(),
         }
         if self.graphs.branches is not None:
-            apart = summarize_balance(step_balance(divide_by_cost(cost, ranks, 1)) for cost in costs)
+            apart = summarise_balance(step_balance(divide_by_cost(cost, ranks, 1)) for cost in costs)
             content["by_cost_without_branch_groups"] = apart.as_dict()
         write_atomically(run_dir / BALANCE, json.dumps(content, indent=1) + "\n")
 

@@ -18,7 +18,7 @@ INTERVAL = 1.645
 Row = dict[str, Any]
 
 
-def summarize_plan(plan: Plan) -> Row:
+def summarise_plan(plan: Plan) -> Row:
     """Return everything that a plan says, with units in the names; times in seconds, memory in bytes."""
     task, ranking = plan.task, plan.ranking
     first = plan.best.layouts.row(0)
@@ -39,11 +39,11 @@ def summarize_plan(plan: Plan) -> Row:
         "layouts": layout_rows(plan, plan.best),
         "pareto": layout_rows(plan, plan.front),
         "budget": asdict(plan.budget),
-        "why": [_summarize_choice(plan, one) for one in plan.why],
+        "why": [_summarise_choice(plan, one) for one in plan.why],
         # Of a micro-batch of the best layout.
         "positions_per_device": task.model.positions().count * first.microbatch / (first.tp * first.cp),
         "hybrid_break_even": [asdict(one) for one in plan.break_evens],
-        "scaling": None if plan.scaling is None else summarize_scaling(plan),
+        "scaling": None if plan.scaling is None else summarise_scaling(plan),
     }
 
 
@@ -89,7 +89,7 @@ def layout_rows(plan: Plan, ranked: RankedLayouts, task: Task | None = None) -> 
 
 
 def describe_break_evens(summary: Row) -> str:
-    """Say when Hybrid-STOP beats FSDP. summary: of `summarize_plan`, with at least one break-even."""
+    """Say when Hybrid-STOP beats FSDP. summary: of `summarise_plan`, with at least one break-even."""
     rows, best = summary["hybrid_break_even"], summary["layouts"][0]
     below = ", ".join(f"{row['positions']:,.0f} with tp={row['tp']}" for row in rows)
     tp = f" with tp={best['tp']}" if best["tp"] > 1 else ""
@@ -101,7 +101,7 @@ def describe_break_evens(summary: Row) -> str:
     )
 
 
-def _summarize_choice(plan: Plan, why: WhyNot) -> Row:
+def _summarise_choice(plan: Plan, why: WhyNot) -> Row:
     found: Row = {"asked": why.asked, "legal": not why.illegal, "fits": why.best is not None}
     if why.illegal:
         return found | {"reason": why.illegal}
@@ -111,17 +111,17 @@ def _summarize_choice(plan: Plan, why: WhyNot) -> Row:
     return found | {"slower_by_s": why.slower_by, "by_cause_s": dict(why.causes), "layout": row}
 
 
-def summarize_scaling(plan: Plan) -> Row:
+def summarise_scaling(plan: Plan) -> Row:
     """Return strong and weak scaling; efficiency is throughput a device beside that of the first point that has one."""
     assert plan.scaling is not None
     return {
         "unit": plan.task.unit,
-        "strong": _summarize_points(plan, plan.scaling.strong),
-        "weak": _summarize_points(plan, plan.scaling.weak),
+        "strong": _summarise_points(plan, plan.scaling.strong),
+        "weak": _summarise_points(plan, plan.scaling.weak),
     }
 
 
-def _summarize_points(plan: Plan, points: tuple[Point, ...]) -> list[Row]:
+def _summarise_points(plan: Plan, points: tuple[Point, ...]) -> list[Row]:
     rows: list[Row] = []
     first: float | None = None
     for point in points:

@@ -30,7 +30,7 @@ from phalanx.study.hyperparameters.packing import (
 )
 from phalanx.study.hyperparameters.tuner import load_study
 from phalanx.study.hyperparameters.tuning_job import training_span
-from phalanx.study.importance import summarize_importance
+from phalanx.study.importance import summarise_importance
 from phalanx.study.trial import INTERRUPTED, Trial, count_failures
 
 _LEAST_TRIALS = 6
@@ -39,7 +39,7 @@ _LEAST_TRIALS = 6
 Row = dict[str, Any]
 
 
-def summarize_study(folder: Path) -> Row:
+def summarise_study(folder: Path) -> Row:
     """Return everything about a study, with units in the names. Raises ConfigError where `folder` holds none."""
     store = open_store(folder, None)
     run, space = load_study(folder)
@@ -47,7 +47,7 @@ def summarize_study(folder: Path) -> Row:
     known = group_configurations(parts)
     rungs: list[int] = store.about["rungs"]
     standings = {one.number: one.standing() for one in known}
-    rows = [_summarize_configuration(one, folder, rungs) for one in known]
+    rows = [_summarise_configuration(one, folder, rungs) for one in known]
     scored = sorted((row for row in rows if row["score"] is not None and row["failed"] is None), key=_by_score)
     default = space.default()
     # How many configurations reached each rung, and how many of these stay there.
@@ -69,10 +69,10 @@ def summarize_study(folder: Path) -> Row:
         "order": [row["number"] for row in scored],
         "stopped": stopped,
         "failures": count_failures(parts),
-        "importance": _summarize_importance(space, known, project_scores(list(standings.values()), len(rungs))),
-        "devices": _summarize_devices(folder, known),
+        "importance": _summarise_importance(space, known, project_scores(list(standings.values()), len(rungs))),
+        "devices": _summarise_devices(folder, known),
         "without_packing": _simulate_unpacked_study(known, rungs, store.about["eta"] or 2),
-        "costs": _summarize_costs(known),
+        "costs": _summarise_costs(known),
     }
 
 
@@ -91,7 +91,7 @@ def _by_score(row: Row) -> tuple[float, int]:
     return row["score"], row["number"]
 
 
-def _summarize_configuration(one: Configuration, folder: Path, rungs: list[int]) -> Row:
+def _summarise_configuration(one: Configuration, folder: Path, rungs: list[int]) -> Row:
     standing = one.standing()
     rung = max(standing.scores, default=None)
     failed = one.failure
@@ -122,7 +122,7 @@ def _describe_state(one: Configuration) -> str:
     return "scored" if one.standing().scores else INTERRUPTED
 
 
-def _summarize_importance(
+def _summarise_importance(
     space: HyperparameterSpace, known: list[Configuration], scores: dict[int, float]
 ) -> Row | None:
     """Return the importance of parameters by the configurations that have a score; None where these are too few."""
@@ -134,11 +134,11 @@ def _summarize_importance(
     )
     figures = np.array([score for _, score in rows])
     if (figures > 0).all():
-        return summarize_importance(list(ranges), codes, np.log(figures), "logarithm of the score")
-    return summarize_importance(list(ranges), codes, figures, "score")
+        return summarise_importance(list(ranges), codes, np.log(figures), "logarithm of the score")
+    return summarise_importance(list(ranges), codes, figures, "score")
 
 
-def _summarize_devices(folder: Path, known: list[Configuration]) -> Row:
+def _summarise_devices(folder: Path, known: list[Configuration]) -> Row:
     sessions = [json.loads(file.read_text()) for file in sorted((folder / SESSIONS).glob("*.json"))]
     windows = [Window(tuple(one["devices"]), one["begin"], one["end"]) for one in sessions]
     spans = [span for one in known for part in one.parts for span in _read_spans(folder, one.number, part)]
@@ -179,7 +179,7 @@ def _read_spans(folder: Path, number: int, part: Trial) -> list[Span]:
     return [] if found is None else [Span(part.note["device"], *found, label=str(number))]
 
 
-def _summarize_costs(known: list[Configuration]) -> Row | None:
+def _summarise_costs(known: list[Configuration]) -> Row | None:
     """Return how far off the expected times were, and how much trials differ; None where no part has ended."""
     pairs = []
     for part in (part for one in known for part in one.parts if part.good):

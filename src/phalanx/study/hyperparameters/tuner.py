@@ -134,7 +134,7 @@ def describe_study(run: Run, space: HyperparameterSpace, rungs: tuple[int, ...])
 def best_run_text(folder: Path, summary: dict[str, Any]) -> str:
     """Return a run file that trains the best configuration from the start, with all that trials leave out of a run.
 
-    summary: of `summarize_study`. Raises ConfigError where no trial has a score.
+    summary: of `summarise_study`. Raises ConfigError where no trial has a score.
     """
     best = summary["best"]
     if best is None:

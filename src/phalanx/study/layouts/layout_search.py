@@ -19,7 +19,7 @@ from phalanx.hardware.device import choose_device, device_kind, device_name
 from phalanx.hardware.machine import Machine
 from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, Task
-from phalanx.study.importance import can_be_told_apart, interactions, shapley_effects, summarize_importance
+from phalanx.study.importance import can_be_told_apart, interactions, shapley_effects, summarise_importance
 from phalanx.study.layouts.layout_space import LayoutSpace
 from phalanx.study.layouts.layout_trials import DEVICE, ProcessRunner, Runner
 from phalanx.study.layouts.prior import Prior, planned_space
@@ -185,11 +185,11 @@ class SearchResult:
             "storage": str(self.path),
             "points": len(self.space),
             "stopped": self.stopped,
-            "trials": [self._summarize_trial(trial) for trial in self.trials],
+            "trials": [self._summarise_trial(trial) for trial in self.trials],
             "failures": count_failures(self.trials),
-            "best": None if best is None else self._summarize_trial(best),
+            "best": None if best is None else self._summarise_trial(best),
             "next": self._best_points(posterior),
-            "planned": _summarize_effects(self.space, posterior),
+            "planned": _summarise_effects(self.space, posterior),
             "measured": self._measured_importance(),
         }
 
@@ -212,7 +212,7 @@ class SearchResult:
         outcomes = [trial.outcome for trial in self.trials if trial.outcome is not None]
         return sorted({outcome.more[DEVICE] for outcome in outcomes if DEVICE in outcome.more})
 
-    def _summarize_trial(self, trial: Trial) -> Row:
+    def _summarise_trial(self, trial: Trial) -> Row:
         point, outcome = self.space.find(trial.values), trial.outcome
         return {
             "number": trial.number,
@@ -251,10 +251,10 @@ class SearchResult:
         good = [(point, value) for point, value in pairs if point is not None]
         names = [one.name for one in self.space.parameters]
         codes = self.space.codes[[point for point, _ in good]]
-        return summarize_importance(names, codes, np.log([value for _, value in good]), "logarithm of a step's time")
+        return summarise_importance(names, codes, np.log([value for _, value in good]), "logarithm of a step's time")
 
 
-def _summarize_effects(space: LayoutSpace, posterior: Posterior) -> Row | None:
+def _summarise_effects(space: LayoutSpace, posterior: Posterior) -> Row | None:
     """Return the exact effects of parameters on the expected time, over all points that are likely to fit.
 
     None where they cannot be told apart.

@@ -20,7 +20,7 @@ from phalanx.families.materials.data.balance import (
     divide_in_turn,
     divide_within_budget,
     step_balance,
-    summarize_balance,
+    summarise_balance,
 )
 
 costs_of = st.lists(st.integers(1, 10**6), min_size=1, max_size=60).map(lambda c: np.array(c, dtype=np.int64))
@@ -219,7 +219,7 @@ def test_the_report_says_what_ranks_wait() -> None:
     first, second = step_balance(even, unit=0.5), step_balance(uneven_step, unit=0.5)
     assert (first.imbalance, first.wait_seconds, first.seconds) == (1.0, 0.0, 2.0)
     assert (second.imbalance, second.wait_seconds, second.seconds) == (1.5, 1.0, 3.0)
-    both = summarize_balance([first, second])
+    both = summarise_balance([first, second])
     assert (both.steps, both.imbalance_max, both.wait_seconds_mean) == (2, 1.5, 0.5)
     assert both.wait_mean == pytest.approx(1.0 / 5.0)
     assert step_balance(divide_by_cost(np.array([3]), 4, 1)).idle_ranks == 3

@@ -117,7 +117,7 @@ class MdsSource(TokenSource):
         self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
         digest = hashlib.sha256((folder / INDEX).read_bytes() + bytes_dtype.encode())
         # The stream is read by place, so the length of every sample must be known.
-        lengths = [self._shard(number).summarize(digest) for number in range(len(self._shards))]
+        lengths = [self._shard(number).summarise(digest) for number in range(len(self._shards))]
         self._ends: Int64Array = np.cumsum(np.concatenate([np.empty(0, np.int64), *lengths]), dtype=np.int64)
         self.tokens = int(self._ends[-1]) if len(self._ends) else 0
         self.fingerprint = digest.hexdigest()
@@ -236,7 +236,7 @@ class _Shard:
                 f"steps of at least {column.smallest_sample}, and do not; the file is altered"
             )
 
-    def summarize(self, digest: hashlib._Hash) -> Int64Array:
+    def summarise(self, digest: hashlib._Hash) -> Int64Array:
         """Return the number of tokens of each sample (samples,), from sizes alone; they and the first sample go into
         `digest`."""
         # Only heads of samples are looked at, spread over the whole file.

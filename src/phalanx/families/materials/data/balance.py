@@ -207,7 +207,7 @@ class BalanceReport:
         return asdict(self)
 
 
-def summarize_balance(steps: Iterable[StepBalance]) -> BalanceReport:
+def summarise_balance(steps: Iterable[StepBalance]) -> BalanceReport:
     """Return the balance of several steps, at least one, together."""
     seen = list(steps)
     imbalance = np.array([step.imbalance for step in seen])

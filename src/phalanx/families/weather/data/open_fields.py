@@ -80,7 +80,7 @@ class FieldSet:
             for store, survey in zip(self.stores, self.surveys, strict=True):
                 if not store.units_compared:
                     require_one_quantity(store, survey)
-            summaries = [self._summarize(index) for index in range(len(self.stores))]
+            summaries = [self._summarise(index) for index in range(len(self.stores))]
             for summary in summaries[1:]:
                 require_alike(self.variables, summaries[0], summary)
         self.statistics = self._find_statistics()
@@ -144,7 +144,7 @@ class FieldSet:
                 moments = Moments(given.frames, given.mean_of(self.variables), given.std_of(self.variables))
                 known = SourceSummary([self.data.statistics] * len(self.variables), moments, None, frozenset())
                 for index in range(len(self.stores)):
-                    require_alike(self.variables, known, self._summarize(index))
+                    require_alike(self.variables, known, self._summarise(index))
             return given
         # Over the training split alone: nothing of the held-out times may reach the model.
         # Each value counts once, whichever source and frame it is in.
@@ -173,7 +173,7 @@ class FieldSet:
             self.stores[source].fingerprint, survey.valid.tobytes(), survey.low.tobytes(), survey.high.tobytes()
         )
 
-    def _summarize(self, source: int) -> SourceSummary:
+    def _summarise(self, source: int) -> SourceSummary:
         """Return the statistics of the training frames of a source, for comparison with those of others."""
         store, frames = self.stores[source], self._train[source]
         names = [str(store.path)] * len(self.variables)
