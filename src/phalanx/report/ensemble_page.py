@@ -69,23 +69,7 @@ def render_ensemble(summary: Row) -> str:
             "members": ((*members, Column("loss", lambda row: f"{row['loss']:.4f}")), summary["members"], ""),
         }
     else:
-        labels = [scale_label(label) for label in summary["labels"]]
-        page |= {
-            "about": "Chosen and calibrated on the validation split, scored on the test split.",
-            "tiles": list(_label_tiles(labels)),
-            "tables": [
-                ("errors", "Errors on the test split", ERRORS_HINT, ERROR_COLUMNS, labels),
-                ("uncertainty", "Uncertainties on the test split", UNCERTAINTIES_HINT, UNCERTAINTY_COLUMNS, labels),
-            ],
-            "curves": (
-                "How far they hold",
-                "Left: share of truths inside an interval (up) against the probability it states (across). Right: do "
-                "numbers with a larger stated uncertainty err more?",
-                [(label["name"], [draw_calibration(label), draw_reliability(label)]) for label in labels],
-            ),
-            "selection": draw_selection(summary),
-            "members": (CANDIDATE_COLUMNS, list_candidates(summary), CANDIDATES_HINT),
-        }
+        page |= _fill_materials_page(summary)
     return render_page(
         "ensemble.html",
         "figures.css",
@@ -95,6 +79,27 @@ def render_ensemble(summary: Row) -> str:
         row_style=lambda row: "taken" if row.get("place") else "",
         **page,
     )
+
+
+def _fill_materials_page(summary: Row) -> dict[str, Any]:
+    """Return what `ensemble.html` shows of materials models: one row for each kind of number that they learn."""
+    labels = [scale_label(label) for label in summary["labels"]]
+    return {
+        "about": "Chosen and calibrated on the validation split, scored on the test split.",
+        "tiles": list(_label_tiles(labels)),
+        "tables": [
+            ("errors", "Errors on the test split", ERRORS_HINT, ERROR_COLUMNS, labels),
+            ("uncertainty", "Uncertainties on the test split", UNCERTAINTIES_HINT, UNCERTAINTY_COLUMNS, labels),
+        ],
+        "curves": (
+            "How far they hold",
+            "Left: share of truths inside an interval (up) against the probability it states (across). Right: do "
+            "numbers with a larger stated uncertainty err more?",
+            [(label["name"], [draw_calibration(label), draw_reliability(label)]) for label in labels],
+        ),
+        "selection": draw_selection(summary),
+        "members": (CANDIDATE_COLUMNS, list_candidates(summary), CANDIDATES_HINT),
+    }
 
 
 def saved_share(label: Row) -> float:
