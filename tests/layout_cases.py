@@ -87,6 +87,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "dropout": 0.1,
         "init_std": 0.2,
     },
+    "latent": {
+        **SIZE,
+        "latent": {"query_rank": 12, "key_value_rank": 10, "rope_size": 4, "nope_size": 6, "value_size": 8},
+        "dropout": 0.1,
+        "init_std": 0.2,
+    },
     "gemma": {
         **SIZE,
         "n_kv_heads": 4,

@@ -11,7 +11,7 @@ import transformers
 
 from phalanx.checkpoint import CheckpointStore
 from phalanx.config.load import dump_run
-from phalanx.config.model import LanguageModel, RopeScaling
+from phalanx.config.model import LanguageModel, LatentSizes, RopeScaling
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.huggingface.folder_files import SpecialTokens, TokenizerFiles
@@ -65,6 +65,18 @@ VARIANTS = {
     ),
     "alibi, capped, with sinks": LanguageModel(
         **_SIZE, positions="alibi", attention_softcap=2.0, attention_sinks=True, sliding_window=11
+    ),
+    "latent": LanguageModel(
+        **_SIZE,
+        latent=LatentSizes(query_rank=20, key_value_rank=14, rope_size=4, nope_size=6, value_size=8),
+        rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_positions=16, mscale=1.0, mscale_all_dim=0.8),
+    ),
+    "latent of keys alone, windows, sinks": LanguageModel(
+        **_SIZE,
+        latent=LatentSizes(key_value_rank=14, rope_size=6, nope_size=5, value_size=7),
+        sliding_window=9,
+        global_every=2,
+        attention_sinks=True,
     ),
     "yarn": LanguageModel(
         **_SIZE,

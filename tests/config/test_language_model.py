@@ -12,6 +12,8 @@ from phalanx.config.model import LanguageModel, RopeScaling
 
 SIZE = {"n_layers": 4, "d_model": 48, "n_heads": 6, "vocab_size": 97, "max_positions": 64}
 
+LATENT = {"key_value_rank": 14, "rope_size": 4, "nope_size": 6, "value_size": 8}
+
 
 @pytest.mark.parametrize(
     ("fields", "message"),
@@ -38,6 +40,15 @@ SIZE = {"n_layers": 4, "d_model": 48, "n_heads": 6, "vocab_size": 97, "max_posit
             "local_rope_theta has no effect with positions=alibi",
         ),
         ({"attention_softcap": 0.0}, "attention_softcap"),
+        ({"latent": LATENT, "positions": "alibi"}, "set positions=rope, not alibi"),
+        ({"latent": LATENT, "n_kv_heads": 2}, "n_kv_heads=2 does not fit latent attention; set it to null"),
+        ({"latent": LATENT, "head_dim": 8}, "head_dim=8 does not fit latent attention; set it to null"),
+        ({"latent": LATENT, "qk_norm": True}, "qk_norm=True has no place in latent attention; set it to false"),
+        ({"latent": LATENT, "clip_qkv": 8.0}, "clip_qkv=8.0 has no place in latent attention; set it to null"),
+        ({"latent": LATENT, "bias": True}, "bias=True has no place in latent attention; set it to false"),
+        ({"latent": LATENT, "qkv_bias": True}, "qkv_bias=true has no place in latent attention; set it to null"),
+        ({"latent": {**LATENT, "rope_size": 3}}, "even head size, not 3"),
+        ({"latent": {**LATENT, "value_size": 11}}, "value_size=11 is more than nope_size + rope_size = 10"),
         ({"qk_norm": "all"}, "qk_norm"),
         ({"norm_position": "behind"}, "norm_position"),
         ({"attention_scale": 0.0}, "attention_scale"),

@@ -60,6 +60,15 @@ OPTIONS: dict[str, Fields] = {
         "model.sliding_window": 9,
         "data.document_mask": True,
     },
+    "latent attention": {
+        "model.n_kv_heads": None,
+        "model.latent": {"query_rank": 24, "key_value_rank": 32, "rope_size": 8, "nope_size": 16, "value_size": 16},
+    },
+    "latent attention, documents": {
+        "model.n_kv_heads": None,
+        "model.latent": {"key_value_rank": 32, "rope_size": 16, "nope_size": 16, "value_size": 24},
+        "data.document_mask": True,
+    },
     "capped logits": {"model.logit_softcap": 2.0},
     "scaled embedding": {"model.embedding_scale": 8.0},
     "clipped projections": {"model.clip_qkv": 0.05},

@@ -174,6 +174,29 @@ class Experts(Section):
         return self.selection_bias or self.bias_rate > 0.0
 
 
+class LatentSizes(Section):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values come from one latent."""
+
+    query_rank: Width | None = None
+    """Features that queries are compressed to; null: they are not."""
+    key_value_rank: Width
+    """Features of the latent that keys and values of all heads are expanded from."""
+    rope_size: Width
+    """Rotated features of a head, whose key all heads share."""
+    nope_size: Width
+    """Features of a head's queries and keys that are not rotated."""
+    value_size: Width
+    """Features of a head's values; at most nope_size + rope_size."""
+
+    @model_validator(mode="after")
+    def _values_fit(self) -> LatentSizes:
+        if self.value_size > self.nope_size + self.rope_size:
+            raise ValueError(
+                f"value_size={self.value_size} is more than nope_size + rope_size = {self.nope_size + self.rope_size}"
+            )
+        return self
+
+
 NormPosition = Literal["pre", "post", "sandwich"]
 """pre: x + f(norm(x)). post: x + norm(f(x)) (OLMo 2). sandwich: x + norm(f(norm(x))) (Gemma 2)."""
 
@@ -245,6 +268,13 @@ class AttentionConfig:
     """Whether each head has a learned logit that takes part in the softmax and has no value."""
     rope: RopeConfig | None
     alibi: AlibiConfig | None
+    latent: LatentSizes | None
+    """Sizes of latent attention, whose norms are those of compressed queries and of latents; None where there is none."""
+
+    @property
+    def value_size(self) -> int:
+        """Features of a head's values."""
+        return self.head_size if self.latent is None else self.latent.value_size
 
     @property
     def group(self) -> int:
@@ -253,6 +283,14 @@ class AttentionConfig:
 
     def matrix_parameters(self) -> int:
         """Return the parameters of the projections."""
+        if self.latent is not None:
+            x, expanded = self.latent, self.heads * self.head_size
+            queries = self.width * expanded
+            if x.query_rank is not None:
+                queries = x.query_rank * (self.width + expanded)
+            down = self.width * (x.key_value_rank + x.rope_size)
+            up = x.key_value_rank * self.heads * (x.nope_size + x.value_size)
+            return queries + down + up + self.heads * x.value_size * self.width
         return 2 * self.width * (self.heads + self.kv_heads) * self.head_size
 
     def parameter_count(self) -> int:
@@ -273,7 +311,7 @@ class AttentionConfig:
 
     def products_per_token(self, positions: int) -> int:
         """Return the multiplications of scores and weighted values for one query that attends to all `positions`."""
-        return 2 * self.heads * self.head_size * positions
+        return self.heads * (self.head_size + self.value_size) * positions
 
     def causal_products_per_token(self, positions: int) -> int:
         """Return as `products_per_token` for a mean query of so many positions: half of them, or what the window leaves."""
@@ -420,6 +458,8 @@ class LanguageModel(BlockModel):
     """Bound of the logits: c tanh(logits / c) (Gemma 2); null leaves them."""
     attention_softcap: Annotated[float, Field(gt=0.0)] | None = None
     """Bound of the scaled products of queries and keys: c tanh(products / c) (Gemma 2); null leaves them."""
+    latent: LatentSizes | None = None
+    """Multi-head latent attention in place of grouped heads (DeepSeek-V2); null has none."""
     attention_sinks: bool = False
     """Whether each head has a learned logit that takes part in the softmax without a value (gpt-oss)."""
     sliding_window: Positions | None = None
@@ -435,7 +475,7 @@ class LanguageModel(BlockModel):
 
     @model_validator(mode="after")
     def _heads_fit(self) -> LanguageModel:
-        if self.head_dim is None and self.d_model % self.n_heads:
+        if self.latent is None and self.head_dim is None and self.d_model % self.n_heads:
             raise ValueError(
                 f"n_heads={self.n_heads} does not divide d_model={self.d_model}; give head_dim or change one"
             )
@@ -457,6 +497,25 @@ class LanguageModel(BlockModel):
             raise ValueError(f"rotary positions need an even head size, not {self.rotated_size}{share}")
         if self.rope_scaling is not None and self.rope_scaling.kind == "ntk" and self.rotated_size < 4:
             raise ValueError(f"rope_scaling.kind=ntk needs 4 rotated features of a head, not {self.rotated_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _latent_fits(self) -> LanguageModel:
+        if self.latent is None:
+            return self
+        if self.positions != "rope":
+            raise ValueError(f"latent attention rotates a part of each head; set positions=rope, not {self.positions}")
+        sizes = {"n_kv_heads": self.n_heads, "head_dim": self.latent.nope_size + self.latent.rope_size}
+        for name, size in sizes.items():
+            if getattr(self, name) not in (None, size):
+                raise ValueError(f"{name}={getattr(self, name)} does not fit latent attention; set it to null")
+        unset = {"rotary_fraction": 1.0, "qk_norm": False, "clip_qkv": None, "bias": False}
+        for name, value in unset.items():
+            if getattr(self, name) != value:
+                stated = "null" if value is None else str(value).lower()
+                raise ValueError(f"{name}={getattr(self, name)} has no place in latent attention; set it to {stated}")
+        if self.qkv_bias:
+            raise ValueError("qkv_bias=true has no place in latent attention; set it to null")
         return self
 
     @model_validator(mode="after")
@@ -508,8 +567,8 @@ class LanguageModel(BlockModel):
             head_size=self.head_size,
             bias=self.bias,
             qkv_bias=self.bias if self.qkv_bias is None else self.qkv_bias,
-            query_norm=self._head_norm(self.n_heads),
-            key_norm=self._head_norm(self.kv_heads),
+            query_norm=self._query_norm(),
+            key_norm=self._key_norm(),
             joint_norm=self.qk_norm == "whole",
             clip=self.clip_qkv,
             scale=self._scale(),
@@ -518,7 +577,19 @@ class LanguageModel(BlockModel):
             sinks=self.attention_sinks,
             rope=rope if self.positions == "rope" else None,
             alibi=alibi if self.positions == "alibi" else None,
+            latent=self.latent,
         )
+
+    def _query_norm(self) -> NormConfig | None:
+        if self.latent is None:
+            return self._head_norm(self.n_heads)
+        rank = self.latent.query_rank
+        return None if rank is None else NormConfig(rank, self.norm, self.norm_eps, bias=False)
+
+    def _key_norm(self) -> NormConfig | None:
+        if self.latent is None:
+            return self._head_norm(self.kv_heads)
+        return NormConfig(self.latent.key_value_rank, self.norm, self.norm_eps, bias=False)
 
     def _is_global(self, number: int) -> bool:
         return self.global_every > 0 and (number + 1) % self.global_every == 0
@@ -568,6 +639,8 @@ class LanguageModel(BlockModel):
     @property
     def head_size(self) -> int:
         """Width of one head, the default resolved."""
+        if self.latent is not None:
+            return self.latent.nope_size + self.latent.rope_size
         return self.head_dim or self.d_model // self.n_heads
 
     def biases_attention(self, length: int) -> bool:
@@ -584,7 +657,7 @@ class LanguageModel(BlockModel):
     @property
     def rotated_size(self) -> int:
         """Features of a head that rotary positions rotate."""
-        return int(self.head_size * self.rotary_fraction)
+        return int(self.head_size * self.rotary_fraction) if self.latent is None else self.latent.rope_size
 
     @property
     def ff_size(self) -> int:

@@ -67,7 +67,10 @@ class AttentionContext(NamedTuple):
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of the positions seen so far by one layer, [B, K, S, E] each."""
+    """Keys and values of the positions seen so far by one layer, [B, K, S, E] each.
+
+    Of latent attention, `keys` are the latents and `values` the shared rotary keys, of one head each.
+    """
 
     keys: Tensor | None = None
     values: Tensor | None = None
@@ -228,7 +231,7 @@ def _attend_one_query(query_BH1E: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, 
         # One bias for all heads is broadcast; a bias for each head is grouped like the queries.
         scores_BKGS = scores_BKGS + (bias if bias.shape[1] == 1 else bias.reshape(-1, K, H // K, S))
     weights = torch.softmax(scores_BKGS, -1, dtype=torch.promote_types(query_BH1E.dtype, torch.float32))
-    return (weights.to(value_BKSE.dtype) @ value_BKSE).reshape(B, H, 1, E)
+    return (weights.to(value_BKSE.dtype) @ value_BKSE).reshape(B, H, 1, value_BKSE.shape[-1])
 
 
 def _attend_plainly(query_BHQE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: AttentionContext) -> Tensor:
@@ -330,7 +333,28 @@ class AttentionSinks(nn.Module):
         return joined
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
+    """What kinds of causal self-attention share: the core between projections, its sinks and its scale."""
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__()
+        # An attribute, so that context parallelism and the planner can put their own attention in its place.
+        self.attend: AttentionCore = attend
+        self.query_factor = query_factor(config.scale, config.head_size)
+        self.sinks = AttentionSinks(config.heads) if config.sinks else None
+
+    def _scaled(self, query: Tensor) -> Tensor:
+        """Return queries with which the 1 / sqrt(E) of kernels becomes the scale that the model asks for."""
+        return query if self.query_factor == 1.0 else query * self.query_factor
+
+    def _mix(self, query_BHSE: Tensor, key_BKSE: Tensor, value_BKSV: Tensor, context: RotaryContext) -> Tensor:
+        """Return attention between the projections, [B, H, S, V]."""
+        if self.sinks is not None:
+            context = self.sinks.join(context)
+        return self.attend(query_BHSE, key_BKSE, value_BKSV, context)
+
+
+class Attention(CausalAttention):
     """Causal self-attention with grouped keys and values (Ainslie et al. 2023).
 
     `qkv.weight` has its rows grouped by key/value head: the G query heads of the group, then its key, then its value. A
@@ -338,12 +362,10 @@ class Attention(nn.Module):
     """
 
     def __init__(self, config: AttentionConfig) -> None:
-        super().__init__()
+        super().__init__(config)
         self.head_size = config.head_size
         self.group = config.group
         self.clip = config.clip
-        # An attribute, so that context parallelism and the planner can put their own attention in its place.
-        self.attend: AttentionCore = attend
         width = config.heads * config.head_size
         self.qkv = Linear(config.width, width + 2 * config.kv_heads * config.head_size, bias=config.qkv_bias)
         self.output = Linear(width, config.width, bias=config.bias)
@@ -351,8 +373,6 @@ class Attention(nn.Module):
         if config.query_norm is not None and config.key_norm is not None:
             self.query_norm, self.key_norm = build_norm(config.query_norm), build_norm(config.key_norm)
         self.joint_norm = config.joint_norm
-        self.sinks = AttentionSinks(config.heads) if config.sinks else None
-        self.query_factor = query_factor(config.scale, config.head_size)
 
     def forward(self, x_BSD: Tensor, context: RotaryContext, cache: KeyValueCache | None = None) -> Tensor:
         """Map [B, S, D] -> [B, S, D]. With `cache`, keys and values of earlier positions are attended to as well."""
@@ -360,15 +380,12 @@ class Attention(nn.Module):
         # Before keys are cached: a rotation depends on the key's own position alone, so it is done once.
         if context.rope is not None:
             query, key = rotate(query, *context.rope), rotate(key, *context.rope)
-        if self.query_factor != 1.0:
-            query = query * self.query_factor
+        query = self._scaled(query)
         # Views: kernels take strided heads, and a copy would cost as much memory as the projection.
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         if cache is not None:
             key, value = cache.append(key, value)
-        if self.sinks is not None:
-            context = self.sinks.join(context)
-        mixed = self.attend(query, key, value, context)
+        mixed = self._mix(query, key, value, context)
         out: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return out
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-SplitKind = Literal["column", "part", "row", "lookup", "logits", "norm", "heads", "attention"]
+SplitKind = Literal["column", "part", "row", "lookup", "logits", "norm", "heads", "gather", "attention"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Split:
     logits: the output head, which keeps some rows of the vocabulary and computes the loss from them.
     norm: a `Norm` over features of which every rank has some; its statistics are joined.
     heads: a module of one number for every query head, which every rank keeps for its own.
+    gather: a `SharedKey`, which gives every rank what all positions share.
     attention: the core between projections, where context parallelism takes place.
     """
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from phalanx.config.model import LanguageModel, RopeScaling
+from phalanx.config.model import LanguageModel, LatentSizes, RopeScaling
 from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.huggingface.tensor_rules import Counterpart, tensor_rules
 from small_models import random_tokens, random_transformers
@@ -92,6 +92,49 @@ def _yarn(**fields: object) -> dict[str, object]:
         "beta_slow": 1.0,
         **fields,
     }
+
+
+_LATENT = {"key_value_rank": 14, "rope_size": 4, "nope_size": 6, "value_size": 8}
+
+
+def _deepseek(query_rank: int | None, sizes: LatentSizes) -> Published:
+    """DeepSeek-V3's attention with an MLP in every layer; pairs of rotary features are halves, as ours."""
+    scaling = {"mscale": 1.0, "mscale_all_dim": 0.7}
+    config = transformers.DeepseekV3Config(
+        **{**_THEIRS, "num_key_value_heads": 6},
+        q_lora_rank=query_rank,
+        kv_lora_rank=14,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=6,
+        v_head_dim=8,
+        first_k_dense_replace=4,
+        rope_interleave=False,
+        rope_parameters=_yarn(**scaling),
+    )
+    scaled = RopeScaling(kind="yarn", factor=4.0, original_positions=16, beta_fast=4.0, **scaling)
+    attention = {
+        "query": "q_proj",
+        "query_down": "q_a_proj",
+        "query_norm": "q_a_layernorm",
+        "query_up": "q_b_proj",
+        "key_value_down": "kv_a_proj_with_mqa",
+        "key_value_norm": "kv_a_layernorm",
+        "key_value_up": "kv_b_proj",
+        "output": "o_proj",
+    }
+    return Published(
+        config,
+        _ours(n_kv_heads=None, latent=sizes.model_dump(), rope_scaling=scaled, norm_eps=1e-6),
+        {
+            **_ENDS,
+            **_MLP,
+            **_PRE,
+            **{
+                f"blocks.*.attention.{ours}": Counterpart((f"{_LAYER}self_attn.{theirs}",))
+                for ours, theirs in attention.items()
+            },
+        },
+    )
 
 
 PUBLISHED: dict[str, Published] = {
@@ -228,6 +271,8 @@ PUBLISHED: dict[str, Published] = {
         },
         without_mlp=True,
     ),
+    "DeepSeek-V3, compressed queries": _deepseek(20, LatentSizes(query_rank=20, **_LATENT)),
+    "DeepSeek-V3, plain queries": _deepseek(None, LatentSizes(**_LATENT)),
     "Llama, linear": Published(
         transformers.LlamaConfig(
             **_THEIRS,

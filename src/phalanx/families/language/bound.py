@@ -55,6 +55,8 @@ class BoundLanguage(
         """Return the option of attention that needs all heads of a rank at once; see `BoundModel`."""
         if self.model.qk_norm == "whole":
             return "model.qk_norm=whole"
+        if self.model.latent is not None:
+            return "model.latent"
         return "model.attention_sinks=true" if self.model.attention_sinks else ""
 
     def flops_per_sample(self) -> float:

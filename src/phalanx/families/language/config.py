@@ -110,6 +110,7 @@ def _check_attention(run: LanguageRun) -> Iterator[Problem]:
         **dict.fromkeys(("cudnn", "flash", "efficient"), softmax),
         "flash4": {
             **softmax,
+            "model.latent": model.latent is not None,
             "model.positions=alibi": model.positions == "alibi",
             f"model.sliding_window={model.sliding_window}": model.sliding_window is not None,
             "data.document_mask=true": run.data.document_mask,

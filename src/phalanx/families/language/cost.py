@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
@@ -18,7 +20,7 @@ from phalanx.layout.context_parallel.split_context import SequenceShare, split_c
 from phalanx.layout.layout_model import Stage
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed, stream_matrices
-from phalanx.nn.attention import Attention
+from phalanx.nn.attention import Attention, AttentionCore, CausalAttention
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator_kernels import core_attention
@@ -52,8 +54,10 @@ class LanguageParts(DeclaredLanguage, PartTracer):
         stream_matrices(part, self.splits(), share.tp, stream)
         # PyTorch takes attention apart on meta: the kernel of the accelerator is put in its place, so that its costs show.
         core = core_attention(self.setting.attention)
+        if model.latent is not None:
+            core = partial(_attend_padded, core)
         for module in part.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, CausalAttention):
                 module.attend = core
         split_context(part, share, core)
         if self.setting.attention == "flex":
@@ -146,6 +150,12 @@ class LanguageTracing(TracedModel):
         """See `TracedModel`; masks and biases are kept as the kernel that such a run takes keeps them."""
         kernel = self.likely_kernel(rocm=False)
         return AttentionChoice(kernel, core=_math_attention if kernel == "math" else core_attention(kernel))
+
+
+def _attend_padded(core: AttentionCore, query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+    """Compute attention with values as wide as keys: traced kernels have one width."""
+    missing = key.shape[-1] - value.shape[-1]
+    return core(query, key, F.pad(value, (0, missing)), context)[..., : value.shape[-1]]
 
 
 def _math_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from fnmatch import fnmatchcase
 
-from phalanx.config.model import LanguageModel, MixtureConfig, MLPConfig
+from phalanx.config.model import AttentionConfig, LanguageModel, MixtureConfig, MLPConfig
 from phalanx.families.family import DeclaredModel
 from phalanx.families.language.sizes import block_flops_per_token, head_flops_per_token
 from phalanx.nn.attention import attention_splits
+from phalanx.nn.latent_attention import latent_attention_splits
 from phalanx.nn.layers import mlp_splits, mlp_unit
 from phalanx.nn.parameters import InitRule, InitRules, ParameterKind
 from phalanx.nn.splits import Split, SplitCount, Splits, name_splits
@@ -55,7 +56,7 @@ class DeclaredLanguage(DeclaredModel):
     def splits(self) -> Splits:
         """Return how modules may be split over tensor-parallel ranks; see `nn.splits`."""
         layers = self.model.layer_kinds()
-        attention = (attention_splits(layer.attention) for layer in layers)
+        attention = (_splits_of_attention(layer.attention) for layer in layers)
         of_blocks = [
             *(split for splits in attention for split in name_splits("blocks.*.attention", splits)),
             *(split for layer in layers for split in _splits_of_mlp(layer.mlp)),
@@ -85,6 +86,10 @@ class DeclaredLanguage(DeclaredModel):
     def tied(self) -> dict[str, str]:
         """Return the output head's copy of the token table, which it keeps where the table is in another model chunk."""
         return {"head.weight": "embedding.weight"} if self.model.tied_head else {}
+
+
+def _splits_of_attention(attention: AttentionConfig) -> Splits:
+    return attention_splits(attention) if attention.latent is None else latent_attention_splits(attention)
 
 
 def _splits_of_mlp(mlp: MLPConfig | MixtureConfig) -> Splits:

@@ -17,6 +17,7 @@ from phalanx.nn.attention import (
 )
 from phalanx.nn.cross_entropy import LossSum
 from phalanx.nn.experts import MixtureOfExperts, RoutingPass
+from phalanx.nn.latent_attention import LatentAttention
 from phalanx.nn.layers import Norm, NumberedBlocks, build_mlp, build_norm
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
@@ -33,7 +34,8 @@ class Block(nn.Module):
         super().__init__()
         before, behind = config.norm_position != "post", config.norm_position != "pre"
         self.attention_norm = build_norm(config.norm) if before else None
-        self.attention = Attention(config.attention)
+        latent = config.attention.latent is not None
+        self.attention = LatentAttention(config.attention) if latent else Attention(config.attention)
         self.attention_out_norm = build_norm(config.norm) if behind else None
         self.mlp_norm = build_norm(config.norm) if before else None
         self.mlp_out_norm = build_norm(config.norm) if behind else None

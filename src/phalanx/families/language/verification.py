@@ -77,6 +77,11 @@ def _reduced_model(model: LanguageModel, world_size: int, length: int, stages: i
         "vocab_size": min(model.vocab_size, max(96, world_size**2) + 16 * world_size + model.vocab_size % 8),
         "max_positions": length,
     }
+    if model.latent is not None:
+        rank = None if model.latent.query_rank is None else 2 * _HEAD_SIZE
+        sizes = {"rope_size": 4, "nope_size": _HEAD_SIZE, "value_size": _HEAD_SIZE}
+        changes["latent"] = {"query_rank": rank, "key_value_rank": 2 * _HEAD_SIZE, **sizes}
+        changes["head_dim"] = None
     if model.sliding_window is not None:
         # Narrow enough to leave something out, and kinds of layers that alternate within so few layers.
         changes["sliding_window"] = min(model.sliding_window, max(2, length // 4))

@@ -162,14 +162,16 @@ def _measure_kernel(name: str, model: LanguageModel, shape: AttentionShape, devi
     attention = model.layer(0).attention
     context = attention_context(attention, positions, shape.dtype, kernel=_code_path(name), document_ids_BS=documents)
 
-    def random(heads: int) -> torch.Tensor:
-        x = torch.randn(shape.samples, shape.length, heads, model.head_size, device=device, dtype=shape.dtype)
+    def random(heads: int, size: int) -> torch.Tensor:
+        x = torch.randn(shape.samples, shape.length, heads, size, device=device, dtype=shape.dtype)
         return x.transpose(1, 2).requires_grad_()
 
-    query, key, value = random(model.n_heads), random(model.kv_heads), random(model.kv_heads)
+    size, value_size = attention.head_size, attention.value_size
+    query, key = random(model.n_heads, size), random(model.kv_heads, size)
+    value, grad = random(model.kv_heads, value_size), random(model.n_heads, value_size).detach()
     if attention.sinks:
         context = context._replace(sinks_H=torch.zeros(model.n_heads, device=device, dtype=torch.float32))
-    return milliseconds_of(name, lambda: attend(query, key, value, context), torch.randn_like(query))
+    return milliseconds_of(name, lambda: attend(query, key, value, context), grad)
 
 
 def milliseconds_of(name: str, attention: Callable[[], torch.Tensor], grad: torch.Tensor) -> float:
@@ -218,7 +220,8 @@ def _describe_options(model: LanguageModel, length: int) -> str:
     """Return what else a kernel's speed depends on; nothing for models that have none of it."""
     attention = model.layer(0).attention
     window = attention.window_within(length)
-    options = {"window": window, "cap": attention.softcap, "sinks": attention.sinks or None}
+    values = attention.value_size if attention.latent is not None else None
+    options = {"values": values, "window": window, "cap": attention.softcap, "sinks": attention.sinks or None}
     return "".join(f" {name} {value}" for name, value in options.items() if value is not None)
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import AttentionConfig, LanguageModel
@@ -20,10 +21,10 @@ from phalanx.layout.context_parallel.ring_attention import ring_attention, ring_
 from phalanx.layout.mesh import Axis
 from phalanx.layout.tensor_parallel.autograd_collectives import exchange_parts
 from phalanx.nn.attention import (
-    Attention,
     AttentionContext,
     AttentionCore,
     AttentionKernel,
+    CausalAttention,
     ContextBuilder,
     attend,
     attention_context,
@@ -108,7 +109,7 @@ def split_context(model: ContextModel, share: SequenceShare, attend: AttentionCo
         model.attention_context = partial(_exchanged_context, cp, mine)
         core = partial(_attend_by_exchange, cp, attend)
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, CausalAttention):
             module.attend = core
 
 
@@ -134,6 +135,10 @@ def _ring_context(
 
 
 def _attend_by_ring(cp: Axis, query: Tensor, key: Tensor, value: Tensor, context: RingContext) -> Tensor:
+    width = value.shape[-1]
+    if width < key.shape[-1]:
+        # Keys and values travel as one tensor, and fused kernels want one width of both: zeros add nothing.
+        value = F.pad(value, (0, key.shape[-1] - width))
     out: Tensor = ring_attention(
         query,
         key,
@@ -147,7 +152,7 @@ def _attend_by_ring(cp: Axis, query: Tensor, key: Tensor, value: Tensor, context
         cp.rank,
         cp.size,
     )[0]
-    return out
+    return out[..., :width]
 
 
 def _exchanged_context(

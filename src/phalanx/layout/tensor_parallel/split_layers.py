@@ -18,6 +18,7 @@ from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
 from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts, gather_values, scatter_sum
 from phalanx.nn.cross_entropy import IGNORED
+from phalanx.nn.latent_attention import SharedKey
 from phalanx.nn.layers import GatedLinear, Linear, Norm
 from phalanx.nn.splits import Split, Splits
 from phalanx.nn.vocabulary import OutputHead, TokenEmbedding
@@ -62,6 +63,9 @@ def _split_module(module: nn.Module, split: Split, tp: Axis) -> TensorSplits:
         part = _keep_part(module, "weight", 0, 1, tp)
         module.first_row = part.start  # type: ignore[assignment]
         return {"weight": part}
+    if split.kind == "gather":
+        _change_class(module, GatheredKey, tp)
+        return {}
     if split.kind == "heads":
         return {"weight": _keep_part(module, "weight", 0, split.unit, tp)}
     if split.kind == "norm":
@@ -132,6 +136,16 @@ class GatheredNorm(Norm):
     def forward(self, x: Tensor) -> Tensor:
         """[B, S/tp, D] -> [B, S, D]."""
         return gather_parts(super().forward(x), self.tp, SEQUENCE)
+
+
+class GatheredKey(SharedKey):
+    """The shared key of all positions, of which each rank computed some."""
+
+    tp: Axis
+
+    def forward(self, key_BSR: Tensor) -> Tensor:
+        """[B, S/tp, R] -> [B, S, R]; gradients of the ranks' heads are summed."""
+        return gather_parts(key_BSR, self.tp, SEQUENCE)
 
 
 class JointNorm(Norm):
