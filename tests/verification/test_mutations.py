@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -11,25 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from distributed_ranks import run_ranks
-from layout_cases import run_of
 from phalanx.counter_random import DropoutContext
 from phalanx.families.language import layout as language
-from phalanx.families.registry import bind
 from phalanx.layout import initial_values
 from phalanx.layout.context_parallel import ring_attention, split_context
 from phalanx.layout.context_parallel.ring_attention import Part
 from phalanx.layout.data_parallel.fully_sharded import FullySharded
 from phalanx.layout.execute import Executor
-from phalanx.layout.mesh import Groups
 from phalanx.layout.place import TensorSplit
-from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.tensor_parallel import autograd_collectives, split_layers
 from phalanx.layout.tensor_parallel.split_layers import RowLinear
-from phalanx.verification.family import VerifiableModel
-from phalanx.verification.verify_run import Verdict, Verifier
-
-Mutation = Callable[[], Any]
+from planted_mistakes import Mistake, Verdicts, found_where_it_is, verify_mistakes
 
 
 def double_the_loss_on_the_last_rank() -> Any:
@@ -135,53 +125,28 @@ def start_from_other_weights() -> Any:
     return patch.object(initial_values, "fill_initial", wrong)
 
 
-MUTATIONS: dict[str, tuple[Mutation, str, str, str, str]] = {
-    # name: (mistake, model, layout, what fails first, in which module)
-    "one rank's loss doubled": (double_the_loss_on_the_last_rank, "llama", "dp_shard=2", "gradient", "head"),
-    "mean over ranks": (average_over_ranks_instead_of_targets, "llama", "dp_shard=2", "gradient", "head"),
-    "no sum over tp": (leave_out_the_sum_over_tensor_ranks, "llama", "tp=2", "gradient", "head.norm"),
-    "no all-reduce": (leave_out_the_reduction_of_data_ranks, "llama", "dp_replicate=2", "gradient", "head"),
-    "bias once a rank": (add_the_bias_once_a_rank, "gpt", "tp=2", "activations", "blocks.0"),
-    "dropout mask repeated": (repeat_one_dropout_mask, "llama", "tp=2", "activations", "embedding"),
-    "slopes of other heads": (give_every_rank_the_first_heads_slopes, "mpt", "tp=2", "activations", "blocks.0"),
-    "attention not rescaled": (forget_to_rescale_attention, "llama", "cp=2 context=ring", "activations", "blocks.0"),
-    "vocabulary shifted": (shift_the_vocabulary_part, "llama", "tp=2", "loss", ""),
-    "gathered out of order": (gather_in_the_wrong_order, "llama", "tp=2", "activations", "blocks.0"),
-    "other weights": (start_from_other_weights, "llama", "tp=2", "activations", "embedding"),
+MISTAKES = {
+    "one rank's loss doubled": Mistake(double_the_loss_on_the_last_rank, "llama", "dp_shard=2", "gradient", "head"),
+    "mean over ranks": Mistake(average_over_ranks_instead_of_targets, "llama", "dp_shard=2", "gradient", "head"),
+    "no sum over tp": Mistake(leave_out_the_sum_over_tensor_ranks, "llama", "tp=2", "gradient", "head.norm"),
+    "no all-reduce": Mistake(leave_out_the_reduction_of_data_ranks, "llama", "dp_replicate=2", "gradient", "head"),
+    "bias once a rank": Mistake(add_the_bias_once_a_rank, "gpt", "tp=2", "activations", "blocks.0"),
+    "dropout mask repeated": Mistake(repeat_one_dropout_mask, "llama", "tp=2", "activations", "embedding"),
+    "slopes of other heads": Mistake(give_every_rank_the_first_heads_slopes, "mpt", "tp=2", "activations", "blocks.0"),
+    "attention not rescaled": Mistake(
+        forget_to_rescale_attention, "llama", "cp=2 context=ring", "activations", "blocks.0"
+    ),
+    "vocabulary shifted": Mistake(shift_the_vocabulary_part, "llama", "tp=2", "loss", ""),
+    "gathered out of order": Mistake(gather_in_the_wrong_order, "llama", "tp=2", "activations", "blocks.0"),
+    "other weights": Mistake(start_from_other_weights, "llama", "tp=2", "activations", "embedding"),
 }
 
 
-def verify_mutations() -> dict[str, tuple[Verdict, Verdict]]:
-    """On one of two ranks: for each mutation the verdict of the right code and of the wrong."""
-    found = {}
-    groups: Groups = {}
-    for name, (mutation, model, words, _, _) in MUTATIONS.items():
-        fields = dict(word.split("=") for word in words.split())
-        run = run_of(model, 2, "fp64", **{k: int(v) if v.isdecimal() else v for k, v in fields.items()})
-        layout = resolve_layout(bind(run), 2)
-        verifier = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=1, activations=True, groups=groups)
-        right = verifier.verify(layout)
-        with _applied(mutation):
-            found[name] = right, verifier.verify(layout)
-    return found
-
-
-@contextmanager
-def _applied(mutation: Mutation) -> Iterator[None]:
-    with mutation():
-        yield
-
-
 @pytest.fixture(scope="module")
-def verdicts() -> dict[str, tuple[Verdict, Verdict]]:
-    return run_ranks(verify_mutations, 2, timeout_s=120.0)[0]
+def verdicts() -> dict[str, Verdicts]:
+    return verify_mistakes(MISTAKES)
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-def test_a_mistake_is_found_where_it_is(name: str, verdicts: dict[str, tuple[Verdict, Verdict]]) -> None:
-    right, wrong = verdicts[name]
-    _, _, _, what, where = MUTATIONS[name]
-    assert right.passed
-    assert not wrong.passed and wrong.first is not None
-    assert (wrong.first.what, wrong.first.name.startswith(where)) == (what, True), wrong.first
-    assert wrong.first.error > 1e6 * wrong.first.bound
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found_where_it_is(name: str, verdicts: dict[str, Verdicts]) -> None:
+    found_where_it_is(MISTAKES[name], verdicts[name])

@@ -86,10 +86,19 @@ class ParallelModel:
         """Parameters and state by name: what a checkpoint of the model holds."""
         return {**self.parameters, **self.state}
 
-    def finish_step(self, skip: Tensor) -> None:
-        """Let the stages update what they keep beside parameters. skip: 1 where the step changed nothing, 0-dim."""
-        for stage in self.stages:
-            stage.finish_step(skip, self._sum_over_copies)
+    def finish_step(self, skip: Tensor) -> Tensor | None:
+        """Let the stages update what they keep beside parameters. skip: 1 where the step changed nothing, 0-dim.
+
+        Returns what the mixtures of experts of the whole model did, on every rank (see `Stage.finish_step`).
+        """
+        parts = [stage.finish_step(skip, self._sum_over_copies) for stage in self.stages]
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        total = torch.stack(found).sum(0)
+        # Each pipeline rank knows its own layers; the first one writes the log.
+        pp = self.mesh.pp
+        return total if pp.size == 1 else compat.all_reduce(total, pp.group_name)
 
     def _sum_over_copies(self, x: Tensor) -> Tensor:
         """Return the sum of `x` over all ranks that hold the same stages."""

@@ -86,6 +86,8 @@ class Executor:
         running = [parameter for stage in self.applied.stages for parameter in stage.parameters()]
         for parameter in (*running, *self.applied.parameters.values()):
             parameter.grad = None
+        for stage in self.applied.stages:
+            stage.discard_counts()
 
     def _run_microbatches(self, batch: Batch, training: TrainingPass) -> Tensor:
         """Run the one stage of a model without a pipeline, forward and backward; returns the summed losses (float64)."""

@@ -178,12 +178,19 @@ class Stage(nn.Module, ABC):
         """
         return batch
 
-    def finish_step(self, skip: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+    def finish_step(self, skip: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Update what the part keeps beside its parameters, after an optimizer step; by default nothing.
+
+        Returns what its mixtures of experts did in the step, float64, in a shape that all stages of the model share, with
+        0 in place of what other stages did (`training.expert_use` reads the sum); None where the model has none.
 
         skip: 1 where the step left the parameters alone, 0-dim. sum_over_ranks: adds up a tensor over all ranks that hold
         this part, whose samples or positions together are the global batch.
         """
+
+    def discard_counts(self) -> None:
+        """Forget what `finish_step` would take note of since the last step: a pass that is no part of training; by default
+        nothing."""
 
     def expert_networks(self) -> list[nn.Module]:
         """Return the modules whose parameters ranks of `ep` share out; by default none."""

@@ -31,6 +31,11 @@ class RoutingPass:
     """Factor of the model's loss before gradients are formed; balance losses get the same."""
     sum_over_sequence: Callable[[Tensor], Tensor] = lambda counts_BE: counts_BE
     """Adds up counts over the ranks that hold other positions of the same sequences; one device holds them all."""
+    samples_B: Tensor | None = None
+    """Numbers of the samples among all samples of the run: with `positions_S`, what a choice is found by when it is recorded
+    or replayed (`verification.replay_routing`)."""
+    positions_S: Tensor | None = None
+    """Positions in the sequence of the rows that routers are given here."""
 
 
 class Routing(NamedTuple):
@@ -40,6 +45,10 @@ class Routing(NamedTuple):
     """Numbers of the experts, int64; E for a token that its expert has no room for."""
     weights_TK: Tensor
     """Factors of the experts' results, in the router's format; 0 for a token that was dropped."""
+
+
+OTHER_FIGURES = 3
+"""Figures of a router beside its experts' choices: dropped choices, balance loss and z loss."""
 
 
 class Router(nn.Module):
@@ -53,12 +62,21 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(self.settings.count) if self.settings.biased else None)
         self.register_buffer("load", torch.full((self.settings.count,), 1.0 / self.settings.count))
         self.register_buffer("tokens", torch.zeros(self.settings.count, dtype=torch.int64), persistent=False)
+        # Float64: sums over the micro-batches of a step, which training shows beside the loss.
+        self.register_buffer("sums", torch.zeros(OTHER_FIGURES, dtype=torch.float64), persistent=False)
         self.bias: Tensor | None
         """Added to scores where experts are chosen, not where they are weighed; float32 [E]."""
         self.load: Tensor
         """Share of the last global batch's choices that each expert got, float32 [E]."""
         self.tokens: Tensor
         """Choices of each expert since the step began, on this rank, int64 [E]; doubled where recompute routes again."""
+        self.sums: Tensor
+        """Choices dropped, balance and z loss, since the step began, on this rank, float64 [3]; doubled like `tokens`."""
+
+    @property
+    def figures(self) -> Tensor:
+        """What was counted since the step began, on this rank: choices of each expert, then `sums`; float64 [E + 3]."""
+        return torch.cat((self.tokens.to(self.sums.dtype), self.sums))
 
     def forward(self, x_BSD: Tensor, training: RoutingPass | None) -> Routing:
         """Return the experts of every token, [B S, K]. training: None outside training."""
@@ -67,42 +85,65 @@ class Router(nn.Module):
         wide = torch.promote_types(x_BSD.dtype, torch.float32)
         logits_TE = F.linear(x_BSD.flatten(0, 1).to(wide), self.weight.to(wide))
         scores_TE = logits_TE.softmax(-1) if self.settings.scoring == "softmax" else logits_TE.sigmoid()
-        experts_TK = self.choose_experts(scores_TE.detach())
+        experts_TK = self.choose_experts(scores_TE.detach(), training)
         weights_TK = scores_TE.gather(1, experts_TK)
         if self.settings.normalize and self.settings.active > 1:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         weights_TK = weights_TK * self.settings.scale
         # Comparing with every number counts without atomics, so the same on every device.
         chosen_TE = (experts_TK[:, :, None] == torch.arange(self.settings.count, device=x_BSD.device)).any(1)
-        if training is not None:
-            self.tokens.add_(chosen_TE.sum(0))
-            loss = self._balance_loss(logits_TE, scores_TE, chosen_TE, batch, training)
-            if loss is not None:
-                weights_TK = AddLoss.apply(weights_TK, loss, training.loss_scale)
+        kept_TK = None
         if self.settings.capacity_factor is not None:
             kept_TK = self._within_capacity(
                 chosen_TE.view(batch, length, -1), experts_TK, self.settings.capacity_factor
             )
+        if training is not None:
+            balance, z = self._side_losses(logits_TE, scores_TE, chosen_TE, batch, training)
+            self._count(chosen_TE, kept_TK, balance, z)
+            losses = [loss for loss in (balance, z) if loss is not None]
+            if losses:
+                weights_TK = AddLoss.apply(weights_TK, torch.stack(losses).sum(), training.loss_scale)
+        if kept_TK is not None:
             weights_TK = torch.where(kept_TK, weights_TK, 0.0)
             experts_TK = torch.where(kept_TK, experts_TK, self.settings.count)
         return Routing(experts_TK, weights_TK)
 
-    def choose_experts(self, scores_TE: Tensor) -> Tensor:
+    def choose_experts(self, scores_TE: Tensor, training: RoutingPass | None = None) -> Tensor:
         """Return the numbers of each token's experts, [T, K], best first.
 
-        With groups only experts of the best groups are candidates, which bounds the nodes that a token is sent to
-        (DeepSeek-V2, arXiv:2405.04434, section 2.2.2; DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+        training: which tokens these are; the choice does not depend on it, but who replays choices overrides this method.
+        """
+        return self.best_experts(self.rank_scores(scores_TE))
+
+    def rank_scores(self, scores_TE: Tensor) -> Tensor:
+        """Return what experts are chosen by, [T, E]: their scores, with the selection biases where there are any."""
+        return scores_TE if self.bias is None else scores_TE + self.bias
+
+    def best_experts(self, ranked_TE: Tensor) -> Tensor:
+        """Return the numbers of the experts that rank highest, [T, K], best first; of the best groups alone.
+
+        Groups bound the nodes that a token is sent to (DeepSeek-V2, arXiv:2405.04434, section 2.2.2; DeepSeek-V3,
+        arXiv:2412.19437, section 2.1.2).
         """
         settings = self.settings
-        ranked_TE = scores_TE if self.bias is None else scores_TE + self.bias
         if settings.groups > 1:
-            ranked_TGM = ranked_TE.unflatten(-1, (settings.groups, -1))
-            best = 2 if settings.group_score == "top2_sum" else 1
-            group_TG = ranked_TGM.topk(best, dim=-1).values.sum(-1)
-            allowed = torch.zeros_like(group_TG, dtype=torch.bool)
-            allowed.scatter_(1, group_TG.topk(settings.active_groups, dim=-1).indices, True)
-            ranked_TE = ranked_TGM.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+            group_TG = self.best_of_groups(ranked_TE)[0].sum(-1)
+            ranked_TE = self.mask_groups(ranked_TE, group_TG.topk(settings.active_groups, dim=-1).indices)
         return ranked_TE.topk(settings.active, dim=-1).indices
+
+    def best_of_groups(self, ranked_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts by whose sum each group counts: ranks, and numbers within the group, both [T, G, 1 or 2]."""
+        best = 2 if self.settings.group_score == "top2_sum" else 1
+        ranked_TGN, numbers_TGN = ranked_TE.unflatten(-1, (self.settings.groups, -1)).topk(best, dim=-1)
+        return ranked_TGN, numbers_TGN
+
+    def mask_groups(self, ranked_TE: Tensor, groups_TN: Tensor) -> Tensor:
+        """Return the ranks with those of experts outside the groups of these numbers at minus infinity."""
+        ranked_TGM = ranked_TE.unflatten(-1, (self.settings.groups, -1))
+        allowed_TG = torch.zeros(ranked_TGM.shape[:2], dtype=torch.bool, device=ranked_TE.device)
+        allowed_TG.scatter_(1, groups_TN, True)
+        masked_TE: Tensor = ranked_TGM.masked_fill(~allowed_TG[..., None], float("-inf")).flatten(1)
+        return masked_TE
 
     @torch.no_grad()
     def finish_step(self, tokens_E: Tensor, skip: Tensor) -> None:
@@ -111,25 +152,40 @@ class Router(nn.Module):
         tokens: choices of each expert in the whole global batch. skip: 1 where the step leaves the model as it was, 0-dim.
         """
         counts_E = tokens_E.to(self.load.dtype)
+        # Float32 holds whole numbers to 2^24 alone, but shares and signs need no more digits than that.
         keep = skip.bool()
         self.load.copy_(torch.where(keep, self.load, counts_E / counts_E.sum().clamp(min=1)))
         if self.bias is not None and self.settings.bias_rate:
             # An expert with less than its share is to be chosen more often (DeepSeek-V3, section 2.1.2).
             change = self.settings.bias_rate * torch.sign(counts_E.mean() - counts_E)
             self.bias.add_(torch.where(keep, 0.0, change))
+        self.discard_counts()
+
+    def discard_counts(self) -> None:
+        """Begin to count anew."""
         self.tokens.zero_()
+        self.sums.zero_()
 
-    def _balance_loss(
+    @torch.no_grad()
+    def _count(self, chosen_TE: Tensor, kept_TK: Tensor | None, balance: Tensor | None, z: Tensor | None) -> None:
+        """Add what these tokens chose, and their losses, to the figures of the step."""
+        self.tokens.add_(chosen_TE.sum(0))
+        zero = self.sums.new_zeros(())
+        dropped = zero if kept_TK is None else (~kept_TK).sum().to(zero.dtype)
+        losses = [zero if loss is None else loss.detach().to(zero.dtype) for loss in (balance, z)]
+        self.sums.add_(torch.stack((dropped, *losses)))
+
+    def _side_losses(
         self, logits_TE: Tensor, scores_TE: Tensor, chosen_TE: Tensor, batch: int, training: RoutingPass
-    ) -> Tensor | None:
-        """Return the summed balance and z losses of these tokens; None where there are none.
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the summed balance and z losses of these tokens; None for one that is not asked for.
 
-        A sum over tokens, like the model's loss, so that whoever divides that by the targets of the global batch divides
-        this alike, whatever part of the tokens is here. The use of experts, which has no gradient, is that of the whole
+        Sums over tokens, like the model's loss, so that whoever divides that by the targets of the global batch divides
+        these alike, whatever part of the tokens is here. The use of experts, which has no gradient, is that of the whole
         sequence, or of the whole global batch of the step before: then every layout of ranks and micro-batches has the
         same loss, which a use counted over a micro-batch would not.
         """
-        settings, losses = self.settings, []
+        settings, balance, z = self.settings, None, None
         if settings.balance != "none" and settings.balance_weight:
             share_TE = scores_TE / scores_TE.sum(-1, keepdim=True) if settings.scoring == "sigmoid" else scores_TE
             if settings.balance == "sequence":
@@ -140,10 +196,10 @@ class Router(nn.Module):
                 used_BE = self.load.to(share_TE.dtype).expand(batch, -1)
             share_BE = share_TE.view(batch, -1, settings.count).sum(1)
             # 1 for each token where all experts are used alike (Switch Transformer, equation 4).
-            losses.append(settings.balance_weight * settings.count * (used_BE * share_BE).sum())
+            balance = settings.balance_weight * settings.count * (used_BE * share_BE).sum()
         if settings.z_loss:
-            losses.append(settings.z_loss * logits_TE.logsumexp(-1).square().sum())
-        return torch.stack(losses).sum() if losses else None
+            z = settings.z_loss * logits_TE.logsumexp(-1).square().sum()
+        return balance, z
 
     def _within_capacity(self, chosen_BSE: Tensor, experts_TK: Tensor, factor: float) -> Tensor:
         """Return which choices are among the first that an expert takes of their sequence, bool [T, K]."""

@@ -31,12 +31,14 @@ class StepResult:
     """2-norm of the gradient before clipping."""
     updated: bool
     """False where a loss or gradient that is not finite made the step leave the parameters alone."""
+    expert_figures: Sequence[float] = ()
+    """What mixtures of experts did, for `training.expert_use`; empty for a model without."""
 
     @classmethod
     def from_figures(cls, figures: Sequence[float]) -> StepResult:
-        """Return the result that the two figures of `TrainStep.enqueue` stand for."""
-        loss, norm = figures
-        return cls(loss, norm, math.isfinite(loss) and math.isfinite(norm))
+        """Return the result that the figures of `TrainStep.enqueue` stand for."""
+        loss, norm, *others = figures
+        return cls(loss, norm, math.isfinite(loss) and math.isfinite(norm), others)
 
 
 def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
@@ -89,7 +91,7 @@ class TrainStep:
         return StepResult.from_figures(self.enqueue(step, batch).tolist())
 
     def enqueue(self, step: int, batch: Batch) -> Tensor:
-        """Launch the same step without waiting for the device; return mean loss and gradient norm, float64 [2]."""
+        """Launch the same step without waiting for the device; return its figures, float64 (see `update_parameters`)."""
         batch = self.executor.cut(batch, self.executor.layout.accumulation).to(self.device)
         count = batch.target_counts()
         # Ranks that read the same samples count their targets once.
@@ -100,7 +102,10 @@ class TrainStep:
         return self.update_parameters((loss / targets).sum())
 
     def update_parameters(self, loss: Tensor) -> Tensor:
-        """Update with the gradients that are there, then drop them; return mean loss and gradient norm, float64 [2]."""
+        """Update with the gradients that are there, then drop them.
+
+        Returns mean loss, gradient norm, and behind them what mixtures of experts did, where there are any; float64 [n].
+        """
         norm = self.applied.gradient_norm()
         scale = None if self.scaler is None else self.scaler.scale(torch.ones_like(norm))
         if scale is not None:
@@ -111,11 +116,12 @@ class TrainStep:
         if self.scaler is not None:
             # The norm goes over all ranks: where one overflows, all skip the update and lower the scale alike.
             compat.update_loss_scale(self.scaler, ~torch.isfinite(norm))
-        self.applied.finish_step(skip)
+        experts = self.applied.finish_step(skip)
         # None instead of zeros: gradients take no memory between steps, and the first micro-batch adds to nothing.
         self.optimizer.zero_grad(set_to_none=True)
         self.applied.refresh(self.kind.written_copies(self.optimizer))
-        return torch.stack((loss.double(), norm.double()))
+        figures = torch.stack((loss.double(), norm.double()))
+        return figures if experts is None else torch.cat((figures, experts.flatten()))
 
     def relaid(self, executor: Executor) -> TrainStep:
         """Return steps of the same optimizer on the same parameters, run by another executor."""

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from phalanx.layout.place import Place
 from phalanx.verification.record_training import Record
+from phalanx.verification.replay_routing import StepRouting
 
 _SCALE = 16.0
 """K of the bound."""
@@ -41,9 +42,9 @@ class Check:
     """One comparison with its bound."""
 
     what: str
-    """activations, loss, gradient, gradient norm or parameter."""
+    """activations, choices, loss, gradient, gradient norm, state or parameter."""
     name: str
-    """Module or parameter; empty for loss and norm."""
+    """Module, parameter or state; empty for loss and norm."""
     step: int
     error: float
     """2-norm of the difference over the 2-norm of the one-rank value (of gradients that vanish: over that of all gradients
@@ -65,6 +66,25 @@ class Check:
         return {**asdict(self), "error": error, "passed": self.passed}
 
 
+@dataclass(frozen=True)
+class ChoiceCheck(Check):
+    """Whether the tokens that a router would have sent to other experts are near-ties.
+
+    The error is the largest move of a token's logits, in their standard deviations, that makes it choose as one rank does.
+    """
+
+    otherwise: int
+    """Tokens that would have chosen other experts than on one rank."""
+    tokens: int
+    """Tokens of the global batch."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} of {self.name} in step {self.step}: {self.otherwise:,} of {self.tokens:,} tokens would go to "
+            f"other experts than on one rank, by {self.error:.2g} deviations of their logits (bound {self.bound:.2g})"
+        )
+
+
 def compare_records(
     mine: Record, reference: Record | None, bound: ErrorBound, update_gain: float | None, vanishing: Sequence[str] = ()
 ) -> list[Check]:
@@ -78,15 +98,20 @@ def compare_records(
     norms: dict[str, float] = {}
     for number, step in enumerate(mine.steps, 1):
         wanted = None if reference is None else reference.steps[number - 1]
+        checks += _compare_choices(number, step.routing, None if wanted is None else wanted.routing, bound)
         losses = _compare_numbers(
             [step.loss, step.grad_norm], None if wanted is None else [wanted.loss, wanted.grad_norm]
         )
         checks.append(Check("loss", "", number, losses[0], bound.loss))
         errors = _compare_tensors(step.gradients, None if wanted is None else wanted.gradients)
         errors = _measure_by_module(errors, vanishing)
-        names = sorted(errors, key=lambda name: -layer_of(name, bound.layers))
+        # Back from the loss, also within a layer: parameters are named in the order in which they are used.
+        use = {name: place for place, name in enumerate(errors)}
+        names = sorted(errors, key=lambda name: (layer_of(name, bound.layers), use[name]), reverse=True)
         checks += [Check("gradient", n, number, errors[n].relative, bound.gradient(n)) for n in names]
         checks.append(Check("gradient norm", "", number, losses[1], bound.gradient("embedding")))
+        state = _compare_tensors(step.state, None if wanted is None else wanted.state)
+        checks += [Check("state", name, number, error.relative, bound.state) for name, error in state.items()]
         norms |= {name: max(error.norm, norms.get(name, 0.0)) for name, error in errors.items()}
     # How far parameters may differ follows from gradients only where an update is known to be smooth in them.
     if update_gain is None:
@@ -135,6 +160,18 @@ class ErrorBound:
         """Return the bound for the gradient of the parameter `name`."""
         return self.loss * _GROWTH_PER_LAYER ** (self.layers + 1 - layer_of(name, self.layers))
 
+    def choices(self, router: str, step: int) -> float:
+        """Return the bound for how far logits of a router are from those of one rank, in standard deviations of a token's.
+
+        A logit is no sum over targets: it has the rounding of the layers before it, and in later steps that of the updates.
+        """
+        return step * _SCALE * _GROWTH_PER_LAYER ** layer_of(router, self.layers) * self.eps
+
+    @property
+    def state(self) -> float:
+        """Return the bound for what a model keeps beside parameters: what follows from counts, in float32 at least."""
+        return 8.0 * torch.finfo(torch.float32).eps
+
     def parameter(self, name: str, *, gain: float) -> float:
         """Return the bound for a parameter after updates.
 
@@ -179,7 +216,9 @@ def _compare_activations(mine: Record, reference: Record | None, bound: ErrorBou
     whole = None
     if reference is not None:
         whole = {name: torch.cat([piece.value_BSD for piece in seen]) for name, seen in reference.activations.items()}
-    names = from_first(None if whole is None else sorted(whole, key=lambda name: layer_of(name, bound.layers)))
+    # Modules within a block before the block.
+    order = None if whole is None else sorted(whole, key=lambda name: (layer_of(name, bound.layers), -name.count(".")))
+    names = from_first(order)
 
     def difference(name: str, wanted: Tensor) -> float:
         parts = mine.activations.get(name, [])
@@ -192,6 +231,30 @@ def _compare_activations(mine: Record, reference: Record | None, bound: ErrorBou
 
     errors = _relative_differences(names, whole, difference)
     return [Check("activations", name, 1, errors[name].relative, bound.activations(name)) for name in names]
+
+
+def _compare_choices(
+    step: int, mine: StepRouting, reference: StepRouting | None, bound: ErrorBound
+) -> list[ChoiceCheck]:
+    """Return for each router how many tokens would choose otherwise, and by how much the furthest."""
+    described = None if reference is None else {name: tuple(one.shape) for name, one in reference.margins.items()}
+    shapes: dict[str, tuple[int, int]] = from_first(described)
+    furthest = torch.zeros(len(shapes), dtype=torch.float64)
+    counts = torch.zeros((len(shapes), 2), dtype=torch.float64)
+    for index, name in enumerate(shapes):
+        margins = mine.margins.get(name, torch.full((1, 1), torch.nan, dtype=torch.float64))
+        here = margins[~margins.isnan()]
+        counts[index] = torch.tensor([here.numel(), here.count_nonzero()])
+        furthest[index] = here.max() if here.numel() else 0.0
+    _reduce_over_ranks(furthest, "max")
+    _reduce_over_ranks(counts, "sum")
+    checks = []
+    for name, far, (seen, otherwise) in zip(shapes, furthest.tolist(), counts.tolist(), strict=True):
+        tokens = shapes[name][0] * shapes[name][1]
+        # A token that no rank routed, or that two did, is wrong whatever the others chose.
+        error = far if seen == tokens else math.inf
+        checks.append(ChoiceCheck("choices", name, step, error, bound.choices(name, step), int(otherwise), tokens))
+    return checks
 
 
 def _compare_tensors(mine: dict[str, Place], reference: dict[str, Place] | None) -> dict[str, _Error]:
@@ -228,7 +291,7 @@ def _relative_differences(
 ) -> dict[str, _Error]:
     """Return, for each name, the largest difference of any rank over the norm of the whole."""
     errors, norms = torch.zeros((2, len(names)), dtype=torch.float64)
-    for index, (name, wanted) in enumerate(_send_from_first(names, whole)):
+    for index, (name, wanted) in enumerate(send_from_first(names, whole)):
         errors[index] = difference(name, wanted)
         norms[index] = wanted.double().norm()
     _reduce_over_ranks(errors, "max")
@@ -251,7 +314,7 @@ def _measure_by_module(errors: dict[str, _Error], vanishing: Sequence[str]) -> d
     return found
 
 
-def _send_from_first(names: list[str], whole: dict[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
+def send_from_first(names: list[str], whole: dict[str, Tensor] | None) -> Iterator[tuple[str, Tensor]]:
     """Yield rank 0's tensors, in order, on every rank; small ones are sent together."""
     described = from_first(None if whole is None else [(list(whole[n].shape), whole[n].dtype) for n in names])
     start = 0

@@ -1,7 +1,11 @@
-"""A few optimizer steps of a layout, recorded on this rank: activations, losses, gradients and updated parameters."""
+"""A few optimizer steps of a layout, recorded on this rank: activations, losses, gradients and updated parameters.
+
+Of mixtures of experts also what routers chose and what they keep beside parameters.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -18,10 +22,13 @@ from phalanx.layout.layout_model import Stage
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn.experts import MixtureOfExperts
 from phalanx.nn.parameters import InitRule
 from phalanx.optimizers import build_optimizer
+from phalanx.torch_compat import common as compat
 from phalanx.training.step import TrainStep
 from phalanx.verification.family import VerifiableModel
+from phalanx.verification.replay_routing import Choices, StepRouting, find_routers
 
 PERTURBATION = 0.1
 """Standard deviation added to parameters that all start equal."""
@@ -49,6 +56,10 @@ class StepRecord:
     """2-norm of the whole gradient before clipping."""
     gradients: dict[str, Place]
     """This rank's part of every gradient before clipping, on the CPU."""
+    routing: StepRouting
+    """What routers chose."""
+    state: dict[str, Place]
+    """What the model keeps beside parameters, after the step, on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +82,12 @@ def record_training(
     *,
     steps: int,
     activations: bool,
+    choices: Sequence[Choices] | None = None,
 ) -> Record:
     """Train `model` for `steps` optimizer steps in `layout`, on this rank of `mesh`, with its own samples without files.
 
-    activations: whether to keep the activations of the first step too.
+    activations: whether to keep the activations of the first step too. choices: what routers are to choose in each step;
+    None lets them choose.
     """
     run = model.run
     applied = apply_layout(model, layout, mesh, device, AttentionChoice("sdpa"))
@@ -88,14 +101,19 @@ def record_training(
     if activations:
         for stage in applied.stages:
             handles += _watch_activations(stage, seen, first, layout.microbatch)
+    routers = find_routers(applied.stages)
     done = []
     for number in range(1, steps + 1):
         if layout.branch_groups:
             batch = model.branch_samples(number, layout, mesh.data_rank)
         else:
             batch = model.samples(number, first, share, layout.global_batch)
+        routing = StepRouting(layout.global_batch, None if choices is None else choices[number - 1])
+        for router in routers:
+            router.routing = routing
         result = step.run(number, batch)
-        done.append(StepRecord(result.loss, result.grad_norm, step.gradients))
+        state = {name: _copy_to_host(place_of(tensor)) for name, tensor in applied.state.items()}
+        done.append(StepRecord(result.loss, result.grad_norm, step.gradients, routing, state))
         # The first step alone: after an update, activations differ by as much as the updates may.
         for handle in handles:
             handle.remove()
@@ -146,7 +164,7 @@ def _copy_to_host(place: Place) -> Place:
 def _watch_activations(stage: Stage, seen: dict[str, list[Activation]], first: int, microbatch: int) -> list[Any]:
     """Let the embedding and the blocks of `stage` add what they give to `seen`; return handles that end this.
 
-    first: number of this rank's first sample in the global batch. A comparison of further modules (attention, experts)
+    first: number of this rank's first sample in the global batch. A comparison of further modules (attention, norms)
     watches them here, under their names in the model.
     """
     part = stage.part
@@ -155,10 +173,24 @@ def _watch_activations(stage: Stage, seen: dict[str, list[Activation]], first: i
     watched: dict[str, nn.Module] = {f"blocks.{number}": part.blocks[number] for number in part.blocks.numbers}
     if part.part.first:
         watched["embedding"] = part.embedding
-    return [
+    handles = [
         module.register_forward_hook(partial(_keep_activation, stage, seen.setdefault(name, []), first, microbatch))
         for name, module in watched.items()
     ]
+    for name, module in part.named_modules():
+        if isinstance(module, MixtureOfExperts):
+            kept = seen.setdefault(compat.full_name(name), [])
+            handles.append(module.register_forward_hook(partial(_keep_mixture, kept)))
+    return handles
+
+
+def _keep_mixture(seen: list[Activation], _module: nn.Module, inputs: Any, output: Tensor) -> None:
+    """Keep what a mixture of experts gives, which takes the numbers of its samples with it."""
+    _, routing = inputs
+    samples_B = routing.samples_B.cpu()
+    # Where its block is recomputed, a mixture runs again for the same samples.
+    if not any(torch.equal(one.samples_B, samples_B) for one in seen):
+        seen.append(Activation(samples_B, routing.positions_S.cpu(), output.detach().to("cpu", copy=True)))
 
 
 def _keep_activation(

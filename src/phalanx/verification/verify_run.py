@@ -35,9 +35,17 @@ from phalanx.layout.spec import ONE_RANK_FIELDS, ResolvedLayout
 from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
 from phalanx.printable import write_stderr
-from phalanx.verification.compare_records import Check, ErrorBound, compare_records, from_first
+from phalanx.verification.compare_records import (
+    Check,
+    ChoiceCheck,
+    ErrorBound,
+    compare_records,
+    from_first,
+    send_from_first,
+)
 from phalanx.verification.family import VerifiableModel
 from phalanx.verification.record_training import Record, record_training
+from phalanx.verification.replay_routing import Choices, StepRouting
 
 MOST_RANKS = 256
 """Processes that are started here at most."""
@@ -102,6 +110,12 @@ class Verdict:
         """Return the first check that failed, in the order of computation; None where all passed."""
         return next((check for check in self.checks if not check.passed), None)
 
+    @property
+    def otherwise(self) -> tuple[int, int] | None:
+        """Return how many choices of experts would have been other than on one rank, of how many; None without any."""
+        checks = [check for check in self.checks if isinstance(check, ChoiceCheck)]
+        return (sum(c.otherwise for c in checks), sum(c.tokens for c in checks)) if checks else None
+
     def worst(self, what: str) -> Check | None:
         """Return the check of this kind that comes nearest to its bound, or exceeds it most."""
         return max((c for c in self.checks if c.what == what), key=lambda c: c.error / c.bound, default=None)
@@ -119,6 +133,7 @@ class Verdict:
             "first": self.first.as_dict() if self.first else None,
             "worst": worst,
             "failed": failed,
+            "choices": None if self.otherwise is None else dict(zip(("otherwise", "of"), self.otherwise, strict=True)),
             "seconds": round(self.seconds, 3),
         }
 
@@ -215,13 +230,26 @@ class Verifier:
             single = model.rebind(one_rank_run(model.run))
             layout = resolve_layout(single, 1)
             self.reference = record_training(single, layout, ONE_RANK, device, steps=steps, activations=activations)
+        reference = self.reference
+        self.choices: list[Choices] = [
+            _send_choices(None if reference is None else reference.steps[number].routing) for number in range(steps)
+        ]
+        """What routers chose on one rank in each step, which every layout replays."""
 
     def verify(self, layout: ResolvedLayout) -> Verdict:
         """Compare `layout` with one rank. Every rank calls it and gets the same verdict."""
         start = time.perf_counter()
         model, run = self.model, self.model.run
         mesh = build_mesh(layout, self.device, self._groups)
-        mine = record_training(model, layout, mesh, self.device, steps=self.steps, activations=self.activations)
+        mine = record_training(
+            model,
+            layout,
+            mesh,
+            self.device,
+            steps=self.steps,
+            activations=self.activations,
+            choices=self.choices,
+        )
         batch = global_batch_samples(run)
         targets = int(model.samples(1, 0, batch, batch).target_counts().max())
         bound = ErrorBound(PRECISIONS[run.layout.precision].compute_dtype, run.model.n_layers, targets)
@@ -230,6 +258,12 @@ class Verifier:
         # Ranks' clocks differ, and all must return one verdict.
         seconds = from_first(time.perf_counter() - start)
         return Verdict(str(layout), layout.in_words(run.layout.gather_blocks), str(bound), checks, seconds)
+
+
+def _send_choices(routing: StepRouting | None) -> Choices:
+    """Return the choices of one step on every rank. routing: what rank 0 recorded; None elsewhere."""
+    names = from_first(None if routing is None else list(routing.chosen))
+    return dict(send_from_first(names, None if routing is None else routing.chosen))
 
 
 def with_small_batch(run: Run, world_size: int) -> Run:

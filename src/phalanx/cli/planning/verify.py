@@ -62,12 +62,27 @@ def _write_outcome(outcome: Outcome) -> Iterator[str]:
 def _write_verdict(verdict: Verdict) -> list[str]:
     worst = verdict.worst("gradient")
     assert worst is not None
+    replayed = _write_choices(verdict)
     if verdict.passed:
         margin = f"largest gradient error {worst.error:.1e} ({worst.name}), bound {worst.bound:.1e}"
-        return [f"PASS  {verdict.in_words}  {margin}, {verdict.seconds:.1f} s"]
+        return [f"PASS  {verdict.in_words}  {margin}, {verdict.seconds:.1f} s", *replayed]
     failed = [check for check in verdict.checks if not check.passed]
     lines = [f"FAIL  {verdict.in_words}", f"      first: {failed[0]}"]
     lines += [f"      then:  {check}" for check in failed[1:_NAMED]]
     if len(failed) > _NAMED:
         lines.append(f"      and {len(failed) - _NAMED} more of {len(verdict.checks)} checks")
-    return lines
+    return lines + replayed
+
+
+def _write_choices(verdict: Verdict) -> list[str]:
+    """Return a line on tokens that would have gone to other experts; none for a dense model."""
+    furthest = verdict.worst("choices")
+    if verdict.otherwise is None or furthest is None:
+        return []
+    some, total = verdict.otherwise
+    line = f"      experts as on one rank: {some:,} of {total:,} choices would have been others"
+    if some:
+        line += (
+            f", by at most {furthest.error:.1e} deviations of the logits ({furthest.name}), bound {furthest.bound:.1e}"
+        )
+    return [line]

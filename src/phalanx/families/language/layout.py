@@ -17,7 +17,7 @@ from phalanx.layout.expert_parallel.token_exchange import split_experts
 from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, TrainingPass
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.nn.experts import ExpertNetworks, Router, RoutingPass
+from phalanx.nn.experts import OTHER_FIGURES, ExpertNetworks, MixtureOfExperts, Router, RoutingPass
 from phalanx.nn.splits import ModelChunk
 from phalanx.torch_compat import common as compat
 
@@ -47,7 +47,7 @@ class LanguageStage(Stage):
             dropout = DropoutContext.of_step(self.seed, training.step, sample_indices_B, positions.rows_S, width)
         routing = None
         if self.part.config.experts is not None and training is not None:
-            routing = RoutingPass(training.scale, self.share.sum_over_ranks)
+            routing = RoutingPass(training.scale, self.share.sum_over_ranks, sample_indices_B, positions.rows_S)
         hidden: Tensor = self.part.hidden(
             x, positions, document_ids_BS=inputs.get("document_ids_BS"), dropout=dropout, routing=routing
         )
@@ -60,14 +60,36 @@ class LanguageStage(Stage):
         """Return token ids."""
         return torch.empty((samples, self.length), dtype=torch.int64)
 
-    def finish_step(self, skip: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Move the selection biases of routers by what experts got of the whole global batch."""
-        routers = [module for module in self.part.modules() if isinstance(module, Router)]
-        if routers:
+    def finish_step(self, skip: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Move the selection biases of routers by what experts got of the whole global batch; return what all of them did.
+
+        The figures are those of `nn.experts.Router.figures`, float64 [layers of the model, X]; 0 for layers without experts
+        and for those of other stages. None for a dense model.
+        """
+        config = self.part.config
+        if config.experts is None:
+            return None
+        found = {
+            number: block.mlp.router
+            for number, block in zip(self.part.part.blocks, self.part.blocks, strict=True)
+            if isinstance(block.mlp, MixtureOfExperts)
+        }
+        figures_LX = torch.zeros(
+            (config.n_layers, config.experts.count + OTHER_FIGURES), dtype=torch.float64, device=skip.device
+        )
+        if found:
             # One exchange for the routers of all layers.
-            tokens_LE = sum_over_ranks(torch.stack([router.tokens for router in routers]))
-            for router, tokens_E in zip(routers, tokens_LE, strict=True):
-                router.finish_step(tokens_E, skip)
+            summed = sum_over_ranks(torch.stack([router.figures for router in found.values()]))
+            for (number, router), figures_X in zip(found.items(), summed, strict=True):
+                router.finish_step(figures_X[: config.experts.count], skip)
+                figures_LX[number] = figures_X
+        return figures_LX
+
+    def discard_counts(self) -> None:
+        """Forget what routers have counted."""
+        for module in self.part.modules():
+            if isinstance(module, Router):
+                module.discard_counts()
 
     def expert_networks(self) -> list[nn.Module]:
         """Return the experts of every mixture."""

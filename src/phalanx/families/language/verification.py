@@ -16,6 +16,7 @@ from phalanx.verification.family import VerifiableModel, most_stages
 
 _LONGEST_DOCUMENT = 16
 _HEAD_SIZE = 8
+_EXPERT_WIDTH = 16
 
 
 class LanguageVerification(VerifiableModel):
@@ -55,8 +56,9 @@ class LanguageVerification(VerifiableModel):
     def in_words(self) -> str:
         """Return the sizes of the decoder."""
         model = self.run.model
+        experts = "" if model.experts is None else f"{model.experts.active} of {model.experts.count} experts a token, "
         return (
-            f"{model.n_layers} layers, width {model.d_model}, {model.n_heads} heads ({model.kv_heads} key/value), "
+            f"{model.n_layers} layers, width {model.d_model}, {model.n_heads} heads ({model.kv_heads} key/value), {experts}"
             f"vocabulary {model.vocab_size}, {self.run.data.sequence_length} positions"
         )
 
@@ -89,6 +91,14 @@ def _reduced_model(model: LanguageModel, world_size: int, length: int, stages: i
     if model.rotary_fraction < 1.0:
         # An even number of features, and four at least for the kind of scaling that needs them.
         changes["rotary_fraction"] = max(4, round(_HEAD_SIZE * model.rotary_fraction / 2) * 2) / _HEAD_SIZE
+    if model.experts is not None:
+        # As many experts, groups and choices: any `ep` then divides them as it does those of the model.
+        changes["experts"] = {
+            **model.experts.model_dump(),
+            "d_ff": _EXPERT_WIDTH,
+            "shared_d_ff": 64 * kv_heads if model.experts.shared or model.experts.shared_d_ff else None,
+            "dense_layers": min(model.experts.dense_layers, 1),
+        }
     if model.rope_scaling is not None and model.rope_scaling.kind in ("llama3", "yarn"):
         changes["rope_scaling"] = {**model.rope_scaling.model_dump(), "original_positions": max(1, length // 4)}
     return LanguageModel.model_validate({**model.model_dump(), **changes})
