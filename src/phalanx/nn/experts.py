@@ -47,8 +47,8 @@ class Routing(NamedTuple):
     """Factors of the experts' results, in the router's format; 0 for a token that was dropped."""
 
 
-OTHER_FIGURES = 3
-"""Figures of a router beside its experts' choices: dropped choices, balance loss and z loss."""
+OTHER_FIGURES = 4
+"""Figures of a router beside its experts' choices: tokens, dropped choices, balance loss and z loss."""
 
 
 class Router(nn.Module):
@@ -71,11 +71,11 @@ class Router(nn.Module):
         self.tokens: Tensor
         """Choices of each expert since the step began, on this rank, int64 [E]; doubled where recompute routes again."""
         self.sums: Tensor
-        """Choices dropped, balance and z loss, since the step began, on this rank, float64 [3]; doubled like `tokens`."""
+        """Tokens, choices dropped, balance and z loss since the step began, on this rank, float64; doubled like `tokens`."""
 
     @property
     def figures(self) -> Tensor:
-        """What was counted since the step began, on this rank: choices of each expert, then `sums`; float64 [E + 3]."""
+        """What was counted since the step began, on this rank: choices of each expert, then `sums`; float64 [E + 4]."""
         return torch.cat((self.tokens.to(self.sums.dtype), self.sums))
 
     def forward(self, x_BSD: Tensor, training: RoutingPass | None) -> Routing:
@@ -173,7 +173,7 @@ class Router(nn.Module):
         zero = self.sums.new_zeros(())
         dropped = zero if kept_TK is None else (~kept_TK).sum().to(zero.dtype)
         losses = [zero if loss is None else loss.detach().to(zero.dtype) for loss in (balance, z)]
-        self.sums.add_(torch.stack((dropped, *losses)))
+        self.sums.add_(torch.stack((zero + len(chosen_TE), dropped, *losses)))
 
     def _side_losses(
         self, logits_TE: Tensor, scores_TE: Tensor, chosen_TE: Tensor, batch: int, training: RoutingPass

@@ -283,3 +283,59 @@ def draw_bars(bars: Sequence[Bar], words: str, *, left: float = 230, behind: flo
         if len(marks) == 2:
             parts.append(make_line(marks[0], y + row / 2, marks[1], y + row / 2, "mark"))
     return finish_drawing(parts, row * len(bars) + 4, words)
+
+
+@dataclass(frozen=True)
+class HeatScale:
+    """Colours of a heat map: classes of the style sheet by the value up to which each goes, from the lowest."""
+
+    limits: tuple[float, ...]
+    styles: tuple[str, ...]
+    """One more than limits: the last is for all above."""
+    names: tuple[str, ...]
+    """What each colour stands for, for the legend."""
+
+    def style(self, value: float) -> str:
+        """Return the class of a value."""
+        return self.styles[sum(value > limit for limit in self.limits)]
+
+    @property
+    def legend(self) -> tuple[tuple[str, str], ...]:
+        """Class and name of each colour."""
+        return tuple(zip(self.styles, self.names, strict=True))
+
+
+def draw_heat_map(
+    rows: Sequence[tuple[str, Sequence[float]]],
+    scale: HeatScale,
+    words: str,
+    title: Callable[[str, int, float], str],
+    *,
+    left: float = 80,
+) -> Drawing:
+    """Draw a row of equal cells for each name, coloured by value.
+
+    Args:
+        rows: names and values, from above; all rows have as many values.
+        scale: the colours.
+        words: what the drawing shows.
+        title: what is said under the pointer of the cell of a row's name, a column's number and a value.
+        left: units for the names in front of the rows.
+    """
+    columns = max((len(values) for _, values in rows), default=1)
+    # few rows are easier to see tall, many have to fit a page
+    wide, tall = (WIDTH - left) / columns, max(8.0, min(24.0, 600.0 / max(len(rows), 1)))
+    gap = 1.0 if wide > 4 else 0.0
+    parts = []
+    for place, (name, values) in enumerate(rows):
+        y = place * tall
+        # labels that overlap cannot be read
+        if tall >= 14 or place % 2 == 0:
+            parts.append(make_text(left - 10, y + tall / 2 + 5, name, "end"))
+        for number, value in enumerate(values):
+            x = left + number * wide
+            parts.append(make_rectangle(x, y, wide - gap, tall - 1, scale.style(value), title(name, number, value)))
+    bottom = tall * len(rows)
+    for number in range(0, columns, max(1, math.ceil(columns / 16))):
+        parts.append(make_text(left + (number + 0.5) * wide, bottom + 18, str(number), "middle"))
+    return finish_drawing(parts, bottom + 24, words, scale.legend)

@@ -44,6 +44,7 @@ def chart_run(log: RunLog) -> RunCharts:
         _chart_memory(log, positions),
         _chart_step_time(log, positions),
         _chart_imbalance(log, positions),
+        _chart_experts(log, positions),
     ]
     drawn = [chart for chart in charts if chart is not None]
     marks = Marks(*(_locate_events(log, positions, kind) for kind in ("resume", "checkpoint")))
@@ -209,6 +210,14 @@ def _chart_imbalance(log: RunLog, positions: Positions) -> Chart | None:
     series = _recorded_series(columns, positions, averaged=("measured",))
     explanation = f"The slowest rank over the mean of all: 1 is perfect.{_explain_average(series)}"
     return _make_chart(series, "ranks", "Imbalance of ranks", "", explanation)
+
+
+def _chart_experts(log: RunLog, positions: Positions) -> Chart | None:
+    """Chart how uneven the use of experts is, where there are some."""
+    columns = [("violation", "worst layer", 1, log.column("expert_violation"))]
+    series = _recorded_series(columns, positions, averaged=("violation",))
+    explanation = f"Largest load of an expert over the mean of its layer, less 1.{_explain_average(series)}"
+    return _make_chart(series, "experts", "Maximal violation of the balance of experts", "", explanation)
 
 
 def _make_chart(

@@ -42,6 +42,8 @@ OPTIONAL_COLUMNS = (
 
 LARGEST = 1e60
 """Larger figures count as infinite, and as small ones as 0: nobody measures them, and sums of them leave the range."""
+EXPERT_WINDOW = 100
+"""Last records whose use of experts is read: what a router does changes as training goes on."""
 _SMALL_BYTES = 1 << 20
 """Most that a run file or a description of a machine has."""
 
@@ -90,6 +92,8 @@ class RunLog:
     """Description of the machine; None where `machine.json` is missing."""
     notes: tuple[str, ...]
     """Sentences about what is missing, cut off, repeated or left out in this log."""
+    experts: tuple[Any, ...] = ()
+    """Use of experts of the last records, as `metrics.jsonl` has it; empty for a model without."""
 
     @classmethod
     def read(cls, run_dir: Path) -> RunLog:
@@ -105,11 +109,11 @@ class RunLog:
         if not run_dir.is_dir():
             raise ConfigError(f"{run_dir} is not a directory: give the run directory that `phalanx train` printed")
         notes: list[str] = []
-        steps, columns = _read_metrics(run_dir / "metrics.jsonl", notes)
+        steps, columns, experts = _read_metrics(run_dir / "metrics.jsonl", notes)
         events = _read_events(run_dir / "events.jsonl", notes)
         config_text, config = _read_config(run_dir / "run.yaml", notes)
         machine = _read_machine(run_dir / "machine.json", notes)
-        return cls(run_dir, steps, columns, events, config, config_text, machine, tuple(notes))
+        return cls(run_dir, steps, columns, events, config, config_text, machine, tuple(notes), experts)
 
     @property
     def family(self) -> str:
@@ -144,7 +148,8 @@ class RunLog:
         return np.where(np.isfinite(recorded), recorded, derived)
 
 
-def _read_metrics(path: Path, notes: list[str]) -> tuple[IntArray, dict[str, FloatArray]]:
+def _read_metrics(path: Path, notes: list[str]) -> tuple[IntArray, dict[str, FloatArray], tuple[Any, ...]]:
+    """Return steps, columns and the use of experts of the last records."""
     if not path.exists():
         raise RunLogError(f"{path} is missing: give a run directory in which `phalanx train` has finished a step")
     records = _read_lines(path, metrics_problem, notes)
@@ -172,7 +177,8 @@ def _read_metrics(path: Path, notes: list[str]) -> tuple[IntArray, dict[str, Flo
         first = int(unique[:-1][np.diff(unique) > 1][0]) + 1
         notes.append(f"{path.name}: {gaps:,} steps have no record, the first of them step {first:,}.")
     rows = len(steps) - 1 - last_from_end
-    return unique, {name: values[rows] for name, values in columns.items()}
+    experts = tuple(records[row]["experts"] for row in rows[-EXPERT_WINDOW:] if "experts" in records[row])
+    return unique, {name: values[rows] for name, values in columns.items()}, experts
 
 
 def _measurable(values: FloatArray) -> FloatArray:

@@ -23,6 +23,7 @@ from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import require_replaceable, write_atomically
 from phalanx.layout.spec import DEGREES
+from phalanx.report.expert_load import LAYER_COLUMNS, describe_experts
 from phalanx.report.formatting import (
     format_count,
     format_duration,
@@ -90,7 +91,7 @@ def write_page(log: RunLog, out: Path | None = None) -> Path:
 def render_run(log: RunLog) -> str:
     """Return the page as text."""
     run, summary = chart_run(log), summarise_run(log)
-    script, figures = read_template("run.js"), read_out(run)
+    script, figures, experts = read_template("run.js"), read_out(run), describe_experts(log.experts)
     headline = [f"loss {format_number(summary.final_loss)}"]
     if summary.validation_step is not None:
         headline.append(f"validation {format_number(summary.validation_loss)}")
@@ -101,6 +102,9 @@ def render_run(log: RunLog) -> str:
     columns = {name: "|".join(texts) for name, texts in figures.columns.items()}
     return render_page(
         "run.html",
+        *(["figures.css"] if experts else []),
+        experts=experts,
+        layer_columns=LAYER_COLUMNS,
         name=log.run_dir.resolve().name,
         headline=", ".join(headline),
         state={"name": "finished", "label": "Finished"} if summary.finished else {"name": "unfinished", "label": label},

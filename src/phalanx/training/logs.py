@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from phalanx.config.schema import Run
@@ -24,6 +25,8 @@ from phalanx.training.run_dir import RunDirectory
 
 TRACKERS = "trackers.json"
 """File of a run directory: the run's identity in each tracker it was logged to."""
+MOST_LOAD_CURVES = 512
+"""Experts of all layers whose loads TensorBoard shows as curves: each takes host time in every step."""
 
 
 class Sink:
@@ -144,6 +147,8 @@ def _describe_step(m: StepMetrics, unit: str) -> str:
     parts.append(f"data wait {m.data_wait_seconds / m.step_seconds:.1%}")
     if m.ranks is not None:
         parts.append(f"ranks wait {m.ranks.rank_wait_seconds / m.step_seconds:.1%}")
+    if m.experts:
+        parts.append(f"fullest expert {1.0 + max(use.violation for use in m.experts):.2f} x mean")
     if not m.updated:
         parts.append("NOT UPDATED: gradient not finite")
     return "  ".join(parts)
@@ -170,13 +175,24 @@ class TensorBoardSink(Sink):
         if self._failed:
             return
         try:
-            for name, value in metrics.as_dict().items():
-                if isinstance(value, int | float) and name != "step":
-                    self._writer.add_scalar(f"train/{name}", value, metrics.step)
+            for name, value in metrics.numbers().items():
+                self._writer.add_scalar(f"train/{name}", value, metrics.step)
+            self._write_loads(metrics)
         except OSError as error:
             # A full disk ends TensorBoard's writer for good; metrics.jsonl has all of it, and training is worth more.
             self._failed = True
             write_stderr(f"warning: TensorBoard files end at step {metrics.step}: {error.strerror}")
+
+    def _write_loads(self, metrics: StepMetrics) -> None:
+        """Write the load of each expert, as a curve each where there are few enough, else as a histogram a layer."""
+        curves = sum(len(use.load) for use in metrics.experts) <= MOST_LOAD_CURVES
+        for use in metrics.experts:
+            name = f"train/experts/layer_{use.layer}/load"
+            if not curves:
+                self._writer.add_histogram(name, np.asarray(use.load), metrics.step)
+                continue
+            for expert, share in enumerate(use.load):
+                self._writer.add_scalar(f"{name}/{expert}", share, metrics.step)
 
     def close(self) -> None:
         """Flush to disk."""
@@ -202,7 +218,7 @@ class WandbSink(Sink):
 
     def step(self, metrics: StepMetrics) -> None:
         """Log the step."""
-        self._run.log(metrics.as_dict(), step=metrics.step)
+        self._run.log(metrics.numbers(), step=metrics.step)
 
     def close(self) -> None:
         """Finish the W&B run."""
@@ -223,8 +239,7 @@ class MlflowSink(Sink):
 
     def step(self, metrics: StepMetrics) -> None:
         """Log the step's numbers."""
-        values = {k: float(v) for k, v in metrics.as_dict().items() if isinstance(v, int | float)}
-        self._mlflow.log_metrics(values, step=metrics.step)
+        self._mlflow.log_metrics({k: float(v) for k, v in metrics.numbers().items()}, step=metrics.step)
 
     def close(self) -> None:
         """Finish the MLflow run."""

@@ -12,6 +12,7 @@ from phalanx.families.family import BoundModel
 from phalanx.hardware.device import device_name, find_facts, measure_matmul_tflops
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.torch_compat import common as compat
+from phalanx.training.expert_use import ExpertUse, measure_use
 from phalanx.training.step import StepResult
 
 GIB = 2**30
@@ -67,11 +68,39 @@ class StepMetrics:
     """Times so far that the allocator of rank 0 found its device full and gave back what it kept, which takes long."""
     ranks: RankTimes | None = None
     """None where all ranks have equal shares."""
+    experts: tuple[ExpertUse, ...] = ()
+    """Use of the experts of each layer that has some."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
         values = asdict(self)
-        return values | (values.pop("ranks") or {})
+        experts = values.pop("experts")
+        values |= values.pop("ranks") or {}
+        if not experts:
+            return values
+        # Each expert of each layer in each step: digits that nobody reads would be most of the file.
+        rounded = [use | {"load": [round(share, 5) for share in use["load"]]} for use in experts]
+        return values | self._worst_use() | {"experts": rounded}
+
+    def numbers(self) -> dict[str, float]:
+        """Return every number but the step and the loads of single experts by name, for trackers that take numbers alone."""
+        found = {
+            f"experts/layer_{use.layer}/{name}": value
+            for use in self.experts
+            for name, value in asdict(use).items()
+            if name not in ("layer", "load")
+        }
+        plain = {name: value for name, value in self.as_dict().items() if isinstance(value, int | float)}
+        del plain["step"]
+        return plain | found
+
+    def _worst_use(self) -> dict[str, float]:
+        """Return the use of experts in three numbers, of the layers where it is worst."""
+        return {
+            "expert_violation": max(use.violation for use in self.experts),
+            "expert_entropy": min(use.entropy for use in self.experts),
+            "expert_dropped": max(use.dropped for use in self.experts),
+        }
 
 
 @dataclass(frozen=True)
@@ -107,6 +136,8 @@ class StepMeter:
         self.tokens_per_step = layout.global_batch * model.positions().count
         self.flops_per_token = model.flops_per_sample() / model.positions().count
         self.world_size = layout.world_size
+        mixture = model.experts()
+        self.experts = 0 if mixture is None else mixture.count
         self.device = device
         self.peaks = peaks
         self._note = note
@@ -154,4 +185,5 @@ class StepMeter:
             checkpoint_stall_seconds=checkpoint_stall,
             updated=result.updated,
             memory_retries=memory["retries"] if memory else None,
+            experts=measure_use(result.expert_figures, self.experts) if self.experts else (),
         )

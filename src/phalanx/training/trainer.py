@@ -23,6 +23,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.optimizers import LearningRateSchedule, set_learning_rate
 from phalanx.training.callbacks import CallbackList, TrainingContext
 from phalanx.training.checkpointing import collect_state
+from phalanx.training.dead_experts import DeadExperts
 from phalanx.training.divergence import Divergence, DivergenceGuard, all_finite
 from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.logs import RunLog, format_duration
@@ -78,6 +79,7 @@ class Trainer:
         self.schedule = LearningRateSchedule(run.optimizer, run.training.steps)
         scales_loss = parts.step.scaler is not None
         self.guard = DivergenceGuard(run, parts.store, parts.log, scales_loss=scales_loss, first_step=first_step)
+        self.dead_experts = DeadExperts(parts.log)
         self.checkpointer = Checkpointer(parts, self.guard, first_step)
         self.checkpoint_waits = False
         """Whether a checkpoint is due, and waits for a step that shows that the weights are good."""
@@ -201,6 +203,7 @@ class Trainer:
             self.guard.give_up(divergence, self.step)
         self.step = launched.step
         self.guard.warn_of_spike(metrics)
+        self.dead_experts.watch(metrics.step, metrics.experts)
         times = self.parts.inputs.after(launched.step)
         if times is None:
             self._log(metrics)

@@ -97,13 +97,14 @@ def choice_margins(router: Router, scores_TE: Tensor, chosen_TK: Tensor) -> Tens
     """
     scores_TE = scores_TE.double()
     ranked_TE = router.rank_scores(scores_TE)
-    slopes_TE = scores_TE * (1.0 - scores_TE)
+    softmax = router.settings.scoring == "softmax"
+    # Where one logit falls as another rises, the sum of all exponentials stays: each score of a softmax moves by itself.
+    slopes_TE = scores_TE if softmax else scores_TE * (1.0 - scores_TE)
     moves_T = torch.zeros_like(scores_TE[:, 0])
     if router.settings.groups > 1:
         moves_T, ranked_TE = _move_groups(router, ranked_TE, slopes_TE, chosen_TK)
     own_TE = _mark(ranked_TE.topk(chosen_TK.shape[1], dim=-1).indices, ranked_TE)
     moves_T = torch.maximum(moves_T, _closing_move(ranked_TE, slopes_TE, own_TE, _mark(chosen_TK, ranked_TE)))
-    softmax = router.settings.scoring == "softmax"
     # Logits but for a constant, which moves no standard deviation.
     logits_TE = scores_TE.log() if softmax else torch.logit(scores_TE)
     return moves_T / logits_TE.std(-1)

@@ -231,10 +231,10 @@ class Verifier:
             layout = resolve_layout(single, 1)
             self.reference = record_training(single, layout, ONE_RANK, device, steps=steps, activations=activations)
         reference = self.reference
-        self.choices: list[Choices] = [
+        self.choices: list[Choices] | None = [
             _send_choices(None if reference is None else reference.steps[number].routing) for number in range(steps)
         ]
-        """What routers chose on one rank in each step, which every layout replays."""
+        """What routers chose on one rank in each step, which every layout replays; None lets layouts choose."""
 
     def verify(self, layout: ResolvedLayout) -> Verdict:
         """Compare `layout` with one rank. Every rank calls it and gets the same verdict."""
