@@ -96,6 +96,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma": {
         **SIZE,
         "n_kv_heads": 4,
+        "norm_offset": True,
         "norm_position": "sandwich",
         "mlp": "geglu",
         "embedding_scale": 5.0,

@@ -41,6 +41,7 @@ VARIANTS = {
         **_SIZE,
         n_kv_heads=2,
         head_dim=10,
+        norm_offset=True,
         norm_position="sandwich",
         mlp="geglu",
         d_ff=80,
@@ -108,7 +109,7 @@ def random_tokens(*shape: int, vocab_size: int = 97, seed: int = 1) -> torch.Ten
 def random_transformers(config: transformers.PreTrainedConfig, *, seed: int = 0) -> transformers.PreTrainedModel:
     """A `transformers` model of `config` in float32, every weight random."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             norm = parameter.dim() == 1 and name.endswith("weight")
@@ -130,12 +131,14 @@ _ROTARY = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+_TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 # The width of an expert is odd, and that of a head unlike width over heads.
 CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, object]]] = {
     "llama": (transformers.LlamaConfig, _ROTARY),
     "gpt2": (transformers.GPT2Config, {"vocab_size": 97, "n_positions": 64, "n_embd": 48, "n_layer": 2, "n_head": 6}),
     "mpt": (transformers.MptConfig, {"vocab_size": 97, "d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64}),
     "mistral": (transformers.MistralConfig, {**_ROTARY, "head_dim": 12, "sliding_window": None}),
+    "qwen2": (transformers.Qwen2Config, {**_ROTARY, "head_dim": 12}),
     "qwen3": (transformers.Qwen3Config, {**_ROTARY, "head_dim": 10}),
     "mixtral": (
         transformers.MixtralConfig,
@@ -144,6 +147,32 @@ CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, object]]
     "qwen3_moe": (
         transformers.Qwen3MoeConfig,
         {**_ROTARY, "head_dim": 10, "moe_intermediate_size": 35, "num_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "olmo2": (transformers.Olmo2Config, {**_ROTARY, **_TOKENS}),
+    "olmoe": (
+        transformers.OlmoeConfig,
+        {**_ROTARY, **_TOKENS, "intermediate_size": 35, "num_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "gemma2": (
+        transformers.Gemma2Config,
+        {**_ROTARY, **_TOKENS, "head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 9, "num_hidden_layers": 3},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {
+            **_ROTARY,
+            **_TOKENS,
+            "head_dim": 10,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 9,
+            "num_hidden_layers": 4,
+            "sliding_window_pattern": 3,
+        },
+    ),
+    "phi3": (transformers.Phi3Config, {**_ROTARY, **_TOKENS}),
+    "gpt_neox": (
+        transformers.GPTNeoXConfig,
+        {**{key: value for key, value in _ROTARY.items() if key != "num_key_value_heads"}, "intermediate_size": 70},
     ),
 }
 """Small configurations of every architecture that is read."""

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from small_models import GPT, LLAMA, READER, huggingface_config, random_decoder, save_huggingface, save_run
 from token_data import write_token_folder
@@ -105,3 +107,20 @@ def test_training_starts_from_an_import_as_the_guide_says(call: Call, tmp_path: 
     ]
     assert losses[1] == losses[0]
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("qwen3_moe", "Qwen3MoeForCausalLM"), ("gemma3", "Gemma3ForCausalLM")]
+)
+def test_newer_architectures_go_both_ways(call: Call, tmp_path: Path, name: str, architecture: str) -> None:
+    save_huggingface(tmp_path / "hf", huggingface_config(name))
+    assert call("convert", str(tmp_path / "hf"), str(tmp_path / "ours")).code == 0
+    done = call("convert", str(tmp_path / "ours"), str(tmp_path / "again"), "--architecture", architecture)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"{tmp_path}/again: Hugging Face folder ({architecture}), ")
+    before, after = (load_file(tmp_path / folder / "model.safetensors") for folder in ("hf", "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    other = call("convert", str(tmp_path / "ours"), str(tmp_path / "x"), "--architecture", "LlamaForCausalLM")
+    assert other.code == 2
+    assert "LlamaForCausalLM, the architecture of Hugging Face asked for, has no counterpart for model." in other.err

@@ -12,7 +12,7 @@ from phalanx.config.presets import PublishedCount, load_preset, preset_names
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.decoder import Decoder
-from phalanx.families.language.sizes import parameter_count
+from phalanx.families.language.sizes import active_parameter_count, parameter_count
 
 WANTED = [
     "gpt-1.4b",
@@ -40,7 +40,15 @@ EXACT = {
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    # Half of total_size, the bytes in bfloat16, in the index of the weights.
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
 }
+
+ACTIVE = {"mixtral-8x7b": "12.9B", "qwen3-30b-a3b": "3B", "qwen3-235b-a22b": "22B"}
+"""Parameters that compute a token, as the publications named in the presets print them."""
 
 SHAPES = {
     "gpt-1.4b": (24, 2112, 24),
@@ -83,6 +91,14 @@ def test_the_module_has_exactly_the_computed_parameters(name: str) -> None:
 @pytest.mark.parametrize(("name", "count"), EXACT.items())
 def test_counts_of_released_checkpoints(name: str, count: int) -> None:
     assert parameter_count(load_preset(name).model()) == count
+
+
+@pytest.mark.parametrize(("name", "printed"), ACTIVE.items())
+def test_published_count_of_parameters_that_compute_a_token(name: str, printed: str) -> None:
+    model = load_preset(name).model()
+    assert isinstance(model, LanguageModel)
+    least, most = PublishedCount(printed, "", {}).bounds()
+    assert least <= active_parameter_count(model) <= most
 
 
 @pytest.mark.parametrize(("name", "shape"), SHAPES.items())

@@ -210,6 +210,8 @@ class NormConfig:
     eps: float
     bias: bool
     """Whether a LayerNorm has a bias; RMSNorm never has one."""
+    offset: bool = False
+    """Whether the factor of normalised features is 1 + weight."""
 
     def parameter_count(self) -> int:
         """Return all parameters."""
@@ -433,6 +435,8 @@ class LanguageModel(BlockModel):
     """Normalisation of attention, MLP and head."""
     norm_eps: Annotated[float, Field(gt=0.0)] = 1e-5
     """Term under the square root of the normalisation."""
+    norm_offset: bool = False
+    """Whether norms multiply by 1 + weight, which then begins at 0 (Gemma)."""
     norm_position: NormPosition = "pre"
     """Whether attention and MLP are normalised before (pre), behind (post, OLMo 2), or both (sandwich, Gemma 2)."""
     parallel_residual: bool = False
@@ -599,7 +603,7 @@ class LanguageModel(BlockModel):
         if not self.qk_norm:
             return None
         width = self.head_size * (heads if self.qk_norm == "whole" else 1)
-        return NormConfig(width, self.norm, self.norm_eps, bias=False)
+        return NormConfig(width, self.norm, self.norm_eps, bias=False, offset=self.norm_offset)
 
     def _scale(self) -> float | None:
         """Return the factor of products of queries and keys, or None for that of the head's width alone."""
@@ -629,7 +633,7 @@ class LanguageModel(BlockModel):
     @property
     def residual_norm(self) -> NormConfig:
         """Normalisation of the residual stream: in every layer and before the head."""
-        return NormConfig(self.d_model, self.norm, self.norm_eps, self.bias)
+        return NormConfig(self.d_model, self.norm, self.norm_eps, self.bias, self.norm_offset)
 
     @property
     def kv_heads(self) -> int:

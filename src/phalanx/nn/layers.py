@@ -82,10 +82,12 @@ class Norm(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, width: int, *, kind: str, eps: float, bias: bool) -> None:
+    def __init__(self, width: int, *, kind: str, eps: float, bias: bool, offset: bool = False) -> None:
+        """Make the parameters. offset: whether normalised features are multiplied by 1 + weight."""
         super().__init__()
         self.kind = kind
         self.eps = eps
+        self.offset = offset
         self.weight = nn.Parameter(torch.empty(width))
         if bias and kind == "layernorm":
             self.bias = nn.Parameter(torch.empty(width))
@@ -94,11 +96,16 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x: [..., width] -> same shape and format."""
-        weight = self.weight.to(x.dtype)
+        weight = self.factor().to(x.dtype)
         if self.kind == "rmsnorm":
             return F.rms_norm(x, weight.shape, weight, self.eps)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
+
+    def factor(self) -> Tensor:
+        """Return what normalised features are multiplied by, [width], in the parameters' format."""
+        # Added before anything is rounded: 16 bits keep fewer digits of 1 + weight than of the weight.
+        return 1.0 + self.weight if self.offset else self.weight
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -181,7 +188,7 @@ def mlp_splits(config: MLPConfig) -> Splits:
 
 def build_norm(config: NormConfig) -> Norm:
     """Return the norm that `config` asks for."""
-    return Norm(config.width, kind=config.kind, eps=config.eps, bias=config.bias)
+    return Norm(config.width, kind=config.kind, eps=config.eps, bias=config.bias, offset=config.offset)
 
 
 Block = TypeVar("Block", bound=nn.Module)

@@ -94,9 +94,11 @@ def test_a_tied_head_has_no_weight_of_its_own() -> None:
 
 
 def test_every_parameter_of_every_shape_begins_as_its_kind_does() -> None:
-    for options in COMBINATIONS:
-        model = shape(options)
-        constants = {"norm": InitRule.constant(1.0), "bias": InitRule.constant(0.0)}
+    for number, options in enumerate(COMBINATIONS):
+        # A weight that 1 is added to begins at 0.
+        offset = number % 2 == 1
+        model = shape({**options, "norm_offset": offset})
+        constants = {"norm": InitRule.constant(0.0 if offset else 1.0), "bias": InitRule.constant(0.0)}
         for name, kind in kind_by_module(model).items():
             residual = name.endswith((".attention.output.weight", ".mlp.down.weight"))
             normal = InitRule.normal(0.03 / math.sqrt(2 * 2) if residual else 0.03)
@@ -107,4 +109,5 @@ def test_every_parameter_of_every_shape_begins_as_its_kind_does() -> None:
 def test_two_matrices_a_block_write_to_the_residual_stream(preset: str) -> None:
     model = load_preset(preset).model(n_layers=3)
     smaller = [name for name in parameter_names(model) if rule_of(model, name).value == model.init_std / math.sqrt(6)]
-    assert smaller == [f"blocks.{i}.{part}.weight" for i in range(3) for part in ("attention.output", "mlp.down")]
+    down = "mlp.down.weight" if model.experts is None else "mlp.experts.down"
+    assert smaller == [f"blocks.{i}.{part}" for i in range(3) for part in ("attention.output.weight", down)]

@@ -37,7 +37,7 @@ class DeclaredLanguage(DeclaredModel):
         residual = self.model.init_std / math.sqrt(2 * self.model.n_layers)
         experts = self.model.experts
         return [
-            ("*norm.weight", InitRule.constant(1.0)),
+            ("*norm.weight", InitRule.constant(0.0 if self.model.norm_offset else 1.0)),
             ("*.bias", InitRule.constant(0.0)),
             ("*.sinks.weight", InitRule.constant(0.0)),
             ("*.attention.output.weight", InitRule.normal(residual)),

@@ -159,7 +159,7 @@ class JointNorm(Norm):
         if self.kind == "layernorm":
             wide = wide - self._mean(wide)
         normed = wide * torch.rsqrt(self._mean(wide.square()) + self.eps)
-        return (normed * self.weight.to(wide.dtype)).to(x.dtype)
+        return (normed * self.factor().to(wide.dtype)).to(x.dtype)
 
     def _mean(self, x: Tensor) -> Tensor:
         """Return the mean over the features of all ranks, [B, S, 1]."""

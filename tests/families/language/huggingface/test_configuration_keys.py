@@ -40,7 +40,7 @@ def other_values(value: object) -> list[object]:
     if isinstance(value, int):
         return [value + 1, 2 * value, "unheard-of"]
     if isinstance(value, float):
-        return [value / 2 + 0.125, "unheard-of"]
+        return [value / 2 + 0.1, "unheard-of"]
     if isinstance(value, dict):
         # What else transformers writes into inner objects is as harmless there as outside.
         mapped = value.items() if "rope_type" in value else ()

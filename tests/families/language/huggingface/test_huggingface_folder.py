@@ -64,9 +64,26 @@ def split_with_index(folder: Path, file_name: str) -> None:
             "FOLDER/config.json: hidden_act='relu' has no counterpart in the decoder: Input should be 'silu' or 'swish'",
         ),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-            "FOLDER/config.json: rope_parameters.rope_type='yarn' has no counterpart in the decoder: "
-            "Input should be 'default' or 'llama3'",
+            {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}},
+            "FOLDER/config.json: rope_parameters.rope_type='longrope' has no counterpart in the decoder: "
+            "Input should be 'default', 'linear', 'llama3' or 'yarn'",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 8.0}},
+            "FOLDER/config.json: rope_parameters={'rope_type': 'linear', 'factor': 2.0, 'beta_fast': 8.0} has no "
+            "counterpart in the decoder: beta_fast=8.0 has no effect with rope_type linear; take it out",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 16,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 0.5,
+                }
+            },
+            "FOLDER/config.json: rope_scaling.mscale_all_dim=0.5 has no counterpart in this architecture",
         ),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},

@@ -28,6 +28,14 @@ ROPE = {
     "original_max_position_embeddings": 16,
 }
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 8.0,
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama scaled tied": ("llama", {"rope_parameters": ROPE, "tie_word_embeddings": True}),
@@ -42,6 +50,54 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral tied scaled": ("mistral", {"tie_word_embeddings": True, "rope_parameters": ROPE}),
     "qwen3": ("qwen3", {}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+    "llama linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0}}),
+    "llama yarn": ("llama", {"rope_parameters": YARN}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": {**YARN, "truncate": False}}),
+    "olmo2": ("olmo2", {}),
+    "olmo2 one group, scaled": ("olmo2", {"num_key_value_heads": 1, "rope_parameters": ROPE}),
+    "olmoe": ("olmoe", {}),
+    "olmoe normalised tied": ("olmoe", {"norm_topk_prob": True, "tie_word_embeddings": True, "num_experts_per_tok": 4}),
+    "phi3": ("phi3", {}),
+    "phi3 partial tied": (
+        "phi3",
+        {
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": True,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+        },
+    ),
+    "gpt_neox": ("gpt_neox", {"num_attention_heads": 3}),
+    "gpt_neox one after another": (
+        "gpt_neox",
+        {
+            "use_parallel_residual": False,
+            "num_attention_heads": 2,
+            "hidden_act": "gelu_new",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gemma2": ("gemma2", {}),
+    "gemma2 uncapped untied": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+    ),
+    "gemma2 capped hard": ("gemma2", {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3", {}),
+    "gemma3 stretched": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 3000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "mistral window": ("mistral", {"sliding_window": 7}),
+    "mixtral window": ("mixtral", {"sliding_window": 7}),
+    "phi3 window": ("phi3", {"sliding_window": 7}),
     "mixtral": ("mixtral", {}),
     "mixtral grouped rows": ("mixtral", {"num_experts_per_tok": 4, "intermediate_size": 128}),
     "qwen3_moe one expert a token": ("qwen3_moe", {"num_experts_per_tok": 1}),
@@ -83,11 +139,15 @@ def test_there_and_back(variant: str, tmp_path: Path) -> None:
         decoder = load(folder)
     tokens = random_tokens(2, 60)
     expected = logits_of(theirs, tokens)
-    torch.testing.assert_close(decoder.logits(tokens), expected, rtol=0, atol=1e-5 * max(1.0, expected.std().item()))
+    torch.testing.assert_close(
+        decoder.logits(tokens), expected, rtol=0, atol=min(1e-4, 2e-5 * max(1.0, expected.std().item()))
+    )
     assert expected.std() > 0.5, "logits too small to tell models apart"
 
     export(tmp_path / "out", decoder, theirs.config.architectures[0], shard_bytes=40_000)
-    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
     assert not any(report.values()), report
     assert torch.equal(logits_of(again, tokens), expected)
     before, after = theirs.state_dict(), again.state_dict()
@@ -110,7 +170,9 @@ def test_transformers_computes_our_logits_from_an_export(name: str, tmp_path: Pa
     model = EXPORTED[name]
     decoder = random_decoder(model)
     export(tmp_path / "out", decoder)
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, attn_implementation="eager"
+    )
     assert not any(report.values()), report
     assert theirs.dtype == torch.float32
     tokens = random_tokens(2, 60)

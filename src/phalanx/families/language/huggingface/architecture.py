@@ -118,12 +118,12 @@ class ConfigFields(KnownKeys):
         found = resolved_fields(model)
         spoken_of = cls.same.keys() | cls.needs.keys() | cls.others | _unused_fields(model)
         defaults = {field: value for field, value in _default_fields(model).items() if field not in spoken_of}
-        has_mixtures = cls.needs.get(MIXTURES) == SOME
+        absent = [f"{section}." for section in SECTIONS if cls.needs.get(section) != SOME]
         problems = [
             f"model.{field}={_show_value(found[field])} (it has {_show_value(needed)})"
             for field, needed in {**cls.needs, **defaults}.items()
             # Where there are mixtures of experts on one side alone, that says it all.
-            if field in found and not (field.startswith(_IN_MIXTURES) and not has_mixtures)
+            if field in found and not any(map(field.startswith, absent))
             if found[field] not in (needed if isinstance(needed, tuple) else (needed,))
         ]
         return problems or cls._out_of_range(model)
@@ -192,55 +192,68 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type, **fields, **nulls}
 
 
-MIXTURES = "experts"
-"""The field that says whether there are mixtures of experts."""
+SECTIONS: Mapping[str, type[BaseModel]] = {"experts": Experts}
+"""Fields of the decoder that hold fields of their own, or null."""
 SOME = "some"
-"""What that field has where there are."""
-_IN_MIXTURES = f"{MIXTURES}."
+"""What such a field has where it is not null."""
 _TRAINING_ONLY = frozenset({"experts.balance", "experts.balance_weight", "experts.z_loss", "experts.bias_rate"})
 
 
 def resolved_fields(model: LanguageModel) -> dict[str, object]:
     """Return every field of `model`, with the sizes that null stands for filled in; see `ConfigFields` on their names."""
-    sizes = {"n_kv_heads": model.kv_heads, "head_dim": model.head_size, "d_ff": model.ff_size}
-    experts = model.experts
-    if experts is None:
-        return {**model.model_dump(), **sizes}
-    fields = {
-        **experts.model_dump(),
-        "d_ff": experts.d_ff or model.ff_size,
-        # The weight of a single expert is never divided.
-        "normalize": experts.normalize and experts.active > 1,
-        "selection_bias": experts.biased,
-        # Null where it is what follows from the number of shared experts.
-        "shared_d_ff": None
-        if experts.shared_d_ff == experts.shared * (experts.d_ff or model.ff_size)
-        else experts.shared_d_ff,
+    sizes = {
+        "n_kv_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "d_ff": model.ff_size,
+        "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
+        # Two names of one thing.
+        "qk_norm": "head" if model.qk_norm is True else model.qk_norm,
     }
-    mixtures = {_IN_MIXTURES + name: value for name, value in fields.items()}
-    return {**model.model_dump(), **sizes, **mixtures, MIXTURES: SOME}
+    found = {**model.model_dump(), **sizes}
+    for section in SECTIONS:
+        inner = found[section]
+        if isinstance(inner, dict):
+            found |= {f"{section}.{name}": value for name, value in inner.items()} | {section: SOME}
+    return found if model.experts is None else {**found, **_resolved_experts(model, model.experts)}
+
+
+def _resolved_experts(model: LanguageModel, experts: Experts) -> dict[str, object]:
+    """Return the fields of mixtures of experts that follow from others."""
+    hidden = experts.d_ff or model.ff_size
+    return {
+        "experts.d_ff": hidden,
+        # The weight of a single expert is never divided.
+        "experts.normalize": experts.normalize and experts.active > 1,
+        "experts.selection_bias": experts.biased,
+        # Null where it is what follows from the number of shared experts.
+        "experts.shared_d_ff": None if experts.shared_d_ff == experts.shared * hidden else experts.shared_d_ff,
+    }
 
 
 def _default_fields(model: LanguageModel) -> dict[str, object]:
     """Return the default of every field that has one, with the sizes that null stands for filled in."""
     defaults = {name: field.default for name, field in LanguageModel.model_fields.items() if not field.is_required()}
-    mixtures = {
-        _IN_MIXTURES + name: field.default for name, field in Experts.model_fields.items() if not field.is_required()
+    inner = {
+        f"{section}.{name}": field.default
+        for section, kind in SECTIONS.items()
+        for name, field in kind.model_fields.items()
+        if not field.is_required()
     }
     sizes = {
         "n_kv_heads": model.n_heads,
         "head_dim": model.d_model // model.n_heads,
         "d_ff": 4 * model.d_model,
+        "qkv_bias": model.bias,
         "experts.d_ff": model.ff_size,
     }
-    return defaults | mixtures | sizes
+    return defaults | inner | sizes
 
 
 def _unused_fields(model: LanguageModel) -> set[str]:
     """Return the fields that do not change what the trained `model` computes."""
     unused = {"family", "preset", "dropout", "init_std", *_TRAINING_ONLY}
     if model.positions != "rope":
-        unused |= {"rope_theta", "rope_scaling"}
+        unused |= {"rope_theta", "rope_scaling", "rotary_fraction"}
     if model.positions != "alibi":
         unused.add("alibi_bias_max")
     experts = model.experts
@@ -253,9 +266,13 @@ def _unused_fields(model: LanguageModel) -> set[str]:
 
 def _nested(fields: Mapping[str, object]) -> dict[str, object]:
     """Return the `model` section for fields that go by the names of `ConfigFields`."""
-    within = {name.removeprefix(_IN_MIXTURES): value for name, value in fields.items() if name.startswith(_IN_MIXTURES)}
-    outside = {name: value for name, value in fields.items() if name != MIXTURES and not name.startswith(_IN_MIXTURES)}
-    return {**outside, MIXTURES: within} if within else outside
+    outside = {name: value for name, value in fields.items() if "." not in name and name not in SECTIONS}
+    for section in SECTIONS:
+        inner = {
+            name.removeprefix(f"{section}."): value for name, value in fields.items() if name.startswith(f"{section}.")
+        }
+        outside |= {section: inner} if inner else {}
+    return outside
 
 
 def _show_value(value: object) -> str:

@@ -10,13 +10,32 @@ from pydantic import ValidationError
 from phalanx.config.model import LanguageModel
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.families.language.huggingface.architecture import Architecture
+from phalanx.families.language.huggingface.gemma import GEMMA2, GEMMA3
 from phalanx.families.language.huggingface.gpt2 import GPT2
+from phalanx.families.language.huggingface.gpt_neox import GPT_NEOX
 from phalanx.families.language.huggingface.llama import LLAMA, MISTRAL
-from phalanx.families.language.huggingface.mixtures import MIXTRAL, QWEN3_MOE
+from phalanx.families.language.huggingface.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from phalanx.families.language.huggingface.mpt import MPT
-from phalanx.families.language.huggingface.qwen import QWEN3
+from phalanx.families.language.huggingface.olmo import OLMO2
+from phalanx.families.language.huggingface.phi3 import PHI3
+from phalanx.families.language.huggingface.qwen import QWEN2, QWEN3
 
-ARCHITECTURES = (LLAMA, GPT2, MPT, MISTRAL, QWEN3, MIXTRAL, QWEN3_MOE)
+ARCHITECTURES = (
+    LLAMA,
+    GPT2,
+    MPT,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    MIXTRAL,
+    QWEN3_MOE,
+    OLMO2,
+    OLMOE,
+    PHI3,
+    GPT_NEOX,
+    GEMMA2,
+    GEMMA3,
+)
 """Of several that a decoder fits, an export is written as the first."""
 _UNKNOWN_KEY = "what it changes is not known; if it is nothing, take it out of config.json"
 

@@ -67,6 +67,8 @@ def write_folder(path: Path, export: Export) -> None:
             **special_tokens,
             "torch_dtype": str(export.dtype).removeprefix("torch."),
             "use_cache": True,
+            # Left out, it would be a token that some architectures choose, which the vocabulary may not have.
+            "pad_token_id": None,
         }
         _write_json(folder / "config.json", config)
         _write_json(folder / GENERATION, special_tokens)

@@ -46,20 +46,11 @@ class LlamaFields(RotaryFields):
 class MistralFields(RotaryFields):
     """Fields of a Mistral `config.json`. A file that leaves the window out has one."""
 
+    same: ClassVar[Mapping[str, str]] = {**RotaryFields.same, "sliding_window": "sliding_window"}
+
     num_key_value_heads: Size | None = 8
     max_position_embeddings: Size = 131072
     sliding_window: Size | None = 4096
-
-    @model_validator(mode="after")
-    def _no_window(self) -> Self:
-        if self.sliding_window is not None:
-            raise ValueError(f"sliding_window={self.sliding_window} has no counterpart in the decoder")
-        return self
-
-    @classmethod
-    def from_others(cls, model: LanguageModel) -> dict[str, object]:
-        """Return rotary settings, and that there is no window."""
-        return {**super().from_others(model), "sliding_window": None}
 
 
 LLAMA = Architecture(

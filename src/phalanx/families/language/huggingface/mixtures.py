@@ -1,4 +1,4 @@
-"""MixtralForCausalLM and Qwen3MoeForCausalLM: mixtures of experts, each a SwiGLU network."""
+"""MixtralForCausalLM, Qwen3MoeForCausalLM and OlmoeForCausalLM: mixtures of experts, each a SwiGLU network."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import AliasChoices, Field, model_validator
 
 from phalanx.config.model import LanguageModel
-from phalanx.families.language.huggingface.architecture import MIXTURES, SOME, Architecture, Positive, Size
+from phalanx.families.language.huggingface.architecture import SOME, Architecture, Positive, Size
 from phalanx.families.language.huggingface.llama import COUNTERPARTS
-from phalanx.families.language.huggingface.qwen import Off
 from phalanx.families.language.huggingface.rotary import (
     ATTENTION,
     ENDS,
     EXPERTS,
     HEAD_NORMS,
     NORMS,
+    Off,
     RotaryFields,
 )
 from phalanx.families.language.huggingface.tensor_rules import Counterpart
@@ -30,7 +30,7 @@ class MixtureFields(RotaryFields):
 
     irrelevant: ClassVar[frozenset[str]] = RotaryFields.irrelevant | _TRAINING
     same: ClassVar[Mapping[str, str]] = {**RotaryFields.same, "experts.active": "num_experts_per_tok"}
-    needs: ClassVar[Mapping[str, object]] = {**RotaryFields.needs, MIXTURES: SOME}
+    needs: ClassVar[Mapping[str, object]] = {**RotaryFields.needs, "experts": SOME}
 
     num_experts_per_tok: Size
 
@@ -56,6 +56,7 @@ class MixtralFields(MixtureFields):
         **{field: key for field, key in MixtureFields.same.items() if field != "d_ff"},
         "experts.count": "num_local_experts",
         "experts.d_ff": "intermediate_size",
+        "sliding_window": "sliding_window",
     }
     default_theta: ClassVar[float] = 1e6
 
@@ -64,7 +65,7 @@ class MixtralFields(MixtureFields):
     rms_norm_eps: Positive = 1e-5
     num_experts_per_tok: Size = 2
     num_local_experts: Size = 8
-    sliding_window: None = None
+    sliding_window: Size | None = None
 
 
 class Qwen3MoeFields(MixtureFields):
@@ -77,7 +78,7 @@ class Qwen3MoeFields(MixtureFields):
         "experts.d_ff": "moe_intermediate_size",
         "experts.normalize": "norm_topk_prob",
     }
-    needs: ClassVar[Mapping[str, object]] = {**MixtureFields.needs, "qk_norm": True}
+    needs: ClassVar[Mapping[str, object]] = {**MixtureFields.needs, "qk_norm": "head"}
     others: ClassVar[frozenset[str]] = MixtureFields.others | {"experts.dense_layers"}
 
     num_key_value_heads: Size | None = 4
@@ -114,6 +115,32 @@ class Qwen3MoeFields(MixtureFields):
         return {**super().from_others(model), "mlp_only_layers": list(range(model.experts.dense_layers))}
 
 
+class OlmoeFields(MixtureFields):
+    """Fields of an OLMoE `config.json`: experts in every block, queries and keys normalised over all heads, then clamped."""
+
+    same: ClassVar[Mapping[str, str]] = {
+        **{field: key for field, key in MixtureFields.same.items() if field not in ("d_ff", "head_dim")},
+        "experts.count": "num_experts",
+        "experts.d_ff": "intermediate_size",
+        "experts.normalize": "norm_topk_prob",
+    }
+    needs: ClassVar[Mapping[str, object]] = {**MixtureFields.needs, "qk_norm": "whole"}
+
+    max_position_embeddings: Size = 4096
+    rms_norm_eps: Positive = 1e-5
+    num_experts: Size = 64
+    num_experts_per_tok: Size = 8
+    norm_topk_prob: bool = False
+    attention_bias: Off = False
+    head_dim: None = None
+    clip_qkv: None = None
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether the weights of a token's experts are divided by their sum."""
+        return self.norm_topk_prob
+
+
 def _mixtral_counterpart(parts: tuple[str, ...], fused: str, **options: Any) -> Counterpart:
     """Return where Mixtral keeps a matrix of its experts; in one tensor, under the name that others use."""
     names = tuple(f"model.layers.*.block_sparse_moe.experts.#.{part}.weight" for part in parts)
@@ -140,4 +167,11 @@ QWEN3_MOE = Architecture(
     prefix="model.",
     config=Qwen3MoeFields,
     counterparts={**COUNTERPARTS, **HEAD_NORMS, **EXPERTS},
+)
+OLMOE = Architecture(
+    name="OlmoeForCausalLM",
+    model_type="olmoe",
+    prefix="model.",
+    config=OlmoeFields,
+    counterparts={**ENDS, **NORMS, **ATTENTION, **HEAD_NORMS, **EXPERTS},
 )
