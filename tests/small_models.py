@@ -131,6 +131,21 @@ _ROTARY = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+_LATENT = {
+    **{key: value for key, value in _ROTARY.items() if key != "num_key_value_heads"},
+    "num_key_value_heads": 6,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 13,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 9,
+    "v_head_dim": 7,
+    "moe_intermediate_size": 35,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
 _TOKENS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 # The width of an expert is odd, and that of a head unlike width over heads.
 CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, object]]] = {
@@ -169,6 +184,20 @@ CONFIGS: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, object]]
             "sliding_window_pattern": 3,
         },
     ),
+    "deepseek_v2": (
+        transformers.DeepseekV2Config,
+        {
+            **_LATENT,
+            # transformers takes pairs of numbers for complex ones, so none of these is odd.
+            "kv_lora_rank": 14,
+            "qk_nope_head_dim": 10,
+            "q_lora_rank": None,
+            "n_shared_experts": 2,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 3.0,
+        },
+    ),
+    "deepseek_v3": (transformers.DeepseekV3Config, {**_LATENT, "q_lora_rank": 22}),
     "phi3": (transformers.Phi3Config, {**_ROTARY, **_TOKENS}),
     "gpt_neox": (
         transformers.GPTNeoXConfig,

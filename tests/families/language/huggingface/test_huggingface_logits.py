@@ -98,6 +98,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral window": ("mistral", {"sliding_window": 7}),
     "mixtral window": ("mixtral", {"sliding_window": 7}),
     "phi3 window": ("phi3", {"sliding_window": 7}),
+    "deepseek_v2": ("deepseek_v2", {}),
+    "deepseek_v2 greedy, queries compressed, yarn": (
+        "deepseek_v2",
+        {
+            "topk_method": "greedy",
+            "q_lora_rank": 20,
+            "n_shared_experts": 1,
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3 one group, tied, yarn": (
+        "deepseek_v3",
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
+        },
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral grouped rows": ("mixtral", {"num_experts_per_tok": 4, "intermediate_size": 128}),
     "qwen3_moe one expert a token": ("qwen3_moe", {"num_experts_per_tok": 1}),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from phalanx.config.model import Experts, LanguageModel
+from phalanx.config.model import Experts, LanguageModel, LatentSizes
 from phalanx.families.language.huggingface.tensor_rules import Counterpart, TensorRule, tensor_rules
 
 # fmt: off
@@ -192,7 +192,7 @@ class Architecture:
         return {"architectures": [self.name], "model_type": self.model_type, **fields, **nulls}
 
 
-SECTIONS: Mapping[str, type[BaseModel]] = {"experts": Experts}
+SECTIONS: Mapping[str, type[BaseModel]] = {"experts": Experts, "latent": LatentSizes}
 """Fields of the decoder that hold fields of their own, or null."""
 SOME = "some"
 """What such a field has where it is not null."""

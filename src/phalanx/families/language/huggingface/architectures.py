@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from phalanx.config.model import LanguageModel
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.families.language.huggingface.architecture import Architecture
+from phalanx.families.language.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from phalanx.families.language.huggingface.gemma import GEMMA2, GEMMA3
 from phalanx.families.language.huggingface.gpt2 import GPT2
 from phalanx.families.language.huggingface.gpt_neox import GPT_NEOX
@@ -35,6 +36,8 @@ ARCHITECTURES = (
     GPT_NEOX,
     GEMMA2,
     GEMMA3,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
 )
 """Of several that a decoder fits, an export is written as the first."""
 _UNKNOWN_KEY = "what it changes is not known; if it is nothing, take it out of config.json"
@@ -94,5 +97,9 @@ def read_config(values: Mapping[str, Any], where: str) -> tuple[Architecture, La
             for part in detail["loc"]:
                 value = value.get(part) if isinstance(value, dict) else None
             field = ".".join(map(str, detail["loc"]))
+            if error.title == LanguageModel.__name__ and field:
+                # A rule of the decoder, between fields that several keys fill.
+                problems.append(f"model.{field}, which this asks for, cannot be: {reason}")
+                continue
             problems.append(f"{field}={value!r} has no counterpart in the decoder: {reason}" if field else reason)
         raise CheckpointError("\n".join(f"{where}: {problem}" for problem in problems)) from None

@@ -29,8 +29,9 @@ class Counterpart:
 
     names: tuple[str, ...]
     """Their names; `*` stands for the layer, `#` for the expert."""
-    rows: Literal["same", "qkv", "gate_up"] = "same"
-    """What the rows are, where ours are in another order: query, key, value, or gate and up; in one tensor or several."""
+    rows: Literal["same", "qkv", "gate_up", "rotary_heads", "rotary_end"] = "same"
+    """What the rows are, where ours are in another order: query, key, value, or gate and up, in one tensor or several; or
+    those of latent attention whose last features, of each head or of all, are rotated in neighbouring pairs."""
     transposed: bool = False
     """Whether matrices are kept as [in, out]."""
     fused: str | None = None
@@ -80,6 +81,11 @@ class TensorRule:
             halves = parts if len(parts) == 2 else parts[0].chunk(2)
             gate_up = [half.unflatten(0, (-1, gate_block(self.shape[0] // 2))) for half in halves]
             return torch.stack(gate_up, dim=1).flatten(0, 2)
+        if self.counterpart.rows in ("rotary_heads", "rotary_end"):
+            # They turn features 2i and 2i + 1 together, we the i-th of both halves.
+            rest, turned = self._rotary_parts(parts[0])
+            halves = turned.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+            return torch.cat((rest, halves), dim=1).flatten(0, 1)
         return parts[0]
 
     def split(self, tensor: Tensor) -> list[Tensor]:
@@ -93,9 +99,21 @@ class TensorRule:
         elif self.counterpart.rows == "gate_up":
             gate_up = tensor.unflatten(0, (-1, 2, gate_block(self.shape[0] // 2)))
             parts = [part.flatten(0, 1) for part in gate_up.unbind(1)]
+        elif self.counterpart.rows in ("rotary_heads", "rotary_end"):
+            rest, turned = self._rotary_parts(tensor)
+            pairs = turned.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+            parts = (torch.cat((rest, pairs), dim=1).flatten(0, 1),)
         if len(self.theirs) < len(parts):
             parts = (torch.cat(list(parts)),)
         return [self._transposed(part) for part in parts]
+
+    def _rotary_parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows whose features are not rotated, and those whose are, each [heads or 1, rows, columns]."""
+        latent = self.model.latent
+        assert latent is not None
+        heads = self.model.n_heads if self.counterpart.rows == "rotary_heads" else 1
+        by_head = rows.unflatten(0, (heads, -1))
+        return by_head[:, : -latent.rope_size], by_head[:, -latent.rope_size :]
 
     def their_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each of their tensors, by name."""
