@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import LanguageModel, MixtureConfig
 from phalanx.config.presets import load_preset, preset_names
 from phalanx.families.language.declare import DeclaredLanguage, ParameterKind
 from phalanx.families.language.decoder import Decoder
@@ -106,8 +106,15 @@ def test_every_parameter_of_every_shape_begins_as_its_kind_does() -> None:
 
 
 @pytest.mark.parametrize("preset", LANGUAGE_PRESETS)
-def test_two_matrices_a_block_write_to_the_residual_stream(preset: str) -> None:
-    model = load_preset(preset).model(n_layers=3)
-    smaller = [name for name in parameter_names(model) if rule_of(model, name).value == model.init_std / math.sqrt(6)]
-    down = "mlp.down.weight" if model.experts is None else "mlp.experts.down"
-    assert smaller == [f"blocks.{i}.{part}" for i in range(3) for part in ("attention.output.weight", down)]
+def test_matrices_that_write_to_the_residual_stream_begin_smaller(preset: str) -> None:
+    model = load_preset(preset).model(n_layers=5)
+    assert isinstance(model, LanguageModel)
+    smaller = [name for name in parameter_names(model) if rule_of(model, name).value == model.init_std / math.sqrt(10)]
+    expected = []
+    for number in range(5):
+        mlp = model.layer(number).mlp
+        last = ["mlp.down.weight"]
+        if isinstance(mlp, MixtureConfig):
+            last = ["mlp.experts.down", *([] if mlp.shared is None else ["mlp.shared.down.weight"])]
+        expected += [f"blocks.{number}.{part}" for part in ("attention.output.weight", *last)]
+    assert smaller == expected
