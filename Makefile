@@ -29,7 +29,7 @@ PHALANX := $(BIN)/phalanx
 TEST_PYTHON := $(or $(INTERPRETER),$(BIN)/python)
 TEST_NEEDS := $(if $(INTERPRETER),,$(VENV)/dev)
 
-.PHONY: quickstart test test-gpu test-torch lint style types units install clean
+.PHONY: quickstart test test-gpu test-faults test-torch lint style types units install clean
 
 quickstart: $(VENV)/installed
 	$(PHALANX) data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02
@@ -56,6 +56,10 @@ units: $(TEST_NEEDS)
 # On a machine with an accelerator: what only a device can show.
 test-gpu: $(TEST_NEEDS)
 	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest -m gpu --numprocesses $(GPU_JOBS) --dist worksteal tests/gpu
+
+# Faults in real training: ranks killed, suspended, slowed. One after the other, since what is measured are times.
+test-faults: $(TEST_NEEDS)
+	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest -m faults --numprocesses 0 -s $(or $(TESTS),tests/faults)
 
 # With another PyTorch, such as TORCH=torch==2.11.0, on the CPU: what meets the most of its private and moving parts.
 test-torch:

@@ -61,7 +61,15 @@ with open(path + ".new", "w") as file:
 os.rename(path + ".new", path)
 while "RANK_WAITS" in os.environ and not os.path.exists(os.environ["FAKE_LOGS"] + "/end"):
     time.sleep(0.01)
-sys.exit(int(os.environ.get("RANK_EXIT", "0")))
+# One exit code for all attempts, or one for each.
+codes = os.environ.get("RANK_EXIT", "0").split(",")
+with open(os.environ["FAKE_LOGS"] + "/attempts-" + rank, "a+") as file:
+    file.write("begun\\n")
+    file.seek(0)
+    attempt = len(file.readlines())
+if rank == "0" and attempt <= int(os.environ.get("SAVES", "0")):
+    os.makedirs(f"checkpoints/step-{attempt:08d}")
+sys.exit(int(codes[min(attempt, len(codes)) - 1]))
 """
 
 _MEETING = """
@@ -177,6 +185,10 @@ class FakeSlurm:
     def requeued(self) -> list[str]:
         """Jobs that were put back into the queue."""
         return self._log("requeue")
+
+    def attempts(self) -> int:
+        """How often the first rank was started."""
+        return len(self._log("attempts-0"))
 
     def modules(self) -> list[str]:
         """Calls of `module`."""

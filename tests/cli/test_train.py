@@ -99,7 +99,8 @@ def test_an_illegal_layout_is_refused_once(run_file: Path) -> None:
 
 def test_the_command_ends_when_a_rank_dies(run_file: Path) -> None:
     run_dir = run_file.parent / "dies"
-    command = start(run_file, run_dir, "--nproc", "2", "training.steps=100000", "layout.dp_shard=2")
+    words = ("--nproc", "2", "training.steps=100000", "layout.dp_shard=2", "restart.max=0")
+    command = start(run_file, run_dir, *words)
     wait_for_steps(run_dir, 3)
     ranks = children(command.ranks[0].pid)
     assert len(ranks) == 2

@@ -23,6 +23,7 @@ from phalanx.launch.job_script import (
     launch_script,
     parse_walltime,
 )
+from phalanx.launch.restart import GIVEN_UP
 from phalanx.training.stopping import StopRequest
 
 MACHINE = """\
@@ -205,6 +206,50 @@ def test_only_a_run_that_stopped_in_good_order_waits_again(
     done = slurm.run(script, 1, RANK_EXIT=str(code))
     assert done.returncode == code
     assert slurm.requeued() == ([str(JOB_ID)] if asked else [])
+
+
+@pytest.mark.parametrize(
+    ("codes", "saves", "code", "attempts"),
+    [
+        ("137,0", 0, 0, 2),
+        ("139,134,143", 0, STOPPED, 3),
+        # Two restarts in vain are enough, but those that come further are not counted.
+        ("137", 0, GIVEN_UP, 3),
+        ("137", 2, GIVEN_UP, 4),
+        # What a rank said itself, or the user must mend, would be the same again.
+        ("1", 0, 1, 1),
+        ("2", 0, 2, 1),
+    ],
+)
+def test_after_a_killed_rank_all_begin_again_until_that_is_in_vain(
+    codes: str, saves: int, code: int, attempts: int, slurm: FakeSlurm
+) -> None:
+    wanted = job(1, directory=slurm.folder, checkpoints=Path("checkpoints"), restarts=2, backoff_s=0.0)
+    script = launch_script(parse_machine(MACHINE + "stop: {requeue: true}\n", "small.yaml"), wanted)
+    done = slurm.run(script, 1, RANK_EXIT=codes, SAVES=str(saves))
+    assert (done.returncode, slurm.attempts()) == (code, attempts), done.stderr
+    assert slurm.requeued() == ([str(JOB_ID)] if code == STOPPED else [])
+    assert ("given up" in done.stderr) == (code == GIVEN_UP)
+
+
+def test_a_cancelled_job_does_not_begin_again(slurm: FakeSlurm) -> None:
+    wanted = job(1, directory=slurm.folder, checkpoints=Path("checkpoints"), restarts=2, backoff_s=0.0)
+    shell = slurm.start(
+        launch_script(parse_machine(MACHINE, "small.yaml"), wanted), 1, RANK_EXIT="137", RANK_WAITS="yes"
+    )
+    slurm.wait_for_ranks(2)
+    shell.send_signal(signal.SIGTERM)
+    slurm.let_ranks_end()
+    shell.communicate(timeout=20)
+    assert shell.returncode == 137 and slurm.attempts() == 1
+
+
+@pytest.mark.parametrize(("save_s", "lead_s"), [(None, 300), (20.0, 300), (400.5, 861)])
+def test_the_signal_leaves_time_for_the_slowest_checkpoint_so_far(save_s: float | None, lead_s: int) -> None:
+    script = launch_script(parse_machine(MACHINE, "small.yaml"), job(1, save_seconds=save_s))
+    assert f"--signal=TERM@{lead_s}" in directives(script) and f"--wait={lead_s}" in script
+    with pytest.raises(ConfigError, match=f"told to stop {lead_s} s before the end"):
+        launch_script(parse_machine(MACHINE, "small.yaml"), job(1, save_seconds=save_s, seconds=lead_s))
 
 
 @pytest.mark.parametrize(("code", "trains"), [(0, True), (UNFIT, False), (1, True)])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.cli.console import print_json, print_lines, write_file
 from phalanx.cli.options.training import LaunchArguments
+from phalanx.cli.train import choose_run_directory
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.families.registry import bind
@@ -15,6 +17,7 @@ from phalanx.hardware.machine import Machine, described_names, load_machine
 from phalanx.launch.job_script import Job, complete_job, format_walltime, launch_script, parse_walltime
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.training.run_dir import measured_save_seconds
 
 
 def run_launch(asked: LaunchArguments) -> None:
@@ -35,9 +38,19 @@ def run_launch(asked: LaunchArguments) -> None:
         image=asked.image,
         examined_as=described if asked.preflight else None,
     )
+    loaded = load_run(asked.run, asked.overrides or [])
+    # the same words as the job's, so the same folder
+    run_dir = choose_run_directory(loaded, asked.run, asked.overrides or [])
+    wanted = replace(
+        wanted,
+        checkpoints=run_dir / "checkpoints",
+        restarts=loaded.restart.max,
+        backoff_s=loaded.restart.backoff_s,
+        save_seconds=measured_save_seconds(run_dir),
+    )
     job = complete_job(machine, wanted)
     ranks = job.nodes * machine.node.devices
-    layout = resolve_layout(bind(load_run(asked.run, asked.overrides or [])), ranks, machine.node.devices)
+    layout = resolve_layout(bind(loaded), ranks, machine.node.devices)
     # before anything is written: a login node without Slurm is told so at once
     sbatch = _find_sbatch() if asked.submit else None
     text = launch_script(machine, job)

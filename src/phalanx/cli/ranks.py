@@ -19,12 +19,17 @@ def start_ranks(words: Sequence[str], nproc: int, *, grace_s: float = GRACE_S) -
     grace_s: seconds after which ranks that were told to stop are killed. Raises ConfigError where torchrun or srun has
     started ranks already.
     """
-    # ranks that each start ranks would share ports and devices
-    if ranks_from_environment().world_size > 1:
-        raise ConfigError(f"--nproc {nproc} starts ranks, but torchrun or srun has started them already; leave it out")
+    require_no_ranks(nproc)
     code = launch_ranks(words, nproc, grace_s=grace_s)
     if code:
         raise typer.Exit(code)
+
+
+def require_no_ranks(nproc: int) -> None:
+    """Raise ConfigError where torchrun or srun has started ranks already."""
+    # ranks that each start ranks would share ports and devices
+    if ranks_from_environment().world_size > 1:
+        raise ConfigError(f"--nproc {nproc} starts ranks, but torchrun or srun has started them already; leave it out")
 
 
 def words_without_nproc() -> list[str]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.cli.options.training import TrainArguments
-from phalanx.cli.ranks import start_ranks
+from phalanx.cli.ranks import require_no_ranks
 from phalanx.config.load import load_run, parse_overrides
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
+from phalanx.launch.__main__ import become_supervisor
+from phalanx.launch.faults import Limits
+from phalanx.launch.restart import RestartPolicy
 from phalanx.layout.resolve import resolve_layout
 from phalanx.training.start import train
 
@@ -18,15 +21,30 @@ def run_train(asked: TrainArguments) -> None:
     words = asked.overrides or []
     loaded = load_run(asked.run, words)
     if asked.nproc is None:
-        train(loaded, asked.run_dir or _choose_run_directory(loaded, asked.run, words))
+        train(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words))
         return
     # what is wrong with the layout is said once, here, and not by every rank
     resolve_layout(bind(loaded), asked.nproc, asked.nproc)
+    require_no_ranks(asked.nproc)
     where = [] if asked.run_dir is None else ["--run-dir", str(asked.run_dir)]
-    start_ranks(["train", str(asked.run), *where, *words], asked.nproc, grace_s=asked.grace)
+    policy = _restart_policy(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words))
+    become_supervisor(["train", str(asked.run), *where, *words], asked.nproc, asked.grace, policy)
 
 
-def _choose_run_directory(loaded: Run, run: Path, overrides: list[str]) -> Path:
+def _restart_policy(run: Run, run_dir: Path) -> RestartPolicy:
+    """Return how the ranks of `run` are watched and restarted."""
+    wanted = run.restart
+    return RestartPolicy(
+        most=wanted.max,
+        backoff_s=wanted.backoff_s,
+        limits=Limits(wanted.heartbeat_s, wanted.slow_s),
+        run_dir=run_dir,
+        # by then the folder holds the run's own checkpoints
+        words=("training.resume=auto",) if run.training.resume == "never" else (),
+    )
+
+
+def choose_run_directory(loaded: Run, run: Path, overrides: list[str]) -> Path:
     """Return where a run goes whose command has no --run-dir.
 
     A folder resumes where it is, though the run file in it may name another: the one it began in, before it was moved or

@@ -233,6 +233,20 @@ class Checkpoint(Section):
     """Write in the background; training waits only for the copy of the state."""
 
 
+class Restart(Section):
+    """What `phalanx train --nproc` does when a rank fails or hangs."""
+
+    max: Annotated[int, Field(ge=0, le=1000)] = 3
+    """Restarts in a row that may begin from the same checkpoint; then the run ends with exit code 93. 0 never restarts."""
+    backoff_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 5.0
+    """Seconds before the second restart from the same checkpoint, doubled for each further one; the first does not wait."""
+    heartbeat_s: Annotated[float, Field(ge=0.5, le=86_400.0)] = 60.0
+    """Seconds without a sign of life, within a step, after which a rank counts as hung; a step that takes longer by nature
+    raises it to five times the longest wait so far."""
+    slow_s: Annotated[float, Field(ge=0.5, le=86_400.0)] = 1800.0
+    """The same for what takes unforeseen time: start and first step (which compiles), a checkpoint, an evaluation."""
+
+
 class Evaluation(Section):
     """Held-out scores during training."""
 
@@ -263,6 +277,7 @@ class Run(Section):
     training: Training
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
+    restart: Restart = Restart()
     cluster: Cluster = Cluster()
     search: Search = Search()
     tune: Tune = Tune()

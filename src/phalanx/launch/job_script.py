@@ -6,6 +6,7 @@ rendezvous from MASTER_ADDR and MASTER_PORT.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from phalanx.errors import ConfigError
 from phalanx.hardware.machine import Line, Machine, Option, Partition
+from phalanx.launch.restart import GIVEN_UP
 
 STOPPED = 143
 """Exit code of `phalanx train` after SIGTERM, once its checkpoint is written: 128 + the signal's number."""
@@ -24,6 +26,11 @@ REQUEUED = (STOPPED, 128 + signal.SIGUSR1, 128 + signal.SIGUSR2)
 UNFIT = 3
 """Exit code of `phalanx doctor` where training would fail or compute something wrong."""
 
+KILLED = tuple(128 + number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV))
+"""Exit codes of a step in which a signal ended a rank: no fault of the run file, so the ranks may begin again."""
+
+_END_S = 60
+"""Seconds for the step under way and the end of the processes."""
 _PREFLIGHT_MINUTES = 10
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Below the ports that Linux hands out by itself (32768 and up), above those that need privileges.
@@ -52,6 +59,14 @@ class Job:
     """Shell lines of the user, run before training, inside the container if there is one."""
     image: str | None = None
     """Container image."""
+    checkpoints: Path | None = None
+    """Folder of the run's checkpoints, relative to `directory` or absolute; None begins no ranks again after a fault."""
+    restarts: int = 0
+    """Times in a row that ranks may begin again without a newer checkpoint."""
+    backoff_s: float = 5.0
+    """Seconds before they do."""
+    save_seconds: float | None = None
+    """Longest time that a checkpoint of this run took so far; None where none was measured."""
     examined_as: str | None = None
     """Machine name for `phalanx doctor`, which examines all ranks before they train; None leaves the examination out."""
 
@@ -109,13 +124,21 @@ def complete_job(machine: Machine, job: Job) -> Job:
             f"--time {format_walltime(seconds)} is more than {partition.name} allows {job.nodes} nodes\n"
             f"nearest legal: --time {format_walltime(longest)} ({partition.source})"
         )
-    if seconds <= machine.stop.seconds_before_end:
+    if seconds <= (stop_s := stop_seconds(machine, job)):
         raise ConfigError(
-            f"--time {format_walltime(seconds)} leaves no time to train: the run is told to stop "
-            f"{machine.stop.seconds_before_end} s before the end"
+            f"--time {format_walltime(seconds)} leaves no time to train: the run is told to stop {stop_s} s before the end"
         )
     name = job.partition if partition is None else partition.name
     return replace(job, partition=name, seconds=seconds)
+
+
+def stop_seconds(machine: Machine, job: Job) -> int:
+    """Return the seconds before the end of `job` at which its ranks are told to save and stop.
+
+    Those of the machine, or more where checkpoints of this run took long: twice as long, and the end of the processes.
+    """
+    measured = 0 if job.save_seconds is None else math.ceil(2.0 * job.save_seconds) + _END_S
+    return max(machine.stop.seconds_before_end, measured)
 
 
 def launch_script(machine: Machine, job: Job) -> str:
@@ -130,7 +153,7 @@ def launch_script(machine: Machine, job: Job) -> str:
         _folder_lines(machine, job),
         _command_lines(machine, job),
         [] if job.examined_as is None else [_PREFLIGHT],
-        [_TRAINING, *([_REQUEUE] if machine.stop.requeue else []), 'exit "$code"'],
+        [*_training_lines(job), *([_REQUEUE] if machine.stop.requeue else []), 'exit "$code"'],
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part))) + "\n"
 
@@ -154,13 +177,35 @@ if [ "$code" -eq {UNFIT} ]; then
 elif [ "$code" -ne 0 ]; then
     echo "phalanx doctor could not look at all ranks (exit code $code); training starts all the same" >&2
 fi"""
-_TRAINING = """\
+_TRAP = """\
 # Slurm tells this shell of a cancelled or preempted job. It notes that and waits for the ranks, which save and
 # stop: if it ended at once, the job would end with it.
 ended_by_slurm=
-trap 'ended_by_slurm=1' TERM
+trap 'ended_by_slurm=1' TERM"""
+_TRAINING = """\
 code=0
 srun "${step[@]}" "${train[@]}" || code=$?"""
+_RESTARTS = """\
+# Where a signal killed a rank, all begin again on the same nodes, from the newest whole checkpoint. Without a newer one than
+# the time before that is in vain: after {restarts} times the job ends with {given_up} and is not queued again.
+checkpoints={checkpoints}
+newest_checkpoint() {{ ls -d -- "$checkpoints"/step-???????? 2>/dev/null | tail -n 1 || true; }}
+vain=0
+while true; do
+    before=$(newest_checkpoint)
+    code=0
+    srun "${{step[@]}}" "${{train[@]}}" || code=$?
+    case "$code:$ended_by_slurm" in {codes}) ;; *) break ;; esac
+    if [ "$(newest_checkpoint)" != "$before" ]; then vain=0; fi
+    vain=$((vain + 1))
+    if [ "$vain" -gt {restarts} ]; then
+        echo "given up: a rank was killed (exit code $code), and no newer checkpoint came of {restarts} restarts" >&2
+        code={given_up}
+        break
+    fi
+    echo "a rank was killed (exit code $code); all begin again from the newest checkpoint" >&2
+    sleep {backoff}
+done"""
 _REQUEUE = f"""\
 # Time was up, the ranks have saved and stopped (128 + TERM, USR1 or USR2). The job is queued again and
 # goes on from there. A cancelled job stays cancelled, and a preempted one Slurm puts back by itself.
@@ -168,6 +213,21 @@ case "$code:$ended_by_slurm" in {" | ".join(f"{code}:" for code in REQUEUED)})
     scontrol requeue "$SLURM_JOB_ID"
 esac"""
 """Parts of a script that are the same on every machine."""
+
+
+def _training_lines(job: Job) -> Iterator[str]:
+    """Yield the lines that train, again and again after a fault where the job says so."""
+    yield _TRAP
+    if job.checkpoints is None or not job.restarts:
+        yield _TRAINING
+    else:
+        yield _RESTARTS.format(
+            checkpoints=shlex.quote(str(job.checkpoints)),
+            restarts=job.restarts,
+            given_up=GIVEN_UP,
+            codes=" | ".join(f"{code}:" for code in KILLED),
+            backoff=math.ceil(job.backoff_s),
+        )
 
 
 def _find_partition(machine: Machine, job: Job) -> Partition | None:
@@ -214,10 +274,13 @@ def _header_lines(machine: Machine, job: Job) -> Iterator[str]:
     yield "#SBATCH --output=%x-%j.log"
     yield "#SBATCH --open-mode=append"
     yield f"#SBATCH --{'' if stop.requeue else 'no-'}requeue"
-    yield f"# {stop.seconds_before_end} s before the end the ranks are told to save and stop (USR1 and USR2 do the same)."
+    stop_s = stop_seconds(machine, job)
+    yield f"# {stop_s} s before the end the ranks are told to save and stop (USR1 and USR2 do the same)."
+    if job.save_seconds is not None:
+        yield f"# The slowest checkpoint of this run so far took {job.save_seconds:.1f} s."
     yield "# The signal goes to the ranks, not to this shell (no B:), which could hand it to srun alone, and srun ends them"
     yield "# at once."
-    yield f"#SBATCH --signal=TERM@{stop.seconds_before_end}"
+    yield f"#SBATCH --signal=TERM@{stop_s}"
 
 
 def _setting_lines(machine: Machine, job: Job) -> Iterator[str]:
@@ -259,7 +322,7 @@ def _command_lines(machine: Machine, job: Job) -> Iterator[str]:
             around = [*machine.container.command, job.image, "bash", "-c", inside, "rank"]
             yield f'{name}=({shlex.join(around)} "${{{name}[@]}}")'
     yield "step=("
-    for line in _step_lines(machine, job.nodes):
+    for line in _step_lines(machine, job.nodes, stop_seconds(machine, job)):
         yield "    " + line
     yield ")"
 
@@ -270,14 +333,17 @@ def srun_command(machine: Machine, nodes: int, command: Iterable[str], seconds: 
     The ranks have nothing to save: when one fails, Slurm kills the others. seconds: time after which Slurm ends the
     step, even if this process is gone; Slurm counts whole minutes, so it is rounded up.
     """
-    options = shlex.split("\n".join(_step_lines(machine, nodes)), comments=True)
+    options = shlex.split("\n".join(_step_lines(machine, nodes, machine.stop.seconds_before_end)), comments=True)
     limit = [] if seconds is None else [f"--time={-(-seconds // 60)}"]
     # Where an option is given twice, srun takes the last: this --kill-on-bad-exit overrides that of training.
     return ["srun", *options, "--kill-on-bad-exit=1", *limit, *command]
 
 
-def _step_lines(machine: Machine, nodes: int) -> Iterator[str]:
-    """Yield the options of srun for one rank per device, with their reasons as comments of the shell."""
+def _step_lines(machine: Machine, nodes: int, wait_s: int) -> Iterator[str]:
+    """Yield the options of srun for one rank per device, with their reasons as comments of the shell.
+
+    wait_s: seconds that ranks have after the first of them has ended.
+    """
     node = machine.node
     yield f"--nodes={nodes} --ntasks={nodes * node.devices} --ntasks-per-node={node.devices}"
     yield f"--cpus-per-task={node.cores_per_task}"
@@ -290,7 +356,7 @@ def _step_lines(machine: Machine, nodes: int) -> Iterator[str]:
         yield "--cpu-bind=cores"
     yield from _option_lines(machine.job_slurm.srun, "")
     yield "# A rank that ends must not have the others killed while they save, nor leave them waiting for ever."
-    yield f"--kill-on-bad-exit=0 --wait={machine.stop.seconds_before_end}"
+    yield f"--kill-on-bad-exit=0 --wait={wait_s}"
 
 
 def _option_lines(options: Iterable[Option], before: str) -> Iterator[str]:

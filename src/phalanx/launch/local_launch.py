@@ -1,7 +1,8 @@
-"""Starts the ranks of one command on this machine, as torchrun does for a node but without its seconds of start-up.
+"""Starts the ranks of one command on this machine, watches them, and starts them again after a fault.
 
 Every rank runs the same command with the variables torchrun would set. The first rank has the terminal. The others write
-their errors to files; where one of them is the first to fail, the end of its file is shown.
+their errors to files; where one of them is the first to fail, the end of its file is shown. This process computes nothing
+and loads no torch: it stays small, and what ends a rank does not reach it.
 """
 
 from __future__ import annotations
@@ -15,14 +16,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
-
 from phalanx.hardware.host import KILLED_FOR_MEMORY, LESS_MEMORY, KillCount, available_cores, passive_waits
-from phalanx.launch.parent import GRACE_S, ONE_WISH_S, PARENT, STOP_SIGNALS, is_ignored
+from phalanx.launch import heartbeat
+from phalanx.launch.faults import (
+    Fault,
+    RankView,
+    blame_silent,
+    collect_stacks,
+    first_failed,
+    name_fault,
+    silent_ranks,
+    try_report,
+    view_rank,
+)
+from phalanx.launch.parent import GRACE_S, ONE_WISH_S, PARENT, STOP_SIGNALS, STORE_SOCKET, is_ignored
+from phalanx.launch.restart import GIVEN_UP, RestartCount, RestartPolicy, is_worth_restart
+from phalanx.launch.stragglers import StragglerWatch
 from phalanx.printable import write_stderr
 
 _STOPPED = tuple(128 + number for number in STOP_SIGNALS)
@@ -34,42 +48,50 @@ _LAST_WORDS_S = 2.0
 """Seconds in which ranks may fail by themselves after another failed, and may end after a second request to stop."""
 _DYING_S = 30.0
 """Seconds between SIGTERM and SIGKILL for ranks that are stopped because another failed."""
+_WATCHED_DYING_S = 3.0
+"""The same for ranks whose heartbeats say that they write no checkpoint: they wait for the one that is gone."""
+_STOPPING_S = 10.0
+"""Most seconds without a sign of life, in an ordinary phase, of ranks that were told to stop."""
 _POLL_S = 0.05
+_LOOK_S = 0.25
+"""Seconds between two looks at heartbeats."""
+_ASLEEP_S = 2.0
+"""A longer pause between two looks means that this process did not run itself, and saw nothing of its ranks."""
 _SHOWN_LINES = 20
 
 
 def launch_ranks(
-    arguments: Sequence[str], world_size: int, module: str = "phalanx", *, grace_s: float = GRACE_S
+    arguments: Sequence[str],
+    world_size: int,
+    module: str = "phalanx",
+    *,
+    grace_s: float = GRACE_S,
+    policy: RestartPolicy | None = None,
 ) -> int:
     """Run `phalanx ARGUMENTS` on `world_size` ranks and return the exit code of the first rank that failed, or 0.
 
     module: Python module to run in place of `phalanx`. grace_s: seconds after which ranks that were told to stop are killed.
+    policy: how ranks with heartbeats are watched, and started again after a fault; None ends after the first fault.
+
     Each of STOP_SIGNALS reaches every rank once; ranks then save and stop. When a rank fails, the others are stopped. No
-    rank outlives the call. Ranks find this process's number in the variable `parent.PARENT`.
+    rank outlives the call. Ranks find this process's number in the variable `parent.PARENT`. Returns GIVEN_UP where ranks
+    were started again and again from the same checkpoint.
     """
-    # The store lives in this process, as under torchrun: its port cannot be taken by another process before rank 0 starts,
-    # and the end of a rank does not end it. By itself it would listen at all addresses of this machine, where anybody who
-    # reaches it may read and write.
-    with loopback_socket() as listener:
-        store = dist.TCPStore(
-            "127.0.0.1",
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-    folder = tempfile.TemporaryDirectory(prefix="phalanx-ranks-")
-    with folder, RankProcesses(Path(folder.name), module, grace_s) as ranks:
-        for rank in range(world_size):
-            ranks.start(arguments, rank, world_size, store.port)
-        failed = ranks.wait()
-        if failed is None:
-            return 0
-        ranks.explain(failed)
-        code = ranks.code(failed)
-        assert code is not None
-        # A process ended by a signal has its negative number here, and 128 + the number in a shell.
-        return code if code >= 0 else 128 - code
+    with (
+        tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder,
+        RankProcesses(Path(folder), module, grace_s, policy) as ranks,
+    ):
+        words = list(arguments)
+        while True:
+            ranks.start_all(words, world_size)
+            failed = ranks.wait()
+            if failed is None:
+                return 0
+            ranks.explain(failed)
+            code = ranks.end_attempt(failed)
+            if code is not None:
+                return code
+            words = [*arguments, *(policy.words if policy is not None else ())]
 
 
 def loopback_socket() -> socket.socket:
@@ -87,20 +109,30 @@ class RankProcesses:
     in it would be signalled twice, directly and by this process, and the second signal ends a rank without a checkpoint.
     """
 
-    def __init__(self, folder: Path, module: str, grace_s: float) -> None:
+    def __init__(self, folder: Path, module: str, grace_s: float, policy: RestartPolicy | None) -> None:
         self._folder = folder
         self._module = module
         self._grace_s = grace_s
+        self._policy = policy
+        self._count = RestartCount(policy or RestartPolicy())
         # The kernel counts its kills for memory; a rank's exit code says only that it was signal 9.
         self._kills = KillCount()
-        # Keys in the store begin with this secret, so that no other user of the machine can write them.
-        self._run_id = secrets.token_hex(16)
         self._out_of_patience = False
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._started: list[float] = []
         self._previous: dict[int, Any] = {}
         self._asked = 0
         self._asked_at = 0.0
         self._insisted = False
+        self._listener: socket.socket | None = None
+        self._fault: Fault | None = None
+        self._seen: list[RankView] = []
+        """All ranks when the fault was found."""
+        self._seen_at = 0.0
+        self._stacks: dict[int, str] = {}
+        self._stragglers: StragglerWatch | None = None
+        self._looked_at = 0.0
+        self._awake_since = 0.0
 
     def __enter__(self) -> RankProcesses:
         for number in _PASSED_ON:
@@ -111,20 +143,40 @@ class RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        self._end_all()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def start(self, arguments: Sequence[str], rank: int, world_size: int, port: int) -> None:
+    def start_all(self, arguments: Sequence[str], world_size: int) -> None:
+        """Start all ranks. What was left of earlier ones, such as where they met, is of no use to these and not found."""
+        self._place = self._folder / f"attempt-{self._count.restarts}"
+        self._place.mkdir()
+        self._kills = KillCount()
+        self._fault, self._seen, self._stacks = None, [], {}
+        self._stragglers = StragglerWatch(self._place, range(world_size)) if self._policy is not None else None
+        self._looked_at = self._awake_since = time.monotonic()
+        # Bound here, so that no other process takes the port before rank 0, in which the store lives, listens there. By
+        # itself it would listen at all addresses of this machine, where anybody who reaches it may read and write.
+        self._listener = loopback_socket()
+        # Keys in the store begin with this secret, so that no other user of the machine can write them.
+        run_id = secrets.token_hex(16)
+        for rank in range(world_size):
+            environment = _rank_environment(rank, world_size, self._listener.getsockname()[1], run_id)
+            if self._policy is not None:
+                environment[heartbeat.FOLDER] = str(self._place)
+            self._start(arguments, rank, environment)
+
+    def _start(self, arguments: Sequence[str], rank: int, environment: dict[str, str]) -> None:
         """Start one rank; rank 0 shares this process's streams, and of the others only errors are kept."""
-        settings: dict[str, Any] = {"env": _rank_environment(rank, world_size, port, self._run_id), "process_group": 0}
+        settings: dict[str, Any] = {"env": environment, "process_group": 0}
         command = [sys.executable, "-m", self._module, *arguments]
+        self._started.append(time.monotonic())
         # One rank on the terminal: the words of all would be as many copies of the same.
         if rank == 0:
-            process = subprocess.Popen(command, **settings)
+            assert self._listener is not None
+            listener = self._listener.fileno()
+            environment[STORE_SOCKET] = str(listener)
+            process = subprocess.Popen(command, **settings, pass_fds=(listener,))
         else:
             with self._log(rank).open("wb") as log:
                 null = subprocess.DEVNULL
@@ -148,6 +200,8 @@ class RankProcesses:
             if self._insisted or self._out_of_patience:
                 self._wait_for_all(_LAST_WORDS_S)
                 self._signal(signal.SIGKILL)
+            elif self._policy is not None and (hung := self._look(self._policy)) is not None:
+                return hung
             time.sleep(_POLL_S)
         if self.code(failed) in _STOPPED:
             self._wait_for_all(self._grace_s)
@@ -155,14 +209,148 @@ class RankProcesses:
             worst = self._first_failed()
             assert worst is not None
             return worst
+        if self._policy is not None:
+            # At once: the others are about to end too, and what they were doing would be lost.
+            self._seen, self._seen_at = self._view(), time.monotonic()
+            self._stacks = collect_stacks(self._place, self._seen)
         # This line comes before those of the other ranks, which can only report a lost connection.
         self._say_who_was_killed(failed)
+        self._stop_others()
+        if self._policy is None:
+            return failed
+        return self._name_fault(failed).rank
+
+    def _look(self, policy: RestartPolicy) -> int | None:
+        """Look at the heartbeats; return the rank that hangs, once it is named and all are ended, or None."""
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_S:
+            return None
+        if now - self._looked_at > _ASLEEP_S:
+            self._awake_since = now
+        self._looked_at = now
+        assert self._stragglers is not None
+        self._stragglers.look()
+        limits = policy.limits
+        if self._asked:
+            limits = replace(limits, heartbeat_s=min(limits.heartbeat_s, _STOPPING_S))
+        views = self._view()
+        silent = silent_ranks(views, limits, now, self._awake_since)
+        if not silent:
+            return None
+        hung, sentences = blame_silent(self._place, silent, views)
+        self._fault = name_fault(
+            hung,
+            views,
+            attempt=self._count.restarts,
+            now=now,
+            silent=True,
+            collectives=sentences,
+            stacks=collect_stacks(self._place, views),
+        )
+        self._seen = views
+        write_stderr(self._fault.headline())
+        # The one that hangs first: it would not end by itself, and the others end as soon as it is gone.
+        self._processes[hung.rank].kill()
+        self._stop_others()
+        return hung.rank
+
+    def _stop_others(self) -> None:
+        """End the ranks that are left after a fault."""
         # Another rank may know the reason: it gets time to print it.
         self._wait_for_all(_LAST_WORDS_S)
         # They may be writing a checkpoint: killed at once they could not clean up.
         self._signal(signal.SIGTERM)
-        self._wait_for_all(_DYING_S)
-        return failed
+        saves = any(view.beat is not None and view.beat.phase == "checkpoint" for view in self._view())
+        self._wait_for_all(_DYING_S if self._policy is None or saves else _WATCHED_DYING_S)
+        if self._policy is not None:
+            self._end_all()
+
+    def _name_fault(self, failed: int) -> Fault:
+        """Return the fault, now that every rank has said what it had to say. failed: the first that was seen to fail."""
+        # Those that ended after the fault was found were ended by it, unless they say of something worse.
+        seen = {view.rank: view for view in self._seen}
+        ended = [view for view in self._view() if seen[view.rank].code is not None or view.error is not None]
+        first = first_failed(ended, _STOPPED) or seen[failed]
+        out_of_memory = first.code == -signal.SIGKILL and self._kills.grew()
+        rows = [replace(seen[view.rank], error=view.error, code=view.code) for view in self._view()]
+        self._fault = name_fault(
+            first,
+            rows,
+            attempt=self._count.restarts,
+            now=self._seen_at,
+            out_of_memory=out_of_memory,
+            stacks=self._stacks,
+        )
+        return self._fault
+
+    def end_attempt(self, failed: int) -> int | None:
+        """Report the fault; return the exit code of the command, or None once the ranks may be started again."""
+        code = self.code(failed)
+        assert code is not None
+        # A process ended by a signal has its negative number here, and 128 + the number in a shell.
+        code = code if code >= 0 else 128 - code
+        # Ranks that ended because somebody asked for it have no fault.
+        asked_for = code in _STOPPED or code == 128 + self._asked
+        if self._policy is None or self._fault is None or asked_for:
+            return code
+        self._count.note_fault(self._seen)
+        backoff_s = self._count.backoff_s
+        again = self._policy.most > 0 and not self._asked and code != _BAD_USAGE and is_worth_restart(self._fault)
+        if again and self._count.pointless:
+            code = GIVEN_UP
+            action = (
+                f"given up (exit code {GIVEN_UP}): {self._policy.most} restarts in a row have led to no newer checkpoint; "
+                "the same command starts again"
+            )
+        elif again:
+            after = f" after {backoff_s:g} s" if backoff_s else ""
+            action = (
+                f"restart {self._count.restarts + 1}: all ranks begin again from the newest whole checkpoint{after}"
+            )
+        else:
+            action = "not restarted; the last checkpoint stays"
+        self._report(replace(self._fault, action=action))
+        if not again or code == GIVEN_UP:
+            return code
+        self._clear_attempt()
+        return self._pause(backoff_s)
+
+    def _report(self, fault: Fault) -> None:
+        assert self._policy is not None
+        # What a rank said to the user itself needs no second telling.
+        if fault.cause != "refused":
+            write_stderr(fault.summary())
+        problem = try_report(fault, self._policy.run_dir)
+        if problem is not None:
+            write_stderr(f"warning: {problem}")
+
+    def _pause(self, seconds: float) -> int | None:
+        """Wait before a restart; return the exit code where somebody asked to stop meanwhile, or None."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._asked:
+            time.sleep(_POLL_S)
+        # Nothing runs that could save, and what was saved last stays.
+        return 128 + self._asked if self._asked else None
+
+    def _clear_attempt(self) -> None:
+        """Forget ranks that have ended."""
+        self._processes, self._started = [], []
+        if self._listener is not None:
+            self._listener.close()
+        self._count.restarts += 1
+
+    def _view(self) -> list[RankView]:
+        return [
+            view_rank(self._place, rank, process.pid, process.poll(), started)
+            for rank, (process, started) in enumerate(zip(self._processes, self._started, strict=True))
+        ]
+
+    def _end_all(self) -> None:
+        """Kill whatever still runs."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
 
     def explain(self, failed: int) -> None:
         """Print the last lines of the failed rank, unless they are on the terminal already."""
@@ -219,6 +407,8 @@ class RankProcesses:
         self._signal(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._signal(signal.SIGCONT)
+        # Nobody gave a sign of life meanwhile.
+        self._awake_since = time.monotonic()
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
@@ -226,7 +416,7 @@ class RankProcesses:
                 process.send_signal(number)
 
     def _log(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}"
+        return self._place / f"rank-{rank}.log"
 
 
 def _rank_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
@@ -244,6 +434,5 @@ def _rank_environment(rank: int, world_size: int, port: int, run_id: str) -> dic
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         PARENT: str(os.getpid()),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RUN_ID": run_id,
     }

@@ -17,6 +17,9 @@ from phalanx.errors import ConfigError
 PARENT = "PHALANX_PARENT"
 """Environment variable with the process number of the parent that a process must not outlive; empty for any parent."""
 
+STORE_SOCKET = "PHALANX_STORE_SOCKET"
+"""Environment variable of rank 0 with a descriptor that listens where the ranks meet."""
+
 ONE_WISH_S = 1.0
 """Seconds within which a repeated signal counts as one request. `timeout` signals both the process and its group, and Linux
 signals the end of a parent once for each of its threads."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.batch_stream import Batch
+from phalanx.launch.heartbeat import SILENT, Heartbeat
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.data_parallel.gradients import sum_gradients
 from phalanx.layout.layout_model import TrainingPass
@@ -23,6 +24,8 @@ class Executor:
         self.applied = applied
         self.layout = applied.layout
         self.mesh = applied.mesh
+        self.heartbeat: Heartbeat = SILENT
+        """Told of each micro-batch's passes."""
         # Without a pipeline no rank waits for another one's compiler, so nothing is gained by compiling beforehand.
         self._cold = {"train", "evaluate"} if applied.compiled and applied.pipeline is not None else set()
         """Kinds of pass whose programs are still to be compiled."""
@@ -47,9 +50,12 @@ class Executor:
             self._warm_up_training(next(iter(batch.split(self.layout.accumulation))), training)
         if self.applied.pipeline is not None:
             x, inputs = batch.inputs()
+            # A schedule mixes the passes of many micro-batches.
+            self.heartbeat.enter("forward")
             total = self.applied.pipeline.forward_backward(x, inputs, batch.sample_indices, training)
         else:
             total = self._run_microbatches(batch, training)
+        self.heartbeat.enter("collective")
         self._sum_gradients()
         return self._count_once(total)
 
@@ -97,9 +103,11 @@ class Executor:
         for number, microbatch in enumerate(microbatches, 1):
             self.applied.sharding.prepare_microbatch(stage, last=number == len(microbatches))
             x, inputs = microbatch.inputs()
+            self.heartbeat.enter("forward")
             losses = stage(x, microbatch.sample_indices, training=training, **inputs)
             # Float64: thousands of micro-batches are added up, and layouts are compared to the last few bits.
             total = total + losses.detach().double()
+            self.heartbeat.enter("backward")
             if losses.requires_grad:
                 (losses * training.scale).sum().backward()
             else:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.launch.parent import STORE_SOCKET
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.spec import (
     DATA_AXES,
@@ -143,7 +144,7 @@ def open_rendezvous(ranks: Ranks, *, timeout_s: float) -> dist.Store:
     with _explain_meeting(ranks):
         if ranks.first and not agent_store:
             one_machine = ranks.ranks_per_node == ranks.world_size
-            listener = listening_socket(address, int(port), one_machine=one_machine)
+            listener = _inherited_socket() or listening_socket(address, int(port), one_machine=one_machine)
             tcp = dist.TCPStore(address, int(port), is_master=True, timeout=timeout, master_listen_fd=listener)
         else:
             tcp = dist.TCPStore(address, int(port), is_master=False, timeout=timeout)
@@ -151,6 +152,17 @@ def open_rendezvous(ranks: Ranks, *, timeout_s: float) -> dist.Store:
         f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     )
     return dist.PrefixStore(attempt, tcp)
+
+
+def _inherited_socket() -> int | None:
+    """Return the descriptor that the launcher left listening for this rank, once; None without one."""
+    # The store takes it over: a second one must not.
+    text = os.environ.pop(STORE_SOCKET, None)
+    if text is None or not text.isdecimal():
+        return None
+    # Processes that this rank starts have no use for it.
+    os.set_inheritable(int(text), False)
+    return int(text)
 
 
 def listening_socket(address: str, port: int, *, one_machine: bool) -> int | None:

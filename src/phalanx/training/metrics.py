@@ -70,6 +70,12 @@ class StepMetrics:
     """None where all ranks have equal shares."""
     experts: tuple[ExpertUse, ...] = ()
     """Use of the experts of each layer that has some."""
+    node_compute_seconds: tuple[float, ...] | None = None
+    """Seconds of a recent step that each rank of the first node computed, without waiting for others; None between looks."""
+    node_wait_seconds: tuple[float, ...] | None = None
+    """Seconds of it that each of them waited for the one that came last."""
+    straggler: int | None = None
+    """Rank of the first node that the others wait for step after step."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""

@@ -29,7 +29,7 @@ from phalanx import __version__
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import PhalanxError
-from phalanx.files import JsonLines, require_own, write_atomically
+from phalanx.files import JsonLines, read_json_lines, require_own, write_atomically
 from phalanx.hardware.device import device_kind, device_name
 from phalanx.hardware.host import available_cores
 from phalanx.training.metrics import GIB, Peaks
@@ -158,6 +158,20 @@ class RunDirectory:
         """Close the log files."""
         self.metrics.close()
         self.events.close()
+
+
+SAVE_EVENT = "checkpoint_written"
+"""Kind of the event that says how long a checkpoint took from the copy of the state until it was published."""
+
+
+def measured_save_seconds(run_dir: Path) -> float | None:
+    """Return the longest time that a checkpoint of the run in `run_dir` took; None where none was measured."""
+    try:
+        events = read_json_lines(run_dir / "events.jsonl").records
+    except OSError:
+        return None
+    taken = [event.get("seconds") for event in events if event.get("kind") == SAVE_EVENT]
+    return max((float(one) for one in taken if isinstance(one, int | float)), default=None)
 
 
 def _identify_folder(folder: Path) -> tuple[int, int]:

@@ -16,6 +16,9 @@ from phalanx.config.schema import Run
 from phalanx.errors import Interrupted
 from phalanx.families.registry import bind
 from phalanx.hardware.device import choose_device, device_name, memory_bytes, require_cpu_format
+from phalanx.launch.faults import Limits
+from phalanx.launch.heartbeat import Heartbeat, heartbeat_of
+from phalanx.launch.watch import make_node_folder, start_watch, started_by_launcher
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, check_attention
 from phalanx.layout.mesh import Ranks, build_mesh, join_process_group, leave_process_group, ranks_from_environment
@@ -25,6 +28,7 @@ from phalanx.optimizers import find_optimizer
 from phalanx.planner.rank.cost_models import memory_fits
 from phalanx.printable import write_stderr
 from phalanx.torch_compat.common import is_rocm
+from phalanx.torch_compat.flight import last_collectives, record_collectives
 from phalanx.training.callbacks import Callback, CallbackList, build_callbacks, build_recorders
 from phalanx.training.checkpointing import require_checkpoint, restore_run
 from phalanx.training.inputs import Inputs, TrainableModel
@@ -32,7 +36,7 @@ from phalanx.training.logs import RunLog, check_trackers, open_sinks
 from phalanx.training.metrics import StepMeter, find_peaks
 from phalanx.training.run_dir import RunDirectory, describe_machine
 from phalanx.training.step import build_step
-from phalanx.training.stopping import explain_failures
+from phalanx.training.stopping import explain_failures, report_failure
 from phalanx.training.trainer import Placement, RunParts, Trainer
 
 
@@ -48,6 +52,30 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     """
     model = bind(run, TrainableModel)
     ranks = ranks_from_environment()
+    heartbeat = _begin_heartbeat(run, ranks, run_dir)
+    with report_failure(heartbeat):
+        _train_on_ranks(run, model, ranks, heartbeat, run_dir, until)
+
+
+def _begin_heartbeat(run: Run, ranks: Ranks, run_dir: Path) -> Heartbeat:
+    """Return the heartbeat of this rank; where torchrun or srun started it, the first of a node has its ranks watched."""
+    heartbeat = heartbeat_of(ranks.rank)
+    on_node = ranks.ranks_per_node
+    if heartbeat.folder is not None or ranks.world_size == 1 or on_node is None or not started_by_launcher():
+        return heartbeat
+    folder = make_node_folder()
+    if folder is None:
+        return heartbeat
+    if ranks.local_rank == 0:
+        limits = Limits(run.restart.heartbeat_s, run.restart.slow_s)
+        start_watch(folder, run_dir, range(ranks.rank, ranks.rank + on_node), limits)
+    return Heartbeat(folder, ranks.rank)
+
+
+def _train_on_ranks(
+    run: Run, model: TrainableModel, ranks: Ranks, heartbeat: Heartbeat, run_dir: Path, until: int | None
+) -> None:
+    """Join the ranks, open what the run reads and writes, and train."""
     layout = resolve_layout(model, ranks.world_size, ranks.ranks_per_node)
     device = choose_device(run.cluster.device, ranks.local_rank)
     require_cpu_format(model.precision.compute_dtype, device)
@@ -57,7 +85,9 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
     callbacks = build_callbacks(run.training.callbacks)
     if run.training.deterministic:
         torch.use_deterministic_algorithms(True)
+    record_collectives()
     join_process_group(ranks, device, timeout_s=run.training.timeout_s)
+    heartbeat.answer(last_collectives)
     try:
         layout = _fit_microbatch(model, layout, ranks, device)
         place = Placement(ranks, layout, build_mesh(layout, device), device)
@@ -69,8 +99,10 @@ def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
             directory = RunDirectory(run_dir)
             directory.create()
             with RunLock(run_dir):
-                _train_in_directory(model, place, directory, inputs, callbacks, until)
+                _train_in_directory(model, place, directory, inputs, callbacks, heartbeat, until)
+                heartbeat.enter("end")
     except Interrupted:
+        heartbeat.enter("end")
         # All ranks stop together here; after another failure the group may hang, and the process ends without it.
         leave_process_group()
         raise
@@ -100,6 +132,7 @@ def _train_in_directory(
     directory: RunDirectory,
     inputs: Inputs,
     callbacks: dict[str, Callback],
+    heartbeat: Heartbeat,
     until: int | None,
 ) -> None:
     """Build the parts of the run, load what it resumes from, and train, in a run directory that no other process has."""
@@ -148,7 +181,10 @@ def _train_in_directory(
             meter=StepMeter(model, place.layout, device, peaks, log.note),
             log=log,
             callbacks=CallbackList(recorders | callbacks, directory.path, ranks.rank),
+            heartbeat=heartbeat,
         )
+        step.report_to(heartbeat)
+        heartbeat.begin(first_step)
         trainer = Trainer(parts, first_step, until)
         trainer.train()
 

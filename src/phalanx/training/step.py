@@ -15,6 +15,7 @@ from phalanx.checkpoint import materialise_optimizer_state
 from phalanx.config.schema import Optimizer
 from phalanx.data.batch_stream import Batch
 from phalanx.families.family import BoundModel
+from phalanx.launch.heartbeat import SILENT, Heartbeat
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
 from phalanx.optimizers import build_optimizer, find_optimizer
@@ -82,6 +83,11 @@ class TrainStep:
         self.kind = find_optimizer(config)
         self.device = device
         self.scaler = scaler
+        self.heartbeat: Heartbeat = SILENT
+
+    def report_to(self, heartbeat: Heartbeat) -> None:
+        """Tell `heartbeat` from now on what each step is doing."""
+        self.heartbeat = self.executor.heartbeat = heartbeat
 
     def run(self, step: int, batch: Batch) -> StepResult:
         """Run optimizer step `step` (from 1) on this rank's samples of the global batch.
@@ -94,6 +100,7 @@ class TrainStep:
         """Launch the same step without waiting for the device; return its figures, float64 (see `update_parameters`)."""
         batch = self.executor.cut(batch, self.executor.layout.accumulation).to(self.device)
         count = batch.target_counts()
+        self.heartbeat.enter("collective")
         # Ranks that read the same samples count their targets once.
         targets = self._sum_over_ranks(count if self.applied.mesh.reads_first else torch.zeros_like(count)).clamp(min=1)
         # Losses are sums: divided by the targets of the whole batch, uneven micro-batches and ranks average right.

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import Interrupted, PhalanxError
 from phalanx.files import write_atomically
 from phalanx.hardware.host import LESS_MEMORY
+from phalanx.launch.faults import Cause
+from phalanx.launch.heartbeat import Heartbeat
 from phalanx.launch.parent import ONE_WISH_S, STOP_SIGNALS, is_ignored
 from phalanx.layout.mesh import Ranks
 
@@ -89,6 +91,31 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def lost_a_rank(error: BaseException) -> bool:
     """Return whether `error` is a connection to another rank that broke or stayed silent."""
     return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in _NO_PEER)
+
+
+def name_failure(error: BaseException) -> Cause:
+    """Return what kind of failure `error` is, by itself or by what it was raised from."""
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    if any(ran_out_of_memory(one) for one in chain):
+        return "out of memory"
+    # Of the store too, which the first rank takes with it: its errors are all of one kind.
+    if any(lost_a_rank(one) or isinstance(one, dist.DistError) for one in chain):
+        return "lost link"
+    return "refused" if isinstance(error, PhalanxError) else "exception"
+
+
+@contextmanager
+def report_failure(heartbeat: Heartbeat) -> Iterator[None]:
+    """Have whoever watches this rank know at once what it fails of: its process may take seconds to end."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except BaseException as error:
+        heartbeat.fail(name_failure(error), error)
+        raise
 
 
 @contextmanager

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.checkpoint import CheckpointStore, RankGroup, placed_tensors
+from phalanx.checkpoint import CheckpointStore, RankGroup, SaveHandle, placed_tensors
 from phalanx.errors import CheckpointError, Interrupted, PhalanxError
 from phalanx.hardware.device import HostCopy, Moment
+from phalanx.launch.heartbeat import SILENT, Heartbeat
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Mesh, Ranks
 from phalanx.layout.spec import ResolvedLayout
@@ -28,9 +29,10 @@ from phalanx.training.divergence import Divergence, DivergenceGuard, all_finite
 from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.logs import RunLog, format_duration
 from phalanx.training.metrics import RankTimes, StepMeter, StepMetrics
-from phalanx.training.run_dir import RunDirectory
+from phalanx.training.run_dir import SAVE_EVENT, RunDirectory
 from phalanx.training.step import StepResult, TrainStep
 from phalanx.training.stopping import DIRECTORY_GONE, StopRequest
+from phalanx.training.straggler_log import StragglerLog
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class RunParts:
     meter: StepMeter
     log: RunLog
     callbacks: CallbackList
+    heartbeat: Heartbeat = SILENT
 
 
 class Trainer:
@@ -73,6 +76,8 @@ class Trainer:
     def __init__(self, parts: RunParts, first_step: int, until: int | None = None) -> None:
         self.parts = parts
         self.run = run = parts.model.run
+        self.heartbeat = parts.heartbeat
+        self.stragglers = StragglerLog(parts.heartbeat, parts.log)
         self.until = run.training.steps if until is None else min(until, run.training.steps)
         self.step = first_step
         """The last step whose observations were read."""
@@ -159,6 +164,7 @@ class Trainer:
         # A function of the step alone: nothing of the schedule is saved, and a changed run file is obeyed.
         rate = self.schedule.rate(step)
         set_learning_rate(self.parts.step.optimizer, rate)
+        self.heartbeat.enter("data", step)
         self.parts.callbacks.call_each(f"on_step_begin of step {step}", lambda callback: callback.on_step_begin(step))
         # Before the batch is asked for: a step lasts from here, waiting for data included.
         began, asked = Moment(self.parts.place.device), time.perf_counter()
@@ -181,6 +187,7 @@ class Trainer:
 
     def _finish(self, launched: LaunchedStep) -> None:
         """Wait for a step, and measure, check and log it."""
+        self.heartbeat.enter("collective")
         result = StepResult.from_figures(self.asynchronous.read(launched.observations))
         # The device goes from step to step, whenever the host comes to read; one launched behind nothing begins at once.
         before = launched.launched if self.last is None else self.last.observations.made
@@ -202,6 +209,7 @@ class Trainer:
             self._log(metrics)
             self.guard.give_up(divergence, self.step)
         self.step = launched.step
+        self.heartbeat.finish_step(self.step)
         self.guard.warn_of_spike(metrics)
         self.dead_experts.watch(metrics.step, metrics.experts)
         times = self.parts.inputs.after(launched.step)
@@ -221,6 +229,7 @@ class Trainer:
             self._log(replace(metrics, ranks=times()))
 
     def _log(self, metrics: StepMetrics) -> None:
+        metrics = self.stragglers.add_times(metrics)
         self.parts.log.log_step(metrics)
         self.parts.callbacks.call_each(
             f"on_step_end of step {metrics.step}", lambda callback: callback.on_step_end(metrics)
@@ -238,7 +247,9 @@ class Trainer:
             self._evaluate()
 
     def _evaluate(self) -> None:
-        for finding in self.parts.inputs.evaluator.evaluate(self.parts.step.executor):
+        with self.heartbeat.during("evaluate"):
+            findings = self.parts.inputs.evaluator.evaluate(self.parts.step.executor)
+        for finding in findings:
             self.parts.log.event(finding.kind, self.step, **finding.fields)
             is_score = finding.kind == "evaluation"
             self.parts.log.note(f"step {self.step}  {finding.words}" if is_score else finding.words)
@@ -304,18 +315,25 @@ class Checkpointer:
         self._parts = parts
         self._guard = guard
         self.saved_step = first_step if first_step else -1
+        self._written: SaveHandle | None = None
+        """The last save whose time was not logged yet: one in the background takes its time."""
 
     def save(self, step: int, *, final: bool = False) -> float:
         """Checkpoint the state after `step`; return the seconds training stood still for it.
 
         final: whether the run ends here. Only then a failure is raised: hours of training are worth more than a checkpoint.
         """
+        with self._parts.heartbeat.during("checkpoint"):
+            return self._save(step, final=final)
+
+    def _save(self, step: int, *, final: bool) -> float:
         parts, applied = self._parts, self._parts.step.applied
         # The last step may be due anyway: once is enough, but it has to be on disk before the run ends.
         if self.saved_step == step:
             parts.store.wait()
             return 0.0
         start = time.perf_counter()
+        self._log_duration()
         tensors = placed_tensors(applied.saved, applied.splits, parts.step.optimizer)
         if not all_finite(tensors.values(), parts.place.device):
             found = f"step {step}: weights or optimizer state are not finite; they are not saved"
@@ -334,12 +352,23 @@ class Checkpointer:
         self.saved_step = step
         stall = time.perf_counter() - start
         parts.log.event("checkpoint", step, path=str(handle.path), stall_seconds=round(stall, 4))
+        self._written = handle
+        if not asynchronous:
+            self._log_duration()
         if final:
             parts.log.note(f"checkpoint {handle.path}")
         parts.callbacks.call_each(
             f"on_checkpoint of step {step}", lambda callback: callback.on_checkpoint(step, handle.path)
         )
         return stall
+
+    def _log_duration(self) -> None:
+        """Log how long the last save took, once it has ended well: a job's time limit must leave room for one."""
+        handle = self._written
+        if handle is not None and handle.done and handle.error is None:
+            seconds = max(handle.stall_seconds, handle.write_seconds)
+            self._parts.log.event(SAVE_EVENT, handle.step, seconds=round(seconds, 4))
+            self._written = None
 
     def _sync_metrics(self, step: int) -> None:
         """Have the metrics so far on disk. Raises CheckpointError: no checkpoint may be newer than they are."""

@@ -1,0 +1,50 @@
+"""Times of the ranks of a node in the logs of a run, and a line where one of them holds up the others."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+
+from phalanx.launch.heartbeat import Heartbeat
+from phalanx.launch.stragglers import Straggler, read_report
+from phalanx.training.logs import RunLog
+from phalanx.training.metrics import StepMetrics
+
+_LOOK_S = 0.5
+"""Seconds between two looks at what the process that watches this node has found."""
+
+
+class StragglerLog:
+    """Takes up what the process that watches the ranks of this node finds; see `launch.stragglers`."""
+
+    def __init__(self, heartbeat: Heartbeat, log: RunLog) -> None:
+        # Every rank of a node would find the same; the first rank's log alone goes anywhere.
+        self._folder = heartbeat.folder if heartbeat.rank == 0 else None
+        self._log = log
+        self._next = 0.0
+        self._known: int | None = None
+
+    def add_times(self, metrics: StepMetrics) -> StepMetrics:
+        """Return `metrics` with the times of the ranks, where there are new ones, and say who has become slow."""
+        now = time.monotonic()
+        if self._folder is None or now < self._next:
+            return metrics
+        self._next = now + _LOOK_S
+        report = read_report(self._folder)
+        if report is None:
+            return metrics
+        slow = report.straggler
+        self._tell(slow, metrics.step)
+        return replace(
+            metrics,
+            node_compute_seconds=tuple(round(one.compute, 6) for one in report.times),
+            node_wait_seconds=tuple(round(one.wait, 6) for one in report.times),
+            straggler=None if slow is None else slow.rank,
+        )
+
+    def _tell(self, slow: Straggler | None, step: int) -> None:
+        """Say once that a rank has become slow."""
+        before, self._known = self._known, None if slow is None else slow.rank
+        if slow is not None and slow.rank != before:
+            self._log.note(f"warning: {slow.in_words()}")
+            self._log.event("straggler", step, **asdict(slow))

@@ -1,0 +1,112 @@
+"""Faults in ranks of a real run, from inside: a callback that the run file names, offered as a package offers one.
+
+Which rank, in which step and how is said in the callback's options. A fault happens once: a marker file keeps it from
+happening again after a restart, unless it is to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.training.callbacks import Callback, TrainingContext
+
+CHANGES = {"open", "os.mkdir", "os.rename"}
+"""What happens to files as a checkpoint is written."""
+
+
+class FaultCallback(Callback):
+    """Does `kind` to rank `rank` (-1: a random one) before step `step`; see `happen`.
+
+    marker: file that says that it has happened; empty for a fault that happens each time. seconds: of a slow rank, in every
+    step from `step` on. seed: chooses the rank where it is -1, and the place in a checkpoint.
+    """
+
+    def __init__(self, kind: str, marker: str = "", rank: int = 1, step: int = 7, seconds: float = 0.0, seed: int = 0):
+        self.kind, self.marker, self.rank, self.step, self.seconds = kind, marker, rank, step, seconds
+        self.random = random.Random(seed)
+
+    def on_start(self, context: TrainingContext) -> None:
+        """Choose what was left to chance; all ranks choose alike."""
+        if self.rank < 0:
+            self.rank = self.random.randrange(context.world_size)
+        self.mine = context.rank == self.rank
+        if self.kind == "save" and self.mine and self.may_happen():
+            self.die_in_checkpoint(context.run_dir / "checkpoints", self.random.randrange(12))
+
+    def may_happen(self) -> bool:
+        """Whether it has not happened yet."""
+        return not self.marker or not Path(self.marker).exists()
+
+    def mark(self) -> None:
+        if self.marker:
+            Path(self.marker).write_text(f"{time.time()}")
+
+    def die_in_checkpoint(self, folder: Path, change: int) -> None:
+        """Kill this process before so many more changes to the folder of checkpoints."""
+        left = [change]
+
+        def before_change(event: str, arguments: tuple[Any, ...]) -> None:
+            if event in CHANGES and str(folder) in str(arguments[0]):
+                if left[0] == 0:
+                    self.mark()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                left[0] -= 1
+
+        sys.addaudithook(before_change)
+
+    def on_step_begin(self, step: int) -> None:
+        """Have the fault happen, if it is time."""
+        if self.kind == "slow" and self.mine and step >= self.step:
+            time.sleep(self.seconds)
+        elif self.kind != "save" and self.mine and step == self.step and self.may_happen():
+            self.mark()
+            self.happen()
+
+    def happen(self) -> None:
+        """Do it."""
+        match self.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "segfault":
+                ctypes.string_at(0)
+            case "abort":
+                os.abort()
+            case "raise":
+                raise ValueError("made to fail")
+            case "memory":
+                torch.empty(1 << 50)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "spin":
+                while True:
+                    time.sleep(0.01)
+            case "lock":
+                # Runs in C for longer than anybody waits, and holds Python's lock all the while.
+                re.match(r"(a+)+$", "a" * 64 + "b")
+            case other:
+                raise AssertionError(other)
+
+
+def offer_callback(folder: Path) -> Path:
+    """Write the description of a package that offers the callback `fault`; processes with `folder` on their path find it."""
+    described = folder / "fault_injection-1.0.dist-info"
+    described.mkdir(parents=True)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: fault-injection\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text("[phalanx.callbacks]\nfault = fault_injection:FaultCallback\n")
+    return folder
+
+
+def fault_words(**options: Any) -> str:
+    """Return the override that puts the callback into a run."""
+    chosen = ", ".join(f"{name}: {value}" for name, value in options.items())
+    return f"training.callbacks=[{{name: fault, options: {{{chosen}}}}}]"

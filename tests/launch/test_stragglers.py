@@ -1,0 +1,164 @@
+"""Who comes late to collectives, and who never came: from the flight recorder's records of ranks, made here."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch import stragglers
+from phalanx.launch.collectives import ArrivalHistory, Collective, absent_ranks, read_collectives
+from phalanx.launch.heartbeat import Heartbeat, collectives_file
+from phalanx.launch.stragglers import StragglerWatch, read_report
+
+RANKS, PER_STEP, STEP_S = 4, 6, 0.1
+
+
+def record(entries: list[tuple[int, float, float | None]], finished: bool = True) -> str:
+    """The flight recorder's text of collectives: number, when it was entered, ms on the device."""
+    return json.dumps(
+        {
+            "entries": [
+                {
+                    "collective_seq_id": number,
+                    "process_group": ["0", "default_pg"],
+                    "profiling_name": "gloo:all_reduce",
+                    "time_created_ns": round(at * 1e9),
+                    "duration_ms": duration,
+                    "retired": finished or number < entries[-1][0],
+                    "is_p2p": False,
+                }
+                for number, at, duration in entries
+            ]
+        }
+    )
+
+
+def test_a_rank_that_never_entered_a_collective_is_named(tmp_path: Path) -> None:
+    for rank in range(RANKS):
+        last = 6 if rank in (1, 3) else 7
+        collectives_file(tmp_path, rank).write_text(
+            record([(number, float(number), None) for number in range(1, last + 1)], finished=last == 6)
+        )
+    absent, sentences = absent_ranks({rank: read_collectives(tmp_path, rank) for rank in range(RANKS)})
+    assert absent == [1, 3]
+    assert sentences == ["ranks 1, 3 never entered all_reduce 7 of group 0 default_pg, in which ranks 0, 2 wait"]
+
+
+def test_ranks_that_all_came_are_not_absent(tmp_path: Path) -> None:
+    for rank in range(2):
+        collectives_file(tmp_path, rank).write_text(record([(1, 1.0, None), (2, 2.0, None)], finished=False))
+    assert absent_ranks({rank: read_collectives(tmp_path, rank) for rank in range(2)}) == ([], [])
+    assert read_collectives(tmp_path, 7) == []
+
+
+def arrivals(
+    late: dict[int, float], *, at_every: bool, seed: int, noise_s: float = 0.004
+) -> dict[int, list[Collective]]:
+    """Twenty steps of ranks of which some come late, to each collective of a step or to its first."""
+    draw = random.Random(seed)
+    found: dict[int, list[Collective]] = {rank: [] for rank in range(RANKS)}
+    for number in range(20 * PER_STEP):
+        for rank, collectives in found.items():
+            lag = late.get(rank, 0.0) if at_every or number % PER_STEP == 0 else max(late.values(), default=0.0)
+            if at_every:
+                lag += number * max(late.values(), default=0.0)
+            else:
+                lag += (number // PER_STEP) * max(late.values(), default=0.0)
+            at = number * STEP_S / PER_STEP + lag + draw.random() * noise_s
+            collectives.append(Collective("0", number, "all_reduce", at, None, True))
+    return found
+
+
+@pytest.mark.parametrize("at_every", [False, True])
+def test_how_late_a_rank_comes_is_a_share_of_time(at_every: bool) -> None:
+    history = ArrivalHistory()
+    history.add(arrivals({2: 0.01 if at_every else 0.06}, at_every=at_every, seed=1))
+    found = history.lateness(1.5)
+    assert found is not None
+    # 60 ms of 160 in each step.
+    assert found.late[2] == pytest.approx(0.06 / 0.16, abs=0.08)
+    assert found.waits[2] < 0.1 and min(found.waits[rank] for rank in (0, 1, 3)) > 0.25
+    assert history.lateness(100.0) is None
+
+
+def test_what_happened_once_is_not_seen() -> None:
+    records = arrivals({}, at_every=True, seed=2)
+    records[1][70] = Collective("0", 70, "all_reduce", records[1][70].entered_s + 1.0, None, True)
+    history = ArrivalHistory()
+    history.add(records)
+    found = history.lateness(1.5)
+    assert found is not None and found.late[1] < 0.1
+
+
+def test_of_devices_the_shortest_stay_is_the_latest_arrival() -> None:
+    records = {
+        rank: [
+            Collective("0", n, "all_gather", n * 0.02, 0.001 if rank == 1 else 0.011, True)
+            for n in range(20 * PER_STEP)
+        ]
+        for rank in range(RANKS)
+    }
+    history = ArrivalHistory()
+    history.add(records)
+    found = history.lateness(1.0)
+    assert found is not None and found.on_device
+    assert found.late[1] == pytest.approx(0.5, abs=0.05) and max(found.late[rank] for rank in (0, 2, 3)) == 0.0
+
+
+def watch_run(folder: Path, monkeypatch: pytest.MonkeyPatch, late_s: float, data_s: float = 0.0) -> list[int | None]:
+    """The straggler after each of 25 looks at 500 steps, of which rank 2 comes `late_s` late in each."""
+    now = [100.0]
+    monkeypatch.setattr(stragglers.time, "monotonic", lambda: now[0])
+    hearts = [Heartbeat(folder, rank) for rank in range(RANKS)]
+    watch, named, draw = StragglerWatch(folder, range(RANKS)), [], random.Random(3)
+    entries: list[list[tuple[int, float, float | None]]] = [[] for _ in range(RANKS)]
+    length = STEP_S + late_s
+    for step in range(1, 501):
+        start = step * length
+        for number in range(PER_STEP):
+            for rank in range(RANKS):
+                # All leave the first collective of a step together, however late the last one came.
+                lag = late_s if rank == 2 or number else 0.0
+                at = start + lag + draw.random() * 0.004 + number * STEP_S / PER_STEP
+                entries[rank].append((step * PER_STEP + number, at, None))
+        for rank, heart in enumerate(hearts):
+            now[0] = 100.0 + start - (data_s if rank == 2 else 0.0)
+            heart.enter("data", step)
+            now[0] = 100.0 + start
+            heart.enter("collective")
+            heart.finish_step(step)
+        if step % 20 == 0:
+            for rank in range(RANKS):
+                collectives_file(folder, rank).write_text(record(entries[rank][-512:]))
+            # Each look costs what it costs: the next is far enough away.
+            now[0] += 50.0
+            watch.look()
+            report = read_report(folder)
+            named.append(None if report is None or report.straggler is None else report.straggler.rank)
+            now[0] -= 50.0
+            watch._next = 0.0
+    return named
+
+
+def test_a_rank_60_ms_slower_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = watch_run(tmp_path, monkeypatch, 0.06)
+    assert named[stragglers.LOOKS - 1 :] == [2] * (25 - stragglers.LOOKS + 1)
+    report = read_report(tmp_path)
+    assert report is not None and report.straggler is not None
+    assert report.straggler.cause == "host" and report.straggler.seconds == pytest.approx(0.06, abs=0.02)
+    assert "rank 2 on" in report.straggler.in_words() and "its host is slow" in report.straggler.in_words()
+    fast = [row for row in report.times if row.rank != 2]
+    assert min(row.wait for row in fast) > 0.04 and report.times[2].wait < 0.02
+
+
+def test_late_data_are_told_from_a_slow_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch_run(tmp_path, monkeypatch, 0.06, data_s=0.06)
+    report = read_report(tmp_path)
+    assert report is not None and report.straggler is not None and report.straggler.cause == "input", report
+
+
+def test_500_even_steps_name_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert watch_run(tmp_path, monkeypatch, 0.0) == [None] * 25

@@ -1,0 +1,222 @@
+"""Faults of ranks of one machine: found, named, and followed by a restart or by an end that says why there is none.
+
+The ranks are probes with real heartbeats that do what their scenario says; launcher, signals and reports are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import phalanx
+from phalanx.launch.faults import FAULT_FILE, FAULT_LOG, FAULT_TEXT
+from phalanx.launch.restart import GIVEN_UP
+
+PROBE = """#!{python} -SE
+import os, signal, sys, time
+sys.path.insert(0, {source!r})
+from pathlib import Path
+from phalanx.launch.heartbeat import heartbeat_of
+
+scenario, folder = sys.argv[-2:]
+rank, folder = int(os.environ["RANK"]), Path(folder)
+heart = heartbeat_of(rank)
+heart.answer(lambda: None)
+with (folder / f"attempts-{{rank}}").open("a") as file:
+    file.write("%f\\n" % time.time())
+attempt = len((folder / f"attempts-{{rank}}").read_text().split())
+# Each attempt begins from a newer checkpoint only where the scenario says so.
+heart.begin(10 * attempt if scenario.startswith("progress") else 10)
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+def fails(kind):
+    error = ValueError("the batch is bad")
+    heart.fail(kind, error)
+    sys.exit(1)
+
+for step in range(11, 31):
+    heart.enter("data", step)
+    time.sleep(0.01)
+    if rank == 1 and step == 20:
+        (folder / "came").touch()
+    if rank == 1 and step == 20 and (attempt == 1 or "always" in scenario):
+        if "killed" in scenario:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if "stopped" in scenario:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if "hangs" in scenario:
+            time.sleep(1000)
+        if "raises" in scenario:
+            fails("exception")
+        if "refuses" in scenario:
+            fails("refused")
+        if "saves" in scenario:
+            with heart.during("checkpoint"):
+                time.sleep(2.5)
+    heart.enter("collective")
+    heart.finish_step(step)
+    if rank == 0 and step == 25 and attempt == 1:
+        # In a real run it would wait in a collective.
+        while not (folder / "came").exists():
+            heart.enter("collective")
+            time.sleep(0.01)
+        # What a rank does whose peer is gone.
+        if any(word in scenario for word in ("killed", "raises", "refuses")):
+            fails("lost link")
+        if "stopped" in scenario or "hangs" in scenario:
+            while True:
+                time.sleep(0.01)
+heart.enter("end")
+"""
+LAUNCH = """
+import sys
+from pathlib import Path
+from phalanx.launch.faults import Limits
+from phalanx.launch.local_launch import launch_ranks
+from phalanx.launch.restart import RestartPolicy
+sys.executable = sys.argv[1]
+policy = RestartPolicy(int(sys.argv[2]), float(sys.argv[3]), Limits(1.0, 60.0), Path(sys.argv[-1]))
+sys.exit(launch_ranks(sys.argv[4:], 2, policy=policy))
+"""
+
+
+class Launch:
+    """A launcher with two probes, whose reports go to `folder`."""
+
+    def __init__(self, folder: Path, scenario: str, most: int = 2, backoff_s: float = 0.0) -> None:
+        self.folder = folder
+        probe = folder / "probe"
+        source = str(Path(phalanx.__file__).parents[1])
+        probe.write_text(PROBE.format(python=sys.executable, source=source))
+        probe.chmod(0o755)
+        command = [sys.executable, "-c", LAUNCH, str(probe), str(most), str(backoff_s), scenario, str(folder)]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+
+    def finish(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=120)
+        return self.process.returncode, errors
+
+    def attempts(self) -> list[float]:
+        """When rank 1 was started."""
+        return [float(line) for line in (self.folder / "attempts-1").read_text().split()]
+
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / FAULT_FILE).read_text())
+        return found
+
+
+@pytest.mark.parametrize(
+    ("scenario", "cause", "detail"),
+    [
+        ("killed", "signal", "9 (Killed)"),
+        ("raises", "exception", "ValueError: the batch is bad"),
+        ("hangs", "hang", "nothing for 1."),
+        ("stopped", "stopped", "has not run for 1."),
+    ],
+)
+def test_the_first_rank_to_fail_is_named_and_all_are_started_again(
+    tmp_path: Path, scenario: str, cause: str, detail: str
+) -> None:
+    launch = Launch(tmp_path, scenario)
+    code, errors = launch.finish()
+    assert code == 0, errors
+    report = launch.report()
+    assert (report["rank"], report["cause"], report["step"]) == (1, cause, 20)
+    assert report["phase"] == "data" and detail in report["detail"]
+    assert errors.count("fault: rank 1 on") == 1 and "restart 1: all ranks begin again" in errors
+    assert len(launch.attempts()) == 2
+    assert [row["rank"] for row in report["ranks"]] == [0, 1]
+    # The ranks that were left say where they were: of the one that waits, its stacks are there too.
+    assert "most recent call first" in (tmp_path / FAULT_TEXT).read_text()
+    if cause in ("hang", "stopped"):
+        assert report["silent_s"] < 1.0 + 1.0
+        assert set(report["stacks"]) == {"0", "1"}
+
+
+def test_restarts_without_a_newer_checkpoint_end_with_a_code_of_their_own(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "killed always", backoff_s=0.5)
+    code, errors = launch.finish()
+    assert code == GIVEN_UP == 93
+    assert f"given up (exit code {GIVEN_UP}): 2 restarts in a row have led to no newer checkpoint" in errors
+    assert len((tmp_path / FAULT_LOG).read_text().splitlines()) == 3
+    _, second, third = launch.attempts()
+    # The second restart from the same checkpoint waits.
+    assert third - second > 0.5 and "after 0.5 s" in errors
+
+
+def test_restarts_that_come_further_are_not_counted(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "progress killed always", most=1)
+    launch_until(launch, attempts=4)
+    launch.process.terminate()
+    launch.finish()
+    assert "given up" not in (tmp_path / FAULT_TEXT).read_text()
+
+
+def launch_until(launch: Launch, attempts: int) -> None:
+    deadline = time.monotonic() + 60
+    while not (launch.folder / "attempts-1").exists() or len(launch.attempts()) < attempts:
+        assert time.monotonic() < deadline and launch.process.poll() is None
+        time.sleep(0.02)
+
+
+def test_what_a_rank_says_to_the_user_is_no_reason_to_start_again(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "refuses")
+    code, _ = launch.finish()
+    assert code == 1 and len(launch.attempts()) == 1
+    assert launch.report()["cause"] == "refused"
+
+
+def test_a_fault_without_restarts_ends_as_it_always_did_and_is_named(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "killed", most=0)
+    code, errors = launch.finish()
+    assert code == 128 + signal.SIGKILL
+    assert "rank 1 was ended by signal 9 (Killed)" in errors and "not restarted; the last checkpoint stays" in errors
+
+
+def test_a_slow_phase_is_no_hang(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "saves")
+    code, errors = launch.finish()
+    assert (code, errors) == (0, "")
+    assert not (tmp_path / FAULT_FILE).exists()
+
+
+def test_a_hung_run_that_is_told_to_stop_ends_and_is_not_started_again(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "stopped")
+    launch_until(launch, attempts=1)
+    time.sleep(0.5)
+    started = time.monotonic()
+    launch.process.send_signal(signal.SIGTERM)
+    code, errors = launch.finish()
+    assert code == 128 + signal.SIGTERM, errors
+    assert time.monotonic() - started < 10 and len(launch.attempts()) == 1
+
+
+def test_a_request_to_stop_ends_the_wait_for_a_restart(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "killed always", backoff_s=300.0)
+    deadline = time.monotonic() + 60
+    log = tmp_path / FAULT_LOG
+    while not log.exists() or len(log.read_text().splitlines()) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(launch.process.pid, signal.SIGTERM)
+    code, _ = launch.finish()
+    assert code == 128 + signal.SIGTERM
+
+
+def test_a_link_in_the_place_of_a_report_is_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / FAULT_FILE).symlink_to(victim)
+    code, errors = Launch(tmp_path, "killed").finish()
+    assert code == 0 and victim.read_text() == "mine"
+    assert "could not be written" in errors and "is a link" in errors
