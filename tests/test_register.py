@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
 import phalanx
 from phalanx.config.schema import Optimizer
 from phalanx.errors import PhalanxError
 from phalanx.optimizers import OPTIMIZERS
-from phalanx.optimizers.optimizer_kind import Group
+from phalanx.optimizers.optimizer_kind import Group, HeldParameters
 from phalanx.training.callbacks import CALLBACKS
 
 
@@ -24,9 +23,7 @@ class Descent(phalanx.OptimizerKind):
     state_values = 0
     value_passes = 3
 
-    def build(
-        self, groups: Sequence[Group], config: Optimizer, compute_copies: Mapping[Tensor, Tensor]
-    ) -> torch.optim.Optimizer:
+    def build(self, groups: Sequence[Group], config: Optimizer, held: HeldParameters) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=config.lr)
 
 

@@ -1,11 +1,11 @@
 """Optimizers by name: parameter groups, clipped and skipped updates, one that a program brings along, what it costs."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.config.schema import Optimizer
 from phalanx.errors import ConfigError
@@ -14,7 +14,7 @@ from phalanx.families.registry import bind
 from phalanx.layout.data_parallel.gradients import local_gradient_norm
 from phalanx.layout.resolve import resolve_layout
 from phalanx.optimizers import OPTIMIZERS, OptimizerKind, build_optimizer, find_optimizer, set_learning_rate
-from phalanx.optimizers.optimizer_kind import Group
+from phalanx.optimizers.optimizer_kind import Group, HeldParameters
 from phalanx.training.step import clip_or_skip
 from state_bytes import state_bytes
 from whole_model import GPT, whole_run
@@ -121,9 +121,7 @@ class MomentumKind(OptimizerKind):
     state_values = 1
     value_passes = 4
 
-    def build(
-        self, groups: Sequence[Group], config: Optimizer, compute_copies: Mapping[Tensor, Tensor]
-    ) -> torch.optim.Optimizer:
+    def build(self, groups: Sequence[Group], config: Optimizer, held: HeldParameters) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=config.lr, momentum=float(config.options["momentum"]))
 
 

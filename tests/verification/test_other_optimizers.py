@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from torch import Tensor
 
 from phalanx.config.schema import Optimizer
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
 from phalanx.optimizers import OPTIMIZERS, OptimizerKind
-from phalanx.optimizers.optimizer_kind import Group
+from phalanx.optimizers.optimizer_kind import Group, HeldParameters
 from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verifier
 from whole_model import GPT, whole_run
@@ -24,9 +23,7 @@ class PlainDescent(OptimizerKind):
     state_values = 0
     value_passes = 3
 
-    def build(
-        self, groups: Sequence[Group], config: Optimizer, compute_copies: Mapping[Tensor, Tensor]
-    ) -> torch.optim.Optimizer:
+    def build(self, groups: Sequence[Group], config: Optimizer, held: HeldParameters) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=config.lr)
 
 

@@ -104,13 +104,23 @@ class Optimizer(Section):
     """The optimizer and its learning-rate schedule."""
 
     name: str = "adamw"
-    """Optimizer: adamw, or one that an installed package adds (entry points `phalanx.optimizers`)."""
+    """Optimizer: adamw, lion, muon (matrices by Muon, the rest by AdamW), or one that an installed package adds (entry
+    points `phalanx.optimizers`)."""
     options: Options = Field(default_factory=dict)
     """Settings of an optimizer that a package adds, by the names that it gives them."""
     lr: Annotated[float, Field(gt=0.0)]
     """Peak learning rate."""
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
-    """Decay rates of AdamW's first and second moment."""
+    """Decay rates of AdamW's first and second moment; of Lion what it weighs its momentum with in an update, and keeps of
+    it."""
+    momentum: DecayRate = 0.95
+    """Share of Muon's momentum that each step keeps."""
+    nesterov: bool = True
+    """Whether Muon looks ahead: a step goes along the gradient and the momentum that it leads to, not that alone."""
+    newton_schulz_steps: Annotated[int, Field(ge=1, le=20)] = 5
+    """Newton-Schulz steps in which Muon brings a matrix near an orthogonal one."""
+    adamw_lr_ratio: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
+    """Learning rate of what Muon leaves to AdamW, over that of matrices."""
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
     """Term added to AdamW's denominator."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.1

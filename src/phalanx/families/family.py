@@ -11,12 +11,13 @@ torch are in `config.families.Sizes`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from fnmatch import fnmatchcase
 from typing import ClassVar, Self
 
 from phalanx.config.families import sizes_of
 from phalanx.config.model import Model
 from phalanx.config.schema import Run
-from phalanx.nn.parameters import InitRules, ParameterKind
+from phalanx.nn.parameters import InitRules, MatrixRows, MatrixRules, ParameterKind
 from phalanx.nn.precision import PRECISIONS, Precision
 from phalanx.nn.splits import SplitCount, Splits
 
@@ -43,6 +44,19 @@ class DeclaredModel(ABC):
     @abstractmethod
     def parameter_kind(self, name: str) -> ParameterKind:
         """Return the kind of the parameter `name`."""
+
+    def matrices(self) -> MatrixRules:
+        """Return which parameters of kind "matrix" an optimizer may treat as matrices, and of which these are composed.
+
+        By default all but those of embedding and head, each one matrix.
+        """
+        return [("embedding.*", None), ("head.*", None), ("*", MatrixRows())]
+
+    def matrix_rows(self, name: str) -> MatrixRows | None:
+        """Return the matrices of the parameter `name`; None where it is none."""
+        if self.parameter_kind(name) != "matrix":
+            return None
+        return next((rows for pattern, rows in self.matrices() if fnmatchcase(name, pattern)), None)
 
     def splits(self) -> Splits:
         """Return how modules may be split over tensor-parallel ranks (see `nn.splits`); by default none may."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.schema import Run
+from phalanx.families.family import BoundModel
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.split_context import SequenceShare
 from phalanx.layout.data_parallel.copy_engine import choose_copy_engine
@@ -26,6 +27,7 @@ from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOpt
 from phalanx.layout.data_parallel.gradients import gradient_norm_over_ranks
 from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
 from phalanx.layout.data_parallel.task_heads import branch_groups
+from phalanx.layout.gathered_matrices import GatheredMatrices
 from phalanx.layout.initial_values import initialise_parameters
 from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, WholeParameters, named_parameters, whole_name
 from phalanx.layout.mesh import Mesh
@@ -37,6 +39,7 @@ from phalanx.layout.stage_assignment import model_chunks
 from phalanx.layout.streamed_weights.streamed_sharding import StreamedSharding
 from phalanx.nn.layers import choose_products, separate_gradients
 from phalanx.nn.precision import PRECISIONS
+from phalanx.optimizers import HeldParameters, WholeMatrices
 from phalanx.torch_compat import common as compat
 
 
@@ -76,6 +79,18 @@ class ParallelModel:
     def gradients_followed(self) -> bool:
         """Whether something follows each gradient as autograd forms it: a reduction, or a copy into a main parameter's."""
         return self.mesh.data is not None or any(stage.low_precision is not None for stage in self.stages)
+
+    def hold_parameters(self, model: BoundModel) -> HeldParameters:
+        """Return what an optimizer may know of how this rank holds the parameters of `model`."""
+        rows = {name: found for name in self.parameters if (found := model.matrix_rows(name)) is not None}
+        # Tables that families count among matrices (of elements, by degree) may have more dims.
+        rows = {name: found for name, found in rows.items() if self.parameters[name].dim() == 2}
+        dtype = model.precision.compute_dtype
+        if self.mesh.world is None:
+            matrices = WholeMatrices({self.parameters[name]: found for name, found in rows.items()}, dtype)
+        else:
+            matrices = GatheredMatrices(self.parameters, self.splits, rows, dtype, self.mesh.world)
+        return HeldParameters(self.compute_parameters, matrices)
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of the gradients of the whole model, equal on every rank."""

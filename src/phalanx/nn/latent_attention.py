@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from phalanx.config.model import AttentionConfig
 from phalanx.nn.attention import CausalAttention, KeyValueCache, RotaryContext
 from phalanx.nn.layers import Linear, build_norm
+from phalanx.nn.parameters import MatrixRows, MatrixRules
 from phalanx.nn.positions import rotate
 from phalanx.nn.splits import Split, Splits
 
@@ -105,6 +106,16 @@ class LatentAttention(CausalAttention):
         value = torch.einsum("bhsl,hvl->bshv", mixed_BHSL, value_HVL)
         out: Tensor = self.output(value.flatten(2))
         return out
+
+
+def latent_attention_matrices(config: AttentionConfig) -> MatrixRules:
+    """Return which parameters of latent attention hold several matrices, by their names in it."""
+    assert config.latent is not None
+    latent = config.latent
+    return [
+        ("key_value_down.weight", MatrixRows(pattern=(latent.key_value_rank, latent.rope_size))),
+        ("key_value_up.weight", MatrixRows(pattern=(latent.nope_size, latent.value_size))),
+    ]
 
 
 def latent_attention_splits(config: AttentionConfig) -> Splits:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from phalanx.config.model import MLPConfig, NormConfig
 from phalanx.kernels.swiglu import gated_linear, swiglu
+from phalanx.nn.parameters import MatrixRows, MatrixRules
 from phalanx.nn.precision import LinearProduct, Precision
 from phalanx.nn.splits import Split, Splits
 
@@ -184,6 +185,12 @@ def mlp_splits(config: MLPConfig) -> Splits:
     unit = mlp_unit(config)
     first = ("gate_up", Split("column", 2 * unit)) if config.gated else ("up", Split("column"))
     return [first, ("down", Split("row", unit))]
+
+
+def mlp_matrices(config: MLPConfig) -> MatrixRules:
+    """Return which parameters of an MLP hold several matrices, by their names in it."""
+    unit = mlp_unit(config)
+    return [("gate_up.weight", MatrixRows(pattern=(unit, unit)))] if config.gated else []
 
 
 def build_norm(config: NormConfig) -> Norm:

@@ -1,4 +1,4 @@
-"""What a model family declares about a parameter: its kind, and the values it begins with."""
+"""What a model family declares about a parameter: its kind, the values it begins with, the matrices it is composed of."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 ParameterKind = Literal["norm", "bias", "embedding", "matrix"]
@@ -43,3 +44,44 @@ class InitRule:
 
 InitRules = list[tuple[str, InitRule]]
 """Patterns of parameter names (as in fnmatch) with their rule; the first that matches counts."""
+
+
+@dataclass(frozen=True)
+class MatrixRows:
+    """How the rows of a parameter belong to the matrices that it is composed of; all of them have its columns.
+
+    `stack` equal parts follow each other, as experts do. In each, `pattern` says how many rows in a row belong to which
+    matrix, again and again: (G E, E, E) for G query heads of E rows, a key and a value; empty where a part is one matrix.
+    """
+
+    stack: int = 1
+    pattern: tuple[int, ...] = ()
+
+    def split(self, parts_NRC: Tensor) -> list[Tensor]:
+        """Return the matrices of some parts of the stack, [N, rows, C] each, their rows in order."""
+        if not self.pattern:
+            return [parts_NRC]
+        repeated = parts_NRC.unflatten(1, (-1, sum(self.pattern)))
+        return [rows.flatten(1, 2) for rows in repeated.split(self.pattern, dim=2)]
+
+    def join(self, matrices: list[Tensor]) -> Tensor:
+        """Return the parts of the stack that `split` would split into these matrices."""
+        if not self.pattern:
+            return matrices[0]
+        grouped = [matrix.unflatten(1, (-1, rows)) for matrix, rows in zip(matrices, self.pattern, strict=True)]
+        return torch.cat(grouped, dim=2).flatten(1, 2)
+
+    def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
+        """Return rows and columns of every matrix of one part of the stack. shape: of the whole parameter."""
+        rows, columns = shape[0] // self.stack, shape[1]
+        pattern = self.pattern or (rows,)
+        return [(rows // sum(pattern) * each, columns) for each in pattern]
+
+
+MatrixRules = list[tuple[str, MatrixRows | None]]
+"""Patterns of parameter names with their matrices, None for what is none to an optimizer; the first match counts."""
+
+
+def name_matrices(module: str, rules: MatrixRules) -> MatrixRules:
+    """Return `rules` of a module, which go by the names in it, by the names in the model. module: pattern of its name."""
+    return [(f"{module}.{name}", rows) for name, rows in rules]

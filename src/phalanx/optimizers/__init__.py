@@ -5,17 +5,21 @@ Knows parameters and the optimizer section of a run file; knows nothing of layou
 
 from phalanx.optimizers.optimizer_kind import (
     OPTIMIZERS,
+    HeldParameters,
     LearningRateSchedule,
     OptimizerKind,
     build_optimizer,
     find_optimizer,
     set_learning_rate,
 )
+from phalanx.optimizers.whole_matrices import WholeMatrices
 
 __all__ = [
     "OPTIMIZERS",
+    "HeldParameters",
     "LearningRateSchedule",
     "OptimizerKind",
+    "WholeMatrices",
     "build_optimizer",
     "find_optimizer",
     "set_learning_rate",

@@ -15,12 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from phalanx.config.schema import Optimizer
-from phalanx.errors import ConfigError
 from phalanx.kernels import LARGE, triton_module
-from phalanx.optimizers.optimizer_kind import Group, OptimizerKind
+from phalanx.optimizers.optimizer_kind import Group, HeldParameters, OptimizerKind, local_part, refuse_options
 from phalanx.torch_compat import common as compat
 
 
@@ -30,13 +28,10 @@ class AdamWKind(OptimizerKind):
     state_values = 2
     value_passes = 7
 
-    def build(self, groups: Sequence[Group], config: Optimizer, compute_copies: Mapping[Tensor, Tensor]) -> AdamW:
+    def build(self, groups: Sequence[Group], config: Optimizer, held: HeldParameters) -> AdamW:
         """Return AdamW over `groups`, with the rates and decays of the run file."""
-        if config.options:
-            raise ConfigError(f"optimizer.options={config.options}: adamw has none; leave them out")
-        optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-        optimizer.compute_copies = compute_copies
-        return optimizer
+        refuse_options(config)
+        return build_adamw(groups, config, held)
 
     def update(self, optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
         """Update without waiting for the device: the kernels read `divisor` and `skip` for themselves."""
@@ -53,6 +48,13 @@ class AdamWKind(OptimizerKind):
 
 
 ADAMW = AdamWKind()
+
+
+def build_adamw(groups: Sequence[Group], config: Optimizer, held: HeldParameters) -> AdamW:
+    """Return AdamW over `groups`, of which some may have a learning rate of their own."""
+    optimizer = AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    optimizer.compute_copies = held.compute_copies
+    return optimizer
 
 
 class AdamW(torch.optim.AdamW):
@@ -84,7 +86,7 @@ class AdamW(torch.optim.AdamW):
         """Return whether our kernel updates `p`; the first update, which makes the state, is PyTorch's."""
         if p.grad is None or not p.is_cuda or p.dtype != torch.float32 or not self.state.get(p):
             return False
-        local, gradient = _local_part(p), _local_part(p.grad)
+        local, gradient = local_part(p), local_part(p.grad)
         even = local.is_contiguous() and gradient.is_contiguous()
         return local.numel() >= LARGE and even and triton_module("adamw_triton") is not None
 
@@ -109,9 +111,9 @@ class AdamW(torch.optim.AdamW):
         for p, state, correction in zip(parameters, states, corrections, strict=True):
             assert p.grad is not None
             kernel.run_adamw(
-                _local_part(p),
-                _local_part(p.grad),
-                (_local_part(state["exp_avg"]), _local_part(state["exp_avg_sq"])),
+                local_part(p),
+                local_part(p.grad),
+                (local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])),
                 self._copy_of(p),
                 correction,
                 divisor,
@@ -123,9 +125,3 @@ class AdamW(torch.optim.AdamW):
             )
         # A skipped update does not count towards the corrections of later ones.
         torch._foreach_sub_(steps, [skip] * len(steps))
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's elements of `tensor`."""
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local

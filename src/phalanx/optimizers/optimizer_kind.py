@@ -3,7 +3,7 @@
 Another optimizer is a subclass of `OptimizerKind`, given to `OPTIMIZERS.register` or offered by an installed package:
 
     [project.entry-points."phalanx.optimizers"]
-    lion = "my_package.lion:LION"
+    sophia = "my_package.sophia:SOPHIA"
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.config.schema import Optimizer
+from phalanx.errors import ConfigError
 from phalanx.extensions import Registry
 from phalanx.nn.parameters import ParameterKind
+from phalanx.optimizers.whole_matrices import WholeMatrices
 
 Group = dict[str, Any]
 """Parameters that are updated alike, as `torch.optim.Optimizer` takes them: `params` and `weight_decay`."""
@@ -40,14 +42,11 @@ class OptimizerKind(ABC):
     """Values that an update reads or writes for each parameter, gradient included: 7 for AdamW."""
 
     @abstractmethod
-    def build(
-        self, groups: Sequence[Group], config: Optimizer, compute_copies: Mapping[Tensor, Tensor]
-    ) -> torch.optim.Optimizer:
+    def build(self, groups: Sequence[Group], config: Optimizer, held: HeldParameters) -> torch.optim.Optimizer:
         """Return a fresh optimizer over `groups`, with the learning rate `config.lr`.
 
-        compute_copies: of each main parameter that is computed with in another format, the copy in that format. An optimizer
-        may write these as it updates, and then says so in `written_copies`; the others are renewed after the update.
-        Raises ConfigError for options that it does not know.
+        held: how this rank holds the parameters; most optimizers need not know. A group's `lr_ratio` multiplies every
+        learning rate that it is given later. Raises ConfigError for options that it does not know.
         """
 
     def update(self, optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
@@ -71,14 +70,36 @@ class OptimizerKind(ABC):
         """
         return None
 
+    def matrix_flops(self, config: Optimizer, rows: int, columns: int) -> float:
+        """Return the floating-point operations that an update takes for a whole matrix beyond those for its elements.
+
+        An optimizer for which this is not 0 has each matrix gathered by one rank (`WholeMatrices`); the planner counts that.
+        """
+        return 0.0
+
     def written_copies(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
         """Return the compute copies that the last update left equal to their parameters; none by default."""
         return ()
 
 
+@dataclass(frozen=True)
+class HeldParameters:
+    """How a rank holds its parameters, beside their values."""
+
+    compute_copies: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    """Of each main parameter that is computed with in another format, the copy in that format. An optimizer may write these
+    as it updates, and then says so in `OptimizerKind.written_copies`; the others are renewed after the update."""
+    matrices: WholeMatrices = field(default_factory=WholeMatrices)
+    """Which parameters are matrices, and how they become whole where an update needs them so."""
+
+
 OPTIMIZERS: Registry[OptimizerKind] = Registry(
     "phalanx.optimizers",
-    built_in={"adamw": "phalanx.optimizers.adamw:ADAMW"},
+    built_in={
+        "adamw": "phalanx.optimizers.adamw:ADAMW",
+        "lion": "phalanx.optimizers.lion:LION",
+        "muon": "phalanx.optimizers.muon:MUON",
+    },
     accepts=lambda item: isinstance(item, OptimizerKind),
     expected="an instance of a subclass of phalanx.optimizers.OptimizerKind",
 )
@@ -94,11 +115,12 @@ def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     config: Optimizer,
     parameter_kind: Callable[[str], ParameterKind],
-    compute_copies: Mapping[Tensor, Tensor] | None = None,
+    held: HeldParameters | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `config` names over parameters by name, those with weight decay first.
 
-    parameter_kind: of the parameter with this name, as its family says. compute_copies: see `OptimizerKind.build`.
+    parameter_kind: of the parameter with this name, as its family says. held: see `OptimizerKind.build`; by default all
+    parameters are whole, and none is a matrix.
     """
     groups: dict[tuple[float, bool], Group] = {}
     for name, parameter in parameters.items():
@@ -107,13 +129,25 @@ def build_optimizer(
         group = groups.setdefault((decay, isinstance(parameter, DTensor)), {"params": [], "weight_decay": decay})
         group["params"].append(parameter)
     ordered = sorted(groups.values(), key=lambda group: -group["weight_decay"])
-    return find_optimizer(config).build(ordered, config, compute_copies or {})
+    return find_optimizer(config).build(ordered, config, held or HeldParameters())
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Use `value` in every group from the next update on."""
+    """Use `value` in every group from the next update on, times the group's `lr_ratio` where it has one."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group.get("lr_ratio", 1.0)
+
+
+def refuse_options(config: Optimizer) -> None:
+    """Raise ConfigError where `optimizer.options` holds anything: for optimizers whose settings are fields."""
+    if config.options:
+        raise ConfigError(f"optimizer.options={config.options}: {config.name} has none; leave them out")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's elements of `tensor`: the memory itself, not a copy."""
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local
 
 
 DECAYS: dict[str, Callable[[float], float]] = {

@@ -51,6 +51,11 @@ def new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
     return group
 
 
+def exchanges_nothing(group: dist.ProcessGroup) -> bool:
+    """Return whether `group` is one of fake ranks, as a dry run has: what the others would send never comes."""
+    return dist.get_backend(group) == "fake"
+
+
 def _default_timeout() -> timedelta | None:
     """Return the default group's time-out; None for groups of fake ranks, which wait for nobody."""
     assert dist.group.WORLD is not None

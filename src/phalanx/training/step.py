@@ -48,7 +48,7 @@ def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) 
     applied: the same model, laid out on this rank.
     """
     config = model.run.optimizer
-    optimizer = build_optimizer(applied.parameters, config, model.parameter_kind, applied.compute_parameters)
+    optimizer = build_optimizer(applied.parameters, config, model.parameter_kind, applied.hold_parameters(model))
     scaler = GradScaler(device.type) if model.precision.scales_loss else None
     return TrainStep(applied, optimizer, config, device=device, scaler=scaler)
 

@@ -92,7 +92,8 @@ def record_training(
     run = model.run
     applied = apply_layout(model, layout, mesh, device, AttentionChoice("sdpa"))
     _perturb_constants(applied, model)
-    optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, applied.compute_parameters)
+    held = applied.hold_parameters(model)
+    optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, held)
     step = RecordedStep(applied, optimizer, run.optimizer, device=device)
     share = layout.samples_per_rank
     first = mesh.data_rank * share

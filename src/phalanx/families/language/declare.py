@@ -8,10 +8,11 @@ from fnmatch import fnmatchcase
 from phalanx.config.model import AttentionConfig, LanguageModel, MixtureConfig, MLPConfig
 from phalanx.families.family import DeclaredModel
 from phalanx.families.language.sizes import block_flops_per_token, head_flops_per_token
-from phalanx.nn.attention import attention_splits
-from phalanx.nn.latent_attention import latent_attention_splits
-from phalanx.nn.layers import mlp_splits, mlp_unit
-from phalanx.nn.parameters import InitRule, InitRules, ParameterKind
+from phalanx.nn.attention import attention_matrices, attention_splits
+from phalanx.nn.experts import mixture_matrices
+from phalanx.nn.latent_attention import latent_attention_matrices, latent_attention_splits
+from phalanx.nn.layers import mlp_matrices, mlp_splits, mlp_unit
+from phalanx.nn.parameters import InitRule, InitRules, MatrixRules, ParameterKind, name_matrices
 from phalanx.nn.splits import Split, SplitCount, Splits, name_splits
 
 _KINDS: tuple[tuple[str, ParameterKind], ...] = (
@@ -53,6 +54,15 @@ class DeclaredLanguage(DeclaredModel):
         """Return the kind of the parameter `name`; the first matching row of the table decides."""
         return next(kind for pattern, kind in _KINDS if fnmatchcase(name, pattern))
 
+    def matrices(self) -> MatrixRules:
+        """Return the matrices of parameters, by names that dense layers and mixtures do not have in common."""
+        found: MatrixRules = []
+        for layer in self.model.layer_kinds():
+            mlp = mlp_matrices(layer.mlp) if isinstance(layer.mlp, MLPConfig) else mixture_matrices(layer.mlp)
+            found += name_matrices("blocks.*.attention", _matrices_of_attention(layer.attention))
+            found += name_matrices("blocks.*.mlp", mlp)
+        return [*found, *super().matrices()]
+
     def splits(self) -> Splits:
         """Return how modules may be split over tensor-parallel ranks; see `nn.splits`."""
         layers = self.model.layer_kinds()
@@ -90,6 +100,10 @@ class DeclaredLanguage(DeclaredModel):
 
 def _splits_of_attention(attention: AttentionConfig) -> Splits:
     return attention_splits(attention) if attention.latent is None else latent_attention_splits(attention)
+
+
+def _matrices_of_attention(attention: AttentionConfig) -> MatrixRules:
+    return attention_matrices(attention) if attention.latent is None else latent_attention_matrices(attention)
 
 
 def _splits_of_mlp(mlp: MLPConfig | MixtureConfig) -> Splits:

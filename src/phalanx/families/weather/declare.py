@@ -9,7 +9,7 @@ from phalanx.families.family import DeclaredModel
 from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.grid_features import grid_table, sine_table
 from phalanx.families.weather.sizes import block_flops_per_sample, embedding_flops_per_sample, head_flops_per_sample
-from phalanx.nn.parameters import InitRule, InitRules, ParameterKind
+from phalanx.nn.parameters import InitRule, InitRules, MatrixRows, MatrixRules, ParameterKind
 from phalanx.nn.splits import Split, SplitCount, Splits
 
 _KINDS: tuple[tuple[str, ParameterKind], ...] = (
@@ -47,6 +47,12 @@ class DeclaredWeather(DeclaredModel):
             ("embedding.*queries", InitRule.constant(0.0) if single else InitRule.normal(self.model.init_std)),
             ("*", InitRule.normal(self.model.init_std)),
         ]
+
+    def matrices(self) -> MatrixRules:
+        """Return the matrices of parameters: queries, keys and values of attention share one."""
+        size = self.model.head_size
+        qkv = MatrixRows(pattern=(size, size, size))
+        return [("blocks.*.attention.qkv.weight", qkv), *super().matrices()]
 
     def splits(self) -> Splits:
         """Return how modules may be split over tensor-parallel ranks; see `nn.splits`.

@@ -1,0 +1,69 @@
+"""Lion: parameters move by the sign of a mean of momentum and gradient (Chen et al. 2023, arXiv:2302.06675)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.schema import Optimizer
+from phalanx.optimizers.optimizer_kind import Group, HeldParameters, OptimizerKind, local_part, refuse_options
+
+
+class LionKind(OptimizerKind):
+    """Lion, whose one moment is half of AdamW's state."""
+
+    state_values = 1
+    # Gradient, momentum and parameter read, the last two written, and the direction written and read.
+    value_passes = 7
+
+    def build(self, groups: Sequence[Group], config: Optimizer, held: HeldParameters) -> Lion:
+        """Return Lion over `groups`."""
+        refuse_options(config)
+        return Lion(groups, lr=config.lr, betas=config.betas)
+
+    def update(self, optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
+        """Update without waiting for the device: `divisor` and `skip` are read there."""
+        assert isinstance(optimizer, Lion)
+        optimizer.update(divisor, skip)
+
+
+LION = LionKind()
+
+
+class Lion(torch.optim.Optimizer):
+    """Algorithm 2 of the paper, with decoupled weight decay; state of a parameter is its momentum, `exp_avg`."""
+
+    def __init__(self, groups: Sequence[Group], *, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update with the gradients as they are."""
+        assert closure is None
+        one = torch.ones((), device=self.param_groups[0]["params"][0].device)
+        self.update(one, torch.zeros_like(one))
+
+    @torch.no_grad()
+    def update(self, divisor: Tensor, skip: Tensor) -> None:
+        """Update with every gradient divided by `divisor`, or not at all where `skip` is 1 (both float32, 0-dim)."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update_parameter(parameter, group, divisor, skip)
+
+    def _update_parameter(self, parameter: Tensor, group: dict[str, Any], divisor: Tensor, skip: Tensor) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        local, momentum = local_part(parameter), local_part(state["exp_avg"])
+        assert parameter.grad is not None
+        skip = skip.to(local.dtype)
+        # Filled, not multiplied by 0: a gradient that is not finite would stay so.
+        gradient = local_part(parameter.grad).div_(divisor.to(local.dtype)).masked_fill_(skip.bool(), 0.0)
+        interpolated, kept = group["betas"]
+        rate = group["lr"] * (1.0 - skip)
+        direction = momentum.mul(interpolated).add_(gradient, alpha=1.0 - interpolated).sign_()
+        local.mul_(1.0 - rate * group["weight_decay"]).addcmul_(direction, rate, value=-1.0)
+        momentum.lerp_(gradient, (1.0 - kept) * (1.0 - skip))

@@ -1,0 +1,88 @@
+"""Muon and Lion in layouts of every kind give the gradients and parameters of one rank.
+
+Muon gathers whole matrices over FSDP shards of every ZeRO level, replicas, tensor-parallel, context-parallel and
+expert-parallel ranks, one pipeline stage at a time; a dense model and a mixture of experts. Two steps: the
+second adds to momenta that the first has left.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed_ranks import run_ranks
+from layout_cases import cases, covering, pairs, run_of
+from phalanx.config.schema import Optimizer
+from phalanx.families.registry import bind
+from phalanx.layout.mesh import Groups
+from phalanx.layout.resolve import every_layout
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.optimizers.lion import LION
+from phalanx.optimizers.muon import MUON
+from phalanx.verification.family import VerifiableModel
+from phalanx.verification.verify_run import Verdict, Verifier
+
+OPTIMIZERS = {
+    "muon": {"name": "muon", "adamw_lr_ratio": 0.5, "weight_decay": 0.1},
+    "lion": {"name": "lion", "betas": (0.9, 0.98), "lr": 1e-3},
+}
+CASES = [(2, "muon", "llama"), (4, "muon", "llama"), (4, "muon", "deepseek"), (4, "lion", "llama")]
+CASES += [(8, "muon", "llama"), (8, "muon", "deepseek")]
+LIMIT = 1e-9
+"""Largest relative error of any gradient or parameter, in float64."""
+
+
+def layouts_of(world: int, optimizer: str, model: str) -> list[ResolvedLayout]:
+    """Layouts with every pair of features on two and four ranks, of a mixture those with `ep`; two with many on eight."""
+    if world < 8:
+        found = covering(cases(model, world))
+        if model == "deepseek":
+            found = [layout for layout in found if layout.ep > 1]
+        return found if optimizer == "muon" else found[::4]
+    wanted = {"llama": {"tp": 2, "pp": 2, "dp_shard": 2}, "deepseek": {"tp": 2, "dp_shard": 2, "cp": 2, "ep": 4}}[model]
+    found = every_layout(bind(run_of(model, world, "fp64")), world)
+    alike = [x for x in found if all(getattr(x, name) == value for name, value in wanted.items())]
+    return alike[:: 1 + len(alike) // 2]
+
+
+def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
+    """On one of `world` ranks: verdicts by optimizer and model."""
+    # Neither says how far rounding may move a parameter (a sign jumps); here parameters are compared all the same.
+    for kind in (MUON, LION):
+        kind.update_gain = lambda config: 1e6  # type: ignore[method-assign]
+    verdicts, groups = {}, Groups()
+    for _, optimizer, model in (case for case in CASES if case[0] == world):
+        run = run_of(model, world, "fp64")
+        fields = {**run.optimizer.model_dump(), **OPTIMIZERS[optimizer]}
+        run = run.model_copy(update={"optimizer": Optimizer.model_validate(fields)})
+        bound = bind(run, VerifiableModel)
+        verifier = Verifier(bound, torch.device("cpu"), steps=2, activations=False, groups=groups)
+        verdicts[optimizer, model] = [verifier.verify(layout) for layout in layouts_of(world, optimizer, model)]
+    return verdicts
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[tuple[int, str, str], list[Verdict]]:
+    return {
+        (world, *key): found
+        for world in sorted({case[0] for case in CASES})
+        for key, found in run_ranks(verify_all, world, world, timeout_s=600.0)[0].items()
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_layouts_update_as_one_rank_does(
+    case: tuple[int, str, str], verdicts: dict[tuple[int, str, str], list[Verdict]]
+) -> None:
+    assert verdicts[case]
+    for verdict in verdicts[case]:
+        for what in ("gradient", "parameter"):
+            errors = {f"{c.name} in step {c.step}": c.error for c in verdict.checks if c.what == what}
+            worst = max(errors, key=lambda name: errors[name])
+            assert errors[worst] < LIMIT, (verdict.layout, what, worst, errors[worst])
+
+
+def test_muon_meets_every_pair_of_features() -> None:
+    for world, model in ((2, "llama"), (4, "llama")):
+        legal = set().union(*map(pairs, every_layout(bind(run_of(model, world, "fp64")), world)))
+        assert legal == set().union(*map(pairs, layouts_of(world, "muon", model)))
