@@ -2,7 +2,7 @@
 
     phalanx data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02
     python benchmarks/optimizers_compared.py --out benchmarks/results/optimizers/NAME.json
-    python benchmarks/optimizers_compared.py --out ... --rates adamw=0.002,0.004 muon=0.002,0.004 training.steps=600
+    python benchmarks/optimizers_compared.py --out ... training.steps=600 --rates 'adamw=0.002,0.004;muon=0.002,0.004'
 
 Trains examples/quickstart.yaml (with the fields given) once for each optimizer and rate, in this process, all from the same
 weights on the same samples. The result, written again after each run, holds all curves, the best rate of each by held-out
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="section.field=value for the run file")
     parser.add_argument("--run", type=Path, default=ROOT / "examples" / "quickstart.yaml")
-    parser.add_argument("--rates", nargs="+", default=["adamw=0.003,0.006,0.012", "muon=0.003,0.006,0.012"])
+    parser.add_argument("--rates", default="adamw=0.003,0.006,0.012;muon=0.003,0.006,0.012")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     result: dict[str, Any] = {
@@ -54,7 +54,7 @@ def main() -> None:
         "runs": [],
     }
     asked.out.parent.mkdir(parents=True, exist_ok=True)
-    for text in asked.rates:
+    for text in asked.rates.split(";"):
         name, _, rates = text.partition("=")
         for rate in rates.split(","):
             result["runs"].append(train(asked.run, name, float(rate), asked.words))
