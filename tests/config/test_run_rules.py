@@ -61,6 +61,11 @@ from phalanx.errors import ConfigError
             "training.steps=100\nnearest: optimizer.warmup_steps=80",
         ),
         (
+            ["optimizer.momentum=0.9"],
+            "optimizer.momentum=0.9 says how Muon updates, and optimizer.name=adamw\n"
+            "nearest: optimizer.name=muon or optimizer.momentum=0.95",
+        ),
+        (
             ["training.profile={first: 99, last: 101}"],
             "training.profile.last=101 comes after the last step, training.steps=100",
         ),

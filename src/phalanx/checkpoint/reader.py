@@ -77,13 +77,17 @@ class CheckpointReader:
         self._await_save()
         return self._ranks.from_first(lambda: next((found for found in self._published() if _is_whole(found)), None))
 
-    def load(self, checkpoint: Checkpoint, tensors: SavedTensors, *, prefix: str = "") -> dict[str, Any]:
+    def load(
+        self, checkpoint: Checkpoint, tensors: SavedTensors, *, prefix: str = "", optional: str | None = None
+    ) -> dict[str, Any]:
         """Fill `tensors` in place, in whatever sharding they have, and return the state.
 
         prefix: load only the tensors of the checkpoint whose names start with this; `tensors` must then be exactly those,
-        over all ranks together. Rank 0 reads the table of contents for all; each rank reads the chunks it needs, and
-        verifies every byte. Raises on all ranks alike: CheckpointDamaged, a CheckpointError, naming file and tensor with
-        the checksum expected and found, and CheckpointError naming tensors that do not fit.
+        over all ranks together. optional: what the names of tensors start with that all come or all stay away: where the
+        checkpoint or `tensors` has none of them, they are left as they are. Rank 0 reads the table of contents for all; each
+        rank reads the chunks it needs, and verifies every byte. Raises on all ranks alike: CheckpointDamaged, a
+        CheckpointError, naming file and tensor with the checksum expected and found, and CheckpointError naming tensors that
+        do not fit.
         """
         self._await_save()
         path = checkpoint.path
@@ -91,7 +95,9 @@ class CheckpointReader:
         manifest = text.parse_manifest()
         state = text.parse_state(manifest)
         # Before anything is read: a model that does not fit is then left as it was.
-        records = [record for record in manifest.tensors if record.name.startswith(prefix)]
+        records: Sequence[TensorRecord] = [record for record in manifest.tensors if record.name.startswith(prefix)]
+        if optional is not None:
+            records, tensors = _without_lacking(records, tensors, optional)
         self._check_same_tensors(path, records, tensors, prefix)
         error: Exception | None = None
         try:
@@ -108,12 +114,13 @@ class CheckpointReader:
         tensors: SavedTensors,
         *,
         prefix: str = "",
+        optional: str | None = None,
         check: Callable[[Checkpoint, dict[str, Any]], None] | None = None,
     ) -> tuple[Checkpoint, dict[str, Any]] | None:
         """Load the newest checkpoint that is not damaged, with a warning for each one passed over.
 
-        check: called with a checkpoint and its state once `tensors` are filled; raises CheckpointDamaged, on all ranks
-        alike, for one that is not to be used.
+        optional: see `load`. check: called with a checkpoint and its state once `tensors` are filled; raises
+        CheckpointDamaged, on all ranks alike, for one that is not to be used.
 
         Returns None if there is no checkpoint at all. Raises CheckpointError if there are some but none is usable, and if
         the newest sound one does not fit `tensors`: an older one would not fit either.
@@ -122,7 +129,7 @@ class CheckpointReader:
         damages = []
         for checkpoint in self._ranks.from_first(self._published):
             try:
-                state = self.load(checkpoint, tensors, prefix=prefix)
+                state = self.load(checkpoint, tensors, prefix=prefix, optional=optional)
                 if check is not None:
                     check(checkpoint, state)
                 return checkpoint, state
@@ -175,6 +182,18 @@ class CheckpointReader:
         which = f" (names starting with {prefix!r})" if prefix else ""
         summary = f"{path} does not fit this model{which}: {'; '.join(problems)}. Use the run file it was saved with"
         self._ranks.agree(CheckpointError(summary) if problems else None)
+
+
+def _without_lacking(
+    records: Sequence[TensorRecord], tensors: SavedTensors, optional: str
+) -> tuple[list[TensorRecord], SavedTensors]:
+    """Return `records` and `tensors`, without those whose names start with `optional` unless both have some."""
+    saved = any(record.name.startswith(optional) for record in records)
+    # Every rank holds parameters, so all ranks come to the same answer.
+    if saved and any(name.startswith(optional) for name in tensors):
+        return list(records), tensors
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(optional)}
+    return [record for record in records if not record.name.startswith(optional)], kept
 
 
 def read_tensors(path: Path, prefix: str = "") -> dict[str, Tensor]:

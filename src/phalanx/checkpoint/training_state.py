@@ -1,6 +1,7 @@
 """What makes up a training state: tensors under names that depend on the model alone, and random number generators.
 
     model.<name>                 parameters and persistent buffers
+    ema.<name>                   moving averages of parameters, where the run keeps them
     optimizer.<name>.<what>      what the optimizer keeps for the parameter <name>: exp_avg, exp_avg_sq, step, ...
 
 Names do not depend on parameter groups, their order, torch.compile or recompute. Hyper-parameters (learning rate,

@@ -57,6 +57,9 @@ ModelPath = Annotated[
 TokenizerPath = Annotated[
     Path | None, typer.Option(help="A tokenizer.json, or a folder with one, in place of the model's own.")
 ]
+AveragedWeights = Annotated[
+    bool, typer.Option("--ema", help="Take the moving averages of the weights, of a run with training.ema.")
+]
 Device = Annotated[str, typer.Option(help="Device type: auto takes the accelerator PyTorch finds, else the CPU.")]
 PrecisionName = Annotated[
     str | None,

@@ -17,7 +17,7 @@ from phalanx.config.section import MAX_BATCH_SAMPLES
 
 def check_run(run: Run) -> list[Problem]:
     """Return everything that does not fit together in `run`; empty for a sound one."""
-    rules = (_check_batch, _check_schedule, _check_windows, _check_checkpoints, _check_resume)
+    rules = (_check_batch, _check_schedule, _check_optimizer, _check_windows, _check_checkpoints, _check_resume)
     found = [problem for rule in rules for problem in rule(run)]
     return [*run.find_problems(), *found]
 
@@ -94,6 +94,25 @@ def _check_schedule(run: Run) -> Iterator[Problem]:
                 f"{stated} and the {decay} steps of decay (optimizer.decay_fraction={optimizer.decay_fraction}) "
                 f"are more than training.steps={steps}",
                 f"optimizer.warmup_steps={steps - decay}",
+            )
+
+
+_MUON_FIELDS = ("momentum", "nesterov", "newton_schulz_steps", "adamw_lr_ratio")
+"""Fields of the optimizer section that AdamW and Lion have no use for."""
+
+
+def _check_optimizer(run: Run) -> Iterator[Problem]:
+    optimizer = run.optimizer
+    # What an optimizer of a package makes of them is its own affair.
+    if optimizer.name not in ("adamw", "lion"):
+        return
+    for name in _MUON_FIELDS:
+        value, plain = getattr(optimizer, name), type(optimizer).model_fields[name].default
+        if value != plain:
+            yield Problem(
+                ("optimizer", name),
+                f"optimizer.{name}={value} says how Muon updates, and optimizer.name={optimizer.name}",
+                f"optimizer.name=muon or optimizer.{name}={plain}",
             )
 
 

@@ -158,6 +158,15 @@ def _callback_from_name(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 
+class AverageOfWeights(Section):
+    """An exponential moving average of the weights, which is saved beside them."""
+
+    decay: DecayRate
+    """Share of the average that is kept whenever weights are added to it."""
+    every: PositiveInt = 1
+    """Optimizer steps from one addition to the next."""
+
+
 class CallbackChoice(Section):
     """A callback of a run."""
 
@@ -191,6 +200,8 @@ class Training(Section):
     """Attention kernel; auto measures those that can run this shape on this device and takes the fastest."""
     loss_chunk_tokens: PositiveInt | Literal["auto"] = "auto"
     """Tokens whose logits are held at once by the fused output head and loss."""
+    ema: AverageOfWeights | None = None
+    """Moving average of the weights, for `phalanx evaluate`, `generate` and `convert` with --ema; null keeps none."""
     z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the squared log-partition term that keeps logits small (PaLM, section 5)."""
     flops: Literal["causal", "palm"] = "causal"

@@ -20,6 +20,7 @@ from phalanx.checkpoint import (
     CheckpointDamaged,
     CheckpointStore,
     RngState,
+    TensorReader,
     materialise_optimizer_state,
     open_checkpoints,
     placed_tensors,
@@ -36,6 +37,7 @@ from phalanx.layout.apply import ParallelModel
 from phalanx.training.divergence import all_finite
 from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.step import TrainStep
+from phalanx.training.weight_average import AVERAGES
 
 _MODEL = "model."
 """Beginning of the names of model parameters in a checkpoint."""
@@ -127,7 +129,7 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
     source = store if elsewhere is None else open_checkpoints(elsewhere)
     # Most optimizers make their state in the first step; a checkpoint needs a place to load it into.
     materialise_optimizer_state(step.optimizer)
-    tensors = placed_tensors(applied.saved, applied.splits, step.optimizer)
+    tensors = step.saved_tensors()
     if run.checkpoint.asynchronous and run.checkpoint.every is not None:
         # Pages of fresh memory cost several times the copy: they are touched while the model loads and compiles.
         store.reserve(tensors)
@@ -139,14 +141,18 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
         if not all_finite(tensors.values(), step.device):
             raise CheckpointDamaged(f"{checkpoint.path}: weights or optimizer state are not finite")
 
-    loaded = source.load_newest_usable(tensors, check=check)
+    # A run file may begin or end to ask for an average in mid-run.
+    loaded = source.load_newest_usable(tensors, optional=AVERAGES, check=check)
     if loaded is None:
         if elsewhere is not None or resume == "must":
             raise _nothing_to_resume(model, elsewhere or store.root)
         if run.training.init_from is not None:
             load_weights(Path(run.training.init_from), applied, model.how_to_import)
+        _begin_average(step)
         return 0
     checkpoint, fields = loaded
+    if step.average is not None and not has_average(checkpoint.path):
+        _begin_average(step)
     # Only now: a checkpoint of other samples is sound, so an older one must not be tried in its place.
     state = check_state(checkpoint, fields)
     _check_same_run(run, state, inputs.stream.fingerprint, str(checkpoint.path))
@@ -156,6 +162,17 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
     # Last: building the model and loading may have drawn from the global generators.
     set_rng_state(fields["rng"])
     return state.step
+
+
+def _begin_average(step: TrainStep) -> None:
+    if step.average is not None:
+        step.average.restart()
+
+
+def has_average(path: Path) -> bool:
+    """Return whether the checkpoint at `path` holds moving averages of its weights."""
+    with TensorReader(path) as reader:
+        return any(name.startswith(AVERAGES) for name in reader.records)
 
 
 def load_weights(path: Path, applied: ParallelModel, how_to_import: Callable[[Path], str] = lambda _: "") -> None:

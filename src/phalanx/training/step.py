@@ -11,15 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from phalanx.checkpoint import materialise_optimizer_state
+from phalanx.checkpoint import materialise_optimizer_state, placed_tensors
 from phalanx.config.schema import Optimizer
 from phalanx.data.batch_stream import Batch
 from phalanx.families.family import BoundModel
 from phalanx.launch.heartbeat import SILENT, Heartbeat
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
+from phalanx.layout.place import Place, place_of
 from phalanx.optimizers import build_optimizer, find_optimizer
 from phalanx.torch_compat import common as compat
+from phalanx.training.weight_average import AVERAGES, WeightAverage
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) 
     config = model.run.optimizer
     optimizer = build_optimizer(applied.parameters, config, model.parameter_kind, applied.hold_parameters(model))
     scaler = GradScaler(device.type) if model.precision.scales_loss else None
-    return TrainStep(applied, optimizer, config, device=device, scaler=scaler)
+    ema = model.run.training.ema
+    average = None if ema is None else WeightAverage(applied.parameters, ema)
+    return TrainStep(applied, optimizer, config, device=device, scaler=scaler, average=average)
 
 
 def build_full_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
@@ -71,10 +75,11 @@ class TrainStep:
         *,
         device: torch.device,
         scaler: GradScaler | None = None,
+        average: WeightAverage | None = None,
     ) -> None:
         """Join a laid-out model and its optimizer, which is of the kind that `config` names.
 
-        scaler: holds the loss scale, of a precision that needs one.
+        scaler: holds the loss scale, of a precision that needs one. average: of the weights, where the run keeps one.
         """
         self.applied = applied
         self.executor = Executor(applied)
@@ -83,6 +88,7 @@ class TrainStep:
         self.kind = find_optimizer(config)
         self.device = device
         self.scaler = scaler
+        self.average = average
         self.heartbeat: Heartbeat = SILENT
 
     def report_to(self, heartbeat: Heartbeat) -> None:
@@ -106,7 +112,17 @@ class TrainStep:
         # Losses are sums: divided by the targets of the whole batch, uneven micro-batches and ranks average right.
         scale = 1.0 / targets if self.scaler is None else self.scaler.scale(1.0 / targets)
         loss = self._sum_over_ranks(self.executor.forward_backward(step, batch, scale))
-        return self.update_parameters((loss / targets).sum())
+        figures = self.update_parameters((loss / targets).sum())
+        if self.average is not None:
+            self.average.add_step(step, figures)
+        return figures
+
+    def saved_tensors(self) -> dict[str, Place]:
+        """Return what a checkpoint holds: model, optimizer state and the average of the weights, each with its place."""
+        applied = self.applied
+        averages = {} if self.average is None else self.average.tensors
+        placed = placed_tensors(applied.saved, applied.splits, self.optimizer)
+        return placed | {f"{AVERAGES}{name}": place_of(x, applied.splits.get(name)) for name, x in averages.items()}
 
     def update_parameters(self, loss: Tensor) -> Tensor:
         """Update with the gradients that are there, then drop them.
@@ -132,7 +148,14 @@ class TrainStep:
 
     def relaid(self, executor: Executor) -> TrainStep:
         """Return steps of the same optimizer on the same parameters, run by another executor."""
-        step = TrainStep(executor.applied, self.optimizer, self.config, device=self.device, scaler=self.scaler)
+        step = TrainStep(
+            executor.applied,
+            self.optimizer,
+            self.config,
+            device=self.device,
+            scaler=self.scaler,
+            average=self.average,
+        )
         step.executor = executor
         return step
 

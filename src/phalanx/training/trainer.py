@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.checkpoint import CheckpointStore, RankGroup, SaveHandle, placed_tensors
+from phalanx.checkpoint import CheckpointStore, RankGroup, SaveHandle
 from phalanx.errors import CheckpointError, Interrupted, PhalanxError
 from phalanx.hardware.device import HostCopy, Moment
 from phalanx.launch.heartbeat import SILENT, Heartbeat
@@ -327,14 +327,14 @@ class Checkpointer:
             return self._save(step, final=final)
 
     def _save(self, step: int, *, final: bool) -> float:
-        parts, applied = self._parts, self._parts.step.applied
+        parts = self._parts
         # The last step may be due anyway: once is enough, but it has to be on disk before the run ends.
         if self.saved_step == step:
             parts.store.wait()
             return 0.0
         start = time.perf_counter()
         self._log_duration()
-        tensors = placed_tensors(applied.saved, applied.splits, parts.step.optimizer)
+        tensors = parts.step.saved_tensors()
         if not all_finite(tensors.values(), parts.place.device):
             found = f"step {step}: weights or optimizer state are not finite; they are not saved"
             self._guard.give_up(Divergence(found, "or with optimizer.grad_clip"), step)

@@ -18,6 +18,7 @@ def run_convert(asked: ConvertArguments) -> None:
             to=asked.to,
             dtype=find_number_format(asked.dtype, "--dtype"),
             tokenizer=asked.tokenizer,
+            ema=asked.ema,
             architecture=asked.architecture,
             shard_bytes=round(asked.shard_gb * 1e9),
             progress=lambda done, total: bar.update(task, completed=done, total=total),

@@ -16,7 +16,9 @@ from phalanx.nn.precision import find_number_format
 def run_evaluate(asked: EvaluateArguments) -> None:
     """Run the subcommand."""
     dtype = find_number_format(asked.precision, "--precision")
-    loaded = load_for_inference(asked.checkpoint, choose_device(asked.device), dtype=dtype, tokenizer=asked.tokenizer)
+    loaded = load_for_inference(
+        asked.checkpoint, choose_device(asked.device), dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema
+    )
     start = time.perf_counter()
     with make_progress_bar() as bar:
         task = bar.add_task(asked.split)

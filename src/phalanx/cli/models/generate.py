@@ -21,7 +21,9 @@ def run_generate(asked: GenerateArguments) -> None:
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
     text = _read_prompt(asked.prompt)
     dtype = find_number_format(asked.precision, "--precision")
-    loaded = load_for_inference(asked.checkpoint, choose_device(asked.device), dtype=dtype, tokenizer=asked.tokenizer)
+    loaded = load_for_inference(
+        asked.checkpoint, choose_device(asked.device), dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema
+    )
     # Several continuations come at once, and would be mixed up.
     streaming = asked.count == 1 and not asked.as_json
 

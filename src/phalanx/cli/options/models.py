@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from phalanx.cli.arguments import PRECISION_NAMES, Device, Json, ModelPath, Overrides, PrecisionName, TokenizerPath
+from phalanx.cli.arguments import (
+    PRECISION_NAMES,
+    AveragedWeights,
+    Device,
+    Json,
+    ModelPath,
+    Overrides,
+    PrecisionName,
+    TokenizerPath,
+)
 from phalanx.families.language.huggingface.folder_files import DEFAULT_SHARD_BYTES
 
 
@@ -31,6 +40,7 @@ class EvaluateArguments:
         int | None, typer.Option(min=1, help="Tokens a sample; by default that of the run (2048 for imported models).")
     ] = None
     tokenizer: TokenizerPath = None
+    ema: AveragedWeights = False
     device: Device = "auto"
     precision: PrecisionName = None
     as_json: Json = False
@@ -60,6 +70,7 @@ class GenerateArguments:
     seed: Annotated[int, typer.Option(min=0, help="The same seed writes the same text.")] = 0
     count: Annotated[int, typer.Option(min=1, help="Continuations to write, with seeds SEED, SEED+1, ...")] = 1
     tokenizer: TokenizerPath = None
+    ema: AveragedWeights = False
     device: Device = "auto"
     precision: PrecisionName = None
     as_json: Json = False
@@ -88,6 +99,7 @@ class ConvertArguments:
         ),
     ] = None
     tokenizer: TokenizerPath = None
+    ema: AveragedWeights = False
     architecture: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Hugging Face's name of the model to write, where several compute the same."),

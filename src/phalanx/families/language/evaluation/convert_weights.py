@@ -77,6 +77,7 @@ def convert_weights(
     tokenizer: Path | None = None,
     architecture: str | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
+    ema: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Conversion:
     """Write the weights at `source` (see `open_weights`) as the new folder `target`.
@@ -84,14 +85,14 @@ def convert_weights(
     to: the form to write; by default the one `source` is not in. dtype: number format; by default float32 for a
     checkpoint, which is what training keeps, and the stored one for a Hugging Face folder. tokenizer: a tokenizer.json,
     or a folder with one, in place of the tokenizer that belongs to `source`. architecture: Hugging Face's name of the model
-    to write, where more than one computes the same.
+    to write, where more than one computes the same. ema: whether to take the moving averages of the weights.
 
     Raises ConfigError for a model that no Hugging Face architecture can express and for a `target` in use,
     CheckpointError for a `source` that cannot be read.
     """
     # Asked before anything is read, and again as the folder is made.
     refuse_used(target)
-    with open_weights(source) as weights:
+    with open_weights(source, ema=ema) as weights:
         form: Form = to or ("huggingface" if weights.kind == "phalanx" else "phalanx")
         if architecture is not None and form == "phalanx":
             raise ConfigError(f"--architecture={architecture} counts for Hugging Face folders alone; leave it out")

@@ -37,6 +37,7 @@ from phalanx.families.language.huggingface.folder_files import (
 from phalanx.hardware.device import require_cpu_format
 from phalanx.nn.experts import Router
 from phalanx.nn.precision import PRECISIONS
+from phalanx.training.weight_average import AVERAGES
 
 PREFIX = "model."
 """What the names of a checkpoint's model tensors begin with."""
@@ -106,14 +107,23 @@ class Weights(ABC):
         self.close()
 
 
-def open_weights(path: Path) -> Weights:
+def open_weights(path: Path, *, ema: bool = False) -> Weights:
     """Open a run directory or its checkpoints/ folder (the newest whole checkpoint), one checkpoint, or a Hugging Face
-    folder. Raises CheckpointError if `path` is none of these, or damaged."""
+    folder.
+
+    ema: whether to take the moving averages of the weights. Raises CheckpointError if `path` is none of these, or damaged,
+    or has no averages where they are asked for."""
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a folder; give a run directory, a checkpoint in it, or a Hugging Face folder"
         )
-    return HuggingFaceWeights(path) if is_huggingface_folder(path) else PhalanxWeights(path)
+    if not is_huggingface_folder(path):
+        return PhalanxWeights(path, ema=ema)
+    if ema:
+        raise CheckpointError(
+            f"--ema: {path} is a Hugging Face folder, which holds no moving averages; leave --ema out"
+        )
+    return HuggingFaceWeights(path)
 
 
 class HuggingFaceWeights(Weights):
@@ -149,7 +159,8 @@ class PhalanxWeights(Weights):
 
     kind = "phalanx"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, ema: bool = False) -> None:
+        """Open the newest checkpoint at `path`. ema: whether to take the moving averages of the weights."""
         newest = open_checkpoints(path).newest()
         if newest is None:
             raise CheckpointError(
@@ -160,11 +171,16 @@ class PhalanxWeights(Weights):
         state = read_state(newest.path)
         self.run, self.model = _parse_state(state, newest.path)
         self._reader = TensorReader(newest.path)
-        stored = {
-            name.removeprefix(PREFIX): record
-            for name, record in self._reader.records.items()
-            if name.startswith(PREFIX)
-        }
+        records = self._reader.records
+        if ema and not any(name.startswith(AVERAGES) for name in records):
+            raise CheckpointError(
+                f"--ema: {newest.path} holds no moving averages of its weights; train with training.ema.decay=0.999, say"
+            )
+        self._names = {name.removeprefix(PREFIX): name for name in records if name.startswith(PREFIX)}
+        if ema:
+            # What routers keep beside parameters has no average.
+            self._names |= {name.removeprefix(AVERAGES): name for name in records if name.startswith(AVERAGES)}
+        stored = {name: records[saved_as] for name, saved_as in self._names.items()}
         self._formats = {name: record.torch_dtype for name, record in stored.items()}
         self._check_shapes({name: tuple(record.shape) for name, record in stored.items()})
         stored_tokens = state.get("special_tokens")
@@ -183,14 +199,14 @@ class PhalanxWeights(Weights):
         """Read the tensor `name`, or some of its rows, and verify their checksums."""
         shape = self.shapes[name]
         if rows == slice(None) or not shape:
-            return self._reader.read(PREFIX + name)
+            return self._reader.read(self._names[name])
         start, stop, _ = rows.indices(shape[0])
         if self._held is None or not self._holds(name, start, stop):
             # Let go of first, so that two windows are never held at once.
             self._held = None
             row_bytes = prod(shape[1:]) * self._formats[name].itemsize
             last = min(shape[0], max(stop, start + _WINDOW_BYTES // max(row_bytes, 1)))
-            self._held = name, start, self._reader.read(PREFIX + name, start, last)
+            self._held = name, start, self._reader.read(self._names[name], start, last)
         _, first, held = self._held
         return held[start - first : stop - first]
 
@@ -291,17 +307,23 @@ class LoadedModel:
 
 
 def load_for_inference(
-    path: Path, device: torch.device, *, dtype: torch.dtype | None = None, tokenizer: Path | None = None
+    path: Path,
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: Path | None = None,
+    ema: bool = False,
 ) -> LoadedModel:
     """Load a run directory (its newest whole checkpoint), one checkpoint, or a Hugging Face folder.
 
     dtype: number format of weights and activations; by default that of the run, and for imported weights bfloat16 on
     accelerators and float32 on the CPU. tokenizer: a tokenizer.json, or a folder with one, in place of the one that
-    belongs to the model. One block's tensors are held on the CPU beside the model.
+    belongs to the model. ema: whether to take the moving averages of the weights. One block's tensors are held on the CPU
+    beside the model.
 
     Raises CheckpointError where there is no sound checkpoint, or the tokenizer asked for is not there.
     """
-    with open_weights(path) as weights:
+    with open_weights(path, ema=ema) as weights:
         if dtype is None and weights.run is not None:
             dtype = PRECISIONS[weights.run.layout.precision].compute_dtype
         elif dtype is None:
