@@ -10,6 +10,7 @@ from phalanx.optimizers.optimizer_kind import (
     OptimizerKind,
     build_optimizer,
     find_optimizer,
+    kept_values,
     set_learning_rate,
 )
 from phalanx.optimizers.whole_matrices import WholeMatrices
@@ -22,5 +23,6 @@ __all__ = [
     "WholeMatrices",
     "build_optimizer",
     "find_optimizer",
+    "kept_values",
     "set_learning_rate",
 ]

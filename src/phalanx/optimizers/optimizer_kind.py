@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.config.schema import Optimizer
+from phalanx.config.schema import Optimizer, Run
 from phalanx.errors import ConfigError
 from phalanx.extensions import Registry
 from phalanx.nn.parameters import ParameterKind
@@ -109,6 +109,11 @@ OPTIMIZERS: Registry[OptimizerKind] = Registry(
 def find_optimizer(config: Optimizer) -> OptimizerKind:
     """Return the optimizer that the run file names. Raises ConfigError where there is none of that name."""
     return OPTIMIZERS.get(config.name, "optimizer.name")
+
+
+def kept_values(run: Run) -> int:
+    """Return the values that a run keeps for each parameter beside it: optimizer state, and the average of the weights."""
+    return find_optimizer(run.optimizer).state_values + (run.training.ema is not None)
 
 
 def build_optimizer(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.layout.spec import SCHEDULES, Ints, LayoutTable, Recompute, ResolvedLayout
-from phalanx.optimizers import find_optimizer
+from phalanx.optimizers import kept_values
 from phalanx.planner.memory.one_stage import OneStage, one_stage_candidates
 from phalanx.planner.memory.parts import ModelBytes, distinct, model_bytes
 from phalanx.planner.memory.peer_buffers import peer_buffer_bytes
@@ -239,7 +239,7 @@ def _memory_state(
         sizes=parts,
         width=precision.compute_dtype.itemsize,
         master=precision.main_dtype.itemsize,
-        optimizer_values=find_optimizer(model.run.optimizer).state_values,
+        optimizer_values=kept_values(model.run),
         sharded=candidates.data_ranks * candidates.cp > 1,
         piped=piped,
         zero=candidates.zero,

@@ -18,7 +18,7 @@ from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import SCHEDULES, Bools, Ints, LayoutTable
 from phalanx.nn.precision import PRECISIONS
-from phalanx.optimizers import find_optimizer
+from phalanx.optimizers import kept_values
 from phalanx.planner.rank.cost_models import LEAST_P, CostModels, Floats, Memory, Times
 from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts
 from phalanx.planner.schedule.bounds import in_flight
@@ -301,7 +301,7 @@ def bound_memory(model: TracedModel, layouts: LayoutTable) -> Floats:
     """
     run, config = model.run, model.config
     held = model.parameter_count() / (layouts.pp * layouts.tp)
-    states = held / layouts.shards * _MAIN_BYTES * (1 + find_optimizer(run.optimizer).state_values)
+    states = held / layouts.shards * _MAIN_BYTES * (1 + kept_values(run))
     gradients = held * _MAIN_BYTES / layouts.shards
     microbatches = np.ones(len(layouts))
     for number, name in enumerate(SCHEDULES):
