@@ -16,7 +16,7 @@ from phalanx.planner.time.profile import NamedProfile
 from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.time.step_time import Busiest, DataParallel
 from phalanx.planner.trace.operations import Attention, Matmul, Operation
-from phalanx.planner.trace.traced_model import PartName, Setting
+from phalanx.planner.trace.traced_model import BLOCKS, PartName, Setting
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class OtherFramework(FrameworkProfile):
         Recomputing a block runs all of its forward pass again, and `selective` the attention core alone.
         """
         operations = list(super().part_operations(name, self.traced_setting(setting), microbatch))
-        if setting.recompute != "none" and name == "block":
+        if setting.recompute != "none" and name in BLOCKS:
             again = [
                 replace(op, phase="recompute")
                 for op in operations

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from phalanx.config.model import LanguageModel
+from phalanx.config.presets import find_preset
 from phalanx.planner.measured.cells import Row, Unusable
 from phalanx.planner.measured.models import model_of, preset_sizes
 
@@ -24,13 +25,13 @@ _BIGSCIENCE_VOCABULARY = "250880"
 def published_model(row: Row) -> LanguageModel:
     """Return the row's model.
 
-    Raises Unusable for other kinds of model, mixtures of experts, fine-tuning and unstated sizes.
+    Raises Unusable for other kinds of model, mixtures of experts without a preset, fine-tuning and unstated sizes.
     """
     name, family = row.text("model"), row.text("family")
     if _OTHER_KINDS.search(f"{name} {family}"):
         raise Unusable("it is not a language model")
     if _MIXTURES.search(name) or (row.whole("ep") or 1) > 1:
-        raise Unusable("it is a mixture of experts")
+        return _mixture(name)
     if "lora" in name.lower():
         raise Unusable("it trains adapters alone")
     if "sft" in name.lower():
@@ -39,6 +40,15 @@ def published_model(row: Row) -> LanguageModel:
     if row.text("vocab") == "250k" and row.text("group").startswith("bigscience"):
         row.cells = {**row.cells, "vocab": _BIGSCIENCE_VOCABULARY}
     return model_of(row, _known_sizes(row.text("group"), name))
+
+
+def _mixture(name: str) -> LanguageModel:
+    """Return the mixture of experts that is a preset of this name: tables state nothing of experts."""
+    preset = find_preset(re.split(r"[ \[(]", name.lower())[0].replace("_", "-"))
+    model = None if preset is None else preset.model()
+    if not isinstance(model, LanguageModel) or model.experts is None:
+        raise Unusable("it is a mixture of experts that no preset describes")
+    return model
 
 
 def _known_sizes(group: str, name: str) -> dict[str, Any]:

@@ -7,12 +7,13 @@ TFLOP/s become tokens by the source's own convention (`published.flops`). Rows r
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from phalanx.config.model import LanguageModel
 from phalanx.hardware.device import known_devices
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.measured.cells import Precision, Row, Unusable, device_of, precision_of, read_rows
 from phalanx.planner.measured.runs import (
     Attempts,
@@ -70,7 +71,7 @@ def _read_row(row: Row) -> PublishedRun:
     model, precision = attempt(published_model), attempt(precision_of)
     device, per_unit = attempt(device_of) or (None, 1)
     devices = attempt(device_count, per_unit)
-    layout = attempt(layout_of, devices, status, attempt(zero_of))
+    layout = attempt(_expert_layout, attempt(layout_of, devices, status, attempt(zero_of)))
     attempt(check_microbatch_stated)
     attempt(check_stages_hold_blocks, model, layout)
     recompute, length = attempt(recompute_of), attempt(length_of)
@@ -100,6 +101,14 @@ def _read_row(row: Row) -> PublishedRun:
         status=status,
         agreement=_agreement(_convention(row), model, length, timed, counted),
     )
+
+
+def _expert_layout(row: Row, layout: ResolvedLayout) -> ResolvedLayout:
+    """Return the layout with the row's ranks of experts. Raises Unusable where ours cannot spread them so."""
+    ep, ranks = row.whole("ep") or 1, int(layout.table.expert_ranks[0])
+    if ranks % ep:
+        raise Unusable(f"ep={ep} does not divide the {ranks} ranks of a stage and replica")
+    return replace(layout, ep=ep)
 
 
 def _trusted(row: Row) -> None:

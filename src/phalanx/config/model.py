@@ -38,6 +38,11 @@ class BlockModel(Model):
     d_model: Width
     """Width of the residual stream."""
 
+    @property
+    def leading_layers(self) -> int:
+        """First blocks that are of another kind than those that follow."""
+        return 0
+
 
 class RopeScaling(Section):
     """Change of the rotary frequencies for contexts longer than those of pre-training; `kind` says which fields count."""
@@ -368,6 +373,10 @@ class MixtureConfig:
         """Return all parameters."""
         return self._count_parameters(self.settings.count)
 
+    def expert_parameters(self) -> int:
+        """Return the parameters of all routed experts, which ranks may share out."""
+        return 3 * self.settings.count * self.width * self.hidden
+
     def _count_parameters(self, experts: int) -> int:
         shared = 0 if self.shared is None else self.shared.parameter_count() + self.settings.shared_gate * self.width
         return self.width * (self.settings.count + 3 * experts * self.hidden) + shared
@@ -629,6 +638,11 @@ class LanguageModel(BlockModel):
     def layer_kinds(self) -> Mapping[LayerConfig, int]:
         """Return the layers that differ, each with how many there are of it, in their order in the model."""
         return Counter(self.layer(number) for number in range(self.n_layers))
+
+    @property
+    def leading_layers(self) -> int:
+        """First blocks that have an MLP where those that follow have experts."""
+        return 0 if self.experts is None else self.experts.dense_layers
 
     @property
     def residual_norm(self) -> NormConfig:

@@ -124,6 +124,10 @@ class BoundModel(DeclaredModel):
         """Return the experts of each mixture; by default None: there are none."""
         return None
 
+    def expert_parameters(self) -> int:
+        """Return the parameters of all experts that `ep` shares out; by default 0."""
+        return 0
+
     def needs_bias(self) -> bool:
         """Return whether attention adds a bias or a mask besides the causal one, which a ring computes slowly; by default
         not."""

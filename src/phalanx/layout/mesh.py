@@ -248,6 +248,8 @@ class Mesh:
     """First and last stage, for a parameter that both hold."""
     ep: Axis = Axis("ep")
     """Ranks that share out the experts of a mixture."""
+    expert_shards: Axis = Axis("expert_shards")
+    """Ranks that share one copy of what `zero` shards of the same experts."""
     expert_replicas: Axis = Axis("expert_replicas")
     """Ranks that hold the same share of the same experts."""
     expert_data: DeviceMesh | None = None
@@ -263,7 +265,8 @@ class Mesh:
     def axes(self) -> tuple[Axis, ...]:
         """All axes; of those that share a group, the one that it is known by comes first."""
         degrees = (getattr(self, name) for name in reversed(MESH_ORDER))
-        return *degrees, self.shards, self.replicas, self.tie, self.branch
+        experts = (self.ep, self.expert_shards, self.expert_replicas)
+        return *degrees, self.shards, self.replicas, *experts, self.tie, self.branch
 
     @property
     def data_rank(self) -> int:
@@ -324,10 +327,12 @@ def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None
     members = ranks_along(*GRADIENT_AXES).reshape(replicas.size, shards.size)
     ends = [int(grid[(stage, *here[1:])]) for stage in (0, layout.pp - 1)]
     tie = _make_axis("tie", ends, made) if layout.pp > 1 and dist.get_rank() in ends else Axis("tie")
-    ep, expert_replicas, expert_data = _expert_axes(layout, ranks_along("dp_replicate", *EXPERT_AXES), device, made)
+    experts, expert_data = _expert_axes(layout, ranks_along("dp_replicate", *EXPERT_AXES), device, made)
+    ep, expert_shards, expert_replicas = experts
     return Mesh(
         **axes,
         ep=ep,
+        expert_shards=expert_shards,
         expert_replicas=expert_replicas,
         expert_data=expert_data,
         shards=shards,
@@ -341,13 +346,13 @@ def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None
 
 def _expert_axes(
     layout: ResolvedLayout, ranks: torch.Tensor, device: torch.device, made: Groups
-) -> tuple[Axis, Axis, DeviceMesh | None]:
-    """Return the ranks that share out experts, those that hold what this rank does of them, and FSDP2's mesh of experts.
+) -> tuple[tuple[Axis, Axis, Axis], DeviceMesh | None]:
+    """Return (the ranks that share out experts, the shards and the replicas of what this rank has of them) and FSDP2's mesh.
 
     ranks: of this stage, [dp_replicate, *EXPERT_AXES].
     """
     if layout.ep == 1:
-        return Axis("ep"), Axis("expert_replicas"), None
+        return (Axis("ep"), Axis("expert_shards"), Axis("expert_replicas")), None
     # [replicas of everything, copies of the experts, ranks with different experts]: neighbours exchange tokens.
     grid = ranks.reshape(layout.dp_replicate, -1, layout.ep)
     replica, copy, place = (int(i) for i in (grid == dist.get_rank()).nonzero()[0])
@@ -357,7 +362,7 @@ def _expert_axes(
     shards = _make_axis("expert_shards", members[(members == dist.get_rank()).any(1)].flatten().tolist(), made)
     replicas = _make_axis("expert_replicas", members[:, column].tolist(), made)
     ep = _make_axis("ep", grid[replica, copy].tolist(), made)
-    return ep, replicas, _data_mesh(members, replicas, shards, device, made)
+    return (ep, shards, replicas), _data_mesh(members, replicas, shards, device, made)
 
 
 def _branch_axis(layout: ResolvedLayout, readers: list[int], made: Groups) -> Axis:

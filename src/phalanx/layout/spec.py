@@ -299,7 +299,9 @@ class LayoutTable:
     @property
     def group_sizes(self) -> tuple[Ints, ...]:
         """Ranks of each kind of process group, beside that of all ranks; 1 where there is no such group."""
-        return self.tp, self.cp, self.shards, self.replicas, self.pp
+        spread = self.ep > 1
+        experts = (np.where(spread, ranks, 1) for ranks in (self.ep, self.expert_shards, self.expert_replicas))
+        return self.tp, self.cp, self.shards, self.replicas, self.pp, *experts
 
     @cached_property
     def expert_ranks(self) -> Ints:
@@ -310,6 +312,17 @@ class LayoutTable:
     def expert_shards(self) -> Ints:
         """Ranks that share one copy of what `zero` shards of an expert."""
         return np.where(self.zero > 0, self.expert_ranks // self.ep, 1)
+
+    @cached_property
+    def expert_replicas(self) -> Ints:
+        """Ranks that hold the same shard of the same experts."""
+        return self.dp_replicate * self.expert_ranks // (self.ep * self.expert_shards)
+
+    @cached_property
+    def lone_experts(self) -> Bools:
+        """Where no other rank has a rank's experts, though others share the rest: sharding leaves these as they are."""
+        alone = (self.ep > 1) & (self.expert_shards * self.expert_replicas == 1)
+        return np.asarray(alone & (self.data_ranks * self.cp > 1))
 
     @cached_property
     def streamed(self) -> Ints:

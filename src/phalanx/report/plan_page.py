@@ -100,6 +100,7 @@ PARALLELISM_COLUMNS: tuple[Column[Row], ...] = (
     Column("tp", lambda row: row["tp"]),
     Column("pp", lambda row: row["pp"]),
     Column("cp", lambda row: row["cp"], gives_way=4),
+    Column("ep", lambda row: row["ep"], gives_way=4),
     Column("dp_shard", lambda row: row["dp_shard"], gives_way=1),
     Column("dp_rep", lambda row: row["dp_replicate"], gives_way=2),
     Column("mbs", lambda row: row["microbatch"], gives_way=1),

@@ -193,6 +193,16 @@ def all_to_all(parts: Tensor, group: str, size: int) -> Tensor:
     return result
 
 
+def all_to_all_rows(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+    """Send `send[i]` rows to rank i and return `receive[i]` from each, one after another; traceable, no gradient.
+
+    rows: [sum(send), ...]. The result is [sum(receive), ...].
+    """
+    functional = torch.ops._c10d_functional
+    result: Tensor = functional.wait_tensor(functional.all_to_all_single(rows.contiguous(), receive, send, group))
+    return result
+
+
 def process_group(name: str) -> dist.ProcessGroup:
     """Return the process group of this name, as compiled code refers to it."""
     group = _resolve_process_group(cast(Any, name))

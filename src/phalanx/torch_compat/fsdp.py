@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResul
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 
 class Gather(Protocol):
@@ -180,3 +181,14 @@ class _GatheredInPlace(FSDPParamGroup):
             p.init_unsharded_param()
         self._to_unsharded()
         self._all_gather_result = None
+
+
+def allow_units_in_checkpoints() -> None:
+    """Let selective recompute run regions that hold units of FSDP2, whose hooks are not the same in a second forward pass.
+
+    The hooks tell the profiler where they are, as operations that recompute would compare one by one.
+    """
+    profiler = torch.ops.profiler
+    SAC_IGNORED_OPS.update(
+        {profiler._record_function_enter_new.default, profiler._record_function_exit._RecordFunction}
+    )

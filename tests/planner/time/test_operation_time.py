@@ -173,3 +173,15 @@ def test_an_exchange_is_one_call_of_the_host_however_finely_a_program_cuts_up_it
     exchanges = 8 * PROFILE.host_s
     assert issued(3.0, 1) == pytest.approx(3 * issued(1.0, 1))
     assert issued(3.0, 2) - exchanges == pytest.approx(3 * (issued(1.0, 2) - exchanges))
+
+
+def test_groups_of_rows_take_longer_than_one_product_and_small_groups_longest() -> None:
+    def grouped(groups: int, rows: int) -> tuple[float, ...]:
+        sizes = (groups, rows // groups, 1536, 2048, 2 * rows * 1536 * 2048, 2 * rows * (1536 + 2048), 2)
+        return (0, Direction.FORWARD, PartBreakdown.MATMUL, Form.GROUPED, False, *sizes)
+
+    plain, few, many = _seconds(_product(262144, 1536, 2048), grouped(32, 262144), grouped(2048, 262144))
+    # 613 of 754 TFLOP/s with 128 groups of 2,048 rows on one H100.
+    (measured,) = _seconds(grouped(128, 262144))
+    assert plain / measured == pytest.approx(613 / 754, rel=0.05)
+    assert plain < few < measured < many

@@ -35,6 +35,7 @@ def write_plan_lines(plan: Plan, width: int) -> Iterator[str]:
     words = ((name, str(value).lower() if isinstance(value, bool) else value) for name, value in task.fixed.items())
     fixed = f", with {' '.join(f'{name}={value}' for name, value in words)}" if task.fixed else ""
     best = facts["layouts"][0]
+    split = "tp, cp and pp" if task.model.experts() is None else "tp, cp, pp and ep"
     yield from _wrap_prose(
         f"{task.run.model.preset or 'model'} on {task.devices:,} x {plan.device.name} ({nodes:,} "
         f"node{'s' if nodes > 1 else ''} of {plan.planner.machine.name}), global batch {task.batch}{fixed}",
@@ -43,7 +44,7 @@ def write_plan_lines(plan: Plan, width: int) -> Iterator[str]:
     yield from _wrap_prose(
         f"{facts['legal']:,} legal layouts, {facts['fitting']:,} fit into "
         f"{format_gibibytes(facts['device_memory_bytes'], 0)} GiB with a probability of at least "
-        f"{facts['least_p_fits']:g}; the best of each choice of tp, cp and pp:",
+        f"{facts['least_p_fits']:g}; the best of each choice of {split}:",
         width,
     )
     yield from _write_layouts(facts["layouts"], width)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from phalanx.config.model import MixtureConfig
 from phalanx.ensemble.family import Ensemble, EnsembleModel, EnsembleOptions, Progress
 from phalanx.ensemble.members import Member, Share
 from phalanx.families.language.config import LanguageRun
@@ -46,6 +47,11 @@ class BoundLanguage(
         """Return the experts of each mixture; None for dense models."""
         mixture = self.model.experts
         return None if mixture is None else SplitCount("model.experts.count", mixture.count)
+
+    def expert_parameters(self) -> int:
+        """Return the parameters of the routed experts of all layers."""
+        mixtures = ((layer.mlp, count) for layer, count in self.model.layer_kinds().items())
+        return sum(count * mlp.expert_parameters() for mlp, count in mixtures if isinstance(mlp, MixtureConfig))
 
     def needs_bias(self) -> bool:
         """Return whether there is a document mask or more of the model's own: ALiBi, windows, caps or sinks."""

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import LanguageModel
+from phalanx.config.schema import Run
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.layout import LanguageStage, loss_chunk_tokens
+from phalanx.layout.apply import cast_parameters
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
+from phalanx.layout.expert_parallel.token_exchange import BalancedExchange, split_experts
 from phalanx.layout.layout_model import Stage
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.mesh import Axis
+from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed, stream_matrices
 from phalanx.nn.attention import Attention, AttentionCore, CausalAttention
+from phalanx.nn.experts import ExpertNetworks
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator_kernels import core_attention
+from phalanx.planner.trace.expert_loads import PRIOR, ExpertLoads, whole_rows
 from phalanx.planner.trace.traced_model import (
     MODEL_PARTS,
+    FloatArray,
     Kernel,
     PartName,
     PartTracer,
@@ -43,15 +52,20 @@ class LanguageParts(DeclaredLanguage, PartTracer):
     def build_stage(self, name: PartName, share: SequenceShare, stream: Stream | None) -> Stage:
         """See `PartTracer`."""
         model, dtype = self.model, PRECISIONS[self.setting.precision].compute_dtype
+        chunk = MODEL_PARTS[name]
+        if name == "block" and model.leading_layers:
+            chunk = ModelChunk(range(model.n_layers - 1, model.n_layers), first=False, last=False)
         with torch.device("meta"):
             part = Decoder(
                 model,
                 dtype=dtype,
                 chunk_tokens=self.setting.chunk_tokens,
                 z_loss=self.setting.z_loss,
-                part=MODEL_PARTS[name],
+                part=chunk,
             )
         stream_matrices(part, self.splits(), share.tp, stream)
+        ep = Axis("ep", 0, self.setting.ep, None, tuple(range(self.setting.ep)), "ep")
+        split_experts(part, ep, BalancedExchange(ep, self._expert_load(share)))
         # PyTorch takes attention apart on meta: the kernel of the accelerator is put in its place, so that its costs show.
         core = core_attention(self.setting.attention)
         if model.latent is not None:
@@ -72,7 +86,18 @@ class LanguageParts(DeclaredLanguage, PartTracer):
             group = model.layer(0).attention.group
             # The plan is asked when the block runs: a traced stage gets another one once it is built.
             _change_context(part, "slopes_H", lambda slopes_H: slopes_H.new_empty(pair.plan.units * group))
-        return LanguageStage(part.to(dtype), 0, share, seed=0, length=self.setting.length)
+        cast_parameters(part, dtype)
+        if self.setting.casts_experts:
+            for module in part.modules():
+                if isinstance(module, ExpertNetworks):
+                    cast_parameters(module, PRECISIONS[self.setting.precision].main_dtype)
+        return LanguageStage(part, 0, share, seed=0, length=self.setting.length)
+
+    def _expert_load(self, share: SequenceShare) -> Fraction:
+        """Return the rows that arrive here over those that leave."""
+        setting = self.setting
+        rows = setting.length // (share.cp.size * share.tp.size)
+        return expert_load(self.model, setting.loads, setting.ep, rows)
 
     def whole_part(self, part: ModelChunk) -> nn.Module:
         """See `PartTracer`."""
@@ -105,6 +130,19 @@ class LanguageTracing(TracedModel):
 
     run: LanguageRun
     tracer = LanguageParts
+    loads: ExpertLoads = PRIOR
+    """How evenly routers are taken to use experts."""
+
+    def rebind(self, run: Run) -> Self:
+        """See `BoundModel`; what is known of the loads of experts stays."""
+        model = super().rebind(run)
+        model.loads = self.loads
+        return model
+
+    def expert_load(self, layout: ResolvedLayout) -> Fraction:
+        """See `TracedModel`; so that what arrives of each sample are whole rows."""
+        rows = self.run.data.sequence_length // (layout.cp * layout.tp)
+        return expert_load(self.run.model, self.loads, layout.ep, rows)
 
     def gathered_setting(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
         """Return the setting of `run` in `layout` on accelerators."""
@@ -121,7 +159,22 @@ class LanguageTracing(TracedModel):
             chunk_tokens=loss_chunk_tokens(self.run, torch.device("meta"), layout.tp),
             document_mask=self.run.data.document_mask,
             z_loss=self.run.training.z_loss,
+            loads=self.loads,
         )
+
+    def load_spread_bytes(self, layouts: LayoutTable) -> FloatArray:
+        """See `TracedModel`: of each row two copies sorted by expert, its result, and the hidden features thrice."""
+        experts, found = self.run.model.experts, np.zeros(len(layouts))
+        if experts is None:
+            return found
+        width = PRECISIONS[self.run.layout.precision].compute_dtype.itemsize
+        hidden = experts.d_ff or self.run.model.ff_size
+        rows = layouts.microbatch * (self.run.data.sequence_length // (layouts.cp * layouts.tp)) * experts.active
+        for ep in np.unique(layouts.ep).tolist():
+            found[layouts.ep == ep] = self.loads.busiest_spread(experts.count, ep)
+        # Layers route on their own: what all of them keep together varies less than any one.
+        blocks = np.where(layouts.has("recompute", "none"), self.run.model.n_layers / layouts.pp, 1.0)
+        return np.asarray(found * rows * width * 3 * (self.run.model.d_model + hidden) * np.sqrt(blocks))
 
     def likely_kernel(self, *, rocm: bool) -> Kernel:
         """Return the attention kernel a run will use: the one it names, or what `auto` mostly finds fastest there."""
@@ -156,6 +209,16 @@ def _attend_padded(core: AttentionCore, query: Tensor, key: Tensor, value: Tenso
     """Compute attention with values as wide as keys: traced kernels have one width."""
     missing = key.shape[-1] - value.shape[-1]
     return core(query, key, F.pad(value, (0, missing)), context)[..., : value.shape[-1]]
+
+
+def expert_load(model: LanguageModel, loads: ExpertLoads, ep: int, positions: int) -> Fraction:
+    """Return the rows that arrive at the busiest rank of `ep` over those that leave it: whole rows of each sample.
+
+    positions: of a sample on this rank.
+    """
+    if model.experts is None or ep == 1:
+        return Fraction(1)
+    return whole_rows(loads.busiest(model.experts.count, ep), positions * model.experts.active)
 
 
 def _math_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:

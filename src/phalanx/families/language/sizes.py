@@ -76,7 +76,9 @@ def in_words(model: LanguageModel) -> str:
     shape = f"{model.n_layers} layers x {model.d_model}, {heads}, vocabulary {model.vocab_size:,}"
     if model.experts is None:
         return shape
-    return f"{shape}, {model.experts.active} of {model.experts.count} experts a token"
+    # Whoever prints a shape prints the count of all parameters beside it.
+    active = f"{active_parameter_count(model):,} parameters active"
+    return f"{shape}, {model.experts.active} of {model.experts.count} experts a token ({active})"
 
 
 def _head_parameters(model: LanguageModel) -> int:

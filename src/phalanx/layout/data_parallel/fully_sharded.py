@@ -105,6 +105,7 @@ class FullySharded(WholeParameters):
         """
         options, size = self.options, self.options.blocks_per_unit
         if self.mesh.expert_data is not None:
+            compat_fsdp.allow_units_in_checkpoints()
             # Before the blocks around them, which then leave them alone.
             for one in experts:
                 self._shard([one], (), self.mesh.expert_data, reshard_after_forward=options.reshard_after_forward)

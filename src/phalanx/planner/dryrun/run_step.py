@@ -12,8 +12,10 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +26,9 @@ from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.gradients import local_gradient
 from phalanx.layout.execute import Executor
+from phalanx.layout.expert_parallel.token_exchange import BalancedExchange, TokenExchange
 from phalanx.layout.layout_model import Stage
-from phalanx.layout.mesh import Mesh, build_mesh
+from phalanx.layout.mesh import Axis, Mesh, build_mesh
 from phalanx.layout.pipeline import Pipeline
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import from_other_ranks
@@ -78,10 +81,15 @@ def dry_run(
     who waits, since a large model whose weights are streamed takes minutes: each chunk of a matrix is some operations.
     """
     start = time.perf_counter()
+    load = model.expert_load(layout)
     model, attention = _prepare_model(model, layout, accelerator)
     wanted = layout.accumulation
     few, more = representative_microbatches(layout)
-    with fake_rank(layout, rank, accelerator=accelerator) as (mesh, trace), attention.active():
+    with (
+        fake_rank(layout, rank, accelerator=accelerator) as (mesh, trace),
+        expected_exchanges(layout, load),
+        attention.active(),
+    ):
         short = _with_microbatches(layout, few)
         applied = apply_layout(model, short, mesh, DEVICE, attention, fill=False)
         step = build(model, applied, DEVICE).relaid(WatchedExecutor(applied, trace))
@@ -271,6 +279,18 @@ def fake_rank(layout: ResolvedLayout, rank: int, *, accelerator: bool) -> Iterat
             stack.enter_context(fused_norms())
         trace = stack.enter_context(StepTrace().watching())
         yield mesh, trace
+
+
+@contextlib.contextmanager
+def expected_exchanges(layout: ResolvedLayout, load: Fraction) -> Iterator[None]:
+    """Let as many rows arrive at experts as plans expect: fake counts of a router have no values to read.
+
+    load: rows that arrive over those that leave.
+    """
+    expected = BalancedExchange(Axis("ep", size=layout.ep), load)
+    # The exchange is made by the code that trains, which asks this method for all that it cannot know here.
+    with patch.object(TokenExchange, "read_sizes", staticmethod(expected.read_sizes)):
+        yield
 
 
 def _most_sent(layout: ResolvedLayout, mesh: Mesh) -> int:

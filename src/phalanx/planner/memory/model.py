@@ -137,8 +137,10 @@ def _least_bytes(model: TracedModel, candidates: LayoutTable, state: MemoryState
         some = np.flatnonzero((candidates.schedule == number) & (candidates.pp > 1))
         sizes = (candidates.pp[some], candidates.stages_per_rank[some], candidates.accumulation[some])
         flight[some] = in_flight(schedule, *sizes)
-    kept = sum(Exchanges(state).state_of(state.sizes.block).values()) * held
-    return np.asarray(kept + flight * smallest * state.sizes.block.kept)
+    held_bytes, exchanges = state.sizes, Exchanges(state)
+    kept = sum(exchanges.state_of(held_bytes.block.plus(held_bytes.experts)).values()) * held
+    kept = kept + sum(exchanges.state_of(held_bytes.leading).values())
+    return np.asarray(kept + flight * (smallest * held_bytes.block.kept + np.minimum(held_bytes.leading.kept, 0.0)))
 
 
 def _worst_ranks(model: TracedModel, candidates: LayoutTable, state: MemoryState) -> tuple[FloatArray, Ints, list[str]]:
@@ -188,7 +190,14 @@ def _peak_candidates(model: TracedModel, column: list[int], *, rank: int | None 
             "gathered_again": bool(zero_3),
         }
         return one_stage_candidates(
-            OneStage(model.config.n_layers, layout.gather_blocks, layout.gathers_ahead, tied=tied, **flags)
+            OneStage(
+                model.config.n_layers,
+                layout.gather_blocks,
+                layout.gathers_ahead,
+                tied=tied,
+                leading=model.config.leading_layers,
+                **flags,
+            )
         )
     shape = (SCHEDULES[schedule], pp, stages_per_rank, microbatches, model.config.n_layers)
     pipeline = Pipeline(*shape, model.block_costs(), layout.gather_blocks, layout.gathers_ahead)
@@ -245,6 +254,7 @@ def _memory_state(
         zero=candidates.zero,
         reshard=candidates.reshard_after_forward,
         replicated=candidates.dp_replicate > 1,
+        lone_experts=candidates.lone_experts,
         accumulation=candidates.accumulation,
         tied=bool(model.tied()),
         samples=candidates.accumulation * candidates.microbatch * model.sample_bytes(),

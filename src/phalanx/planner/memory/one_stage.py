@@ -38,6 +38,8 @@ class OneStage:
     """Whether gathered parameters go after each block's forward pass."""
     gathered_again: bool
     """Whether each micro-batch gathers the parameters, as ZeRO-3 does."""
+    leading: int = 0
+    """First blocks of another kind, which take less: the first one behind them is looked at in their place."""
 
 
 @cache
@@ -77,11 +79,12 @@ class StepMoments:
             yield from self.unit_rows(
                 "the last block but one", self.layers - self.tail, self.unit, {"blocks": self.tail}
             )
+            first = min(self.unit + self.step.leading, self.layers - self.tail)
             yield from self.unit_rows(
                 "the first block",
+                first,
                 self.unit,
-                self.unit,
-                {"blocks": self.unit if self.layers > self.unit + self.tail else self.tail},
+                {"blocks": self.unit if self.layers > first + self.tail else self.tail},
             )
         yield from self.embedding_backward_rows()
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.layout.spec import Ints, LayoutTable
+from phalanx.layout.stage_assignment import stage_layer_counts
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
 from phalanx.planner.trace.traced_model import Kernel, PartName, Setting, TracedModel
 
@@ -50,6 +51,10 @@ class PartBytes:
         """Both together, where both are held at once."""
         return PartBytes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
+    def minus(self, other: PartBytes) -> PartBytes:
+        """What it has more than `other`."""
+        return self.plus(other.times(-1.0))
+
     def unpadded(self, shards: FloatArray) -> PartBytes:
         """The same if parameters could be shared out evenly."""
         return replace(self, shard=self.count / shards + self.streamed, gathered=self.count)
@@ -61,6 +66,15 @@ class ModelBytes:
 
     embedding: PartBytes
     block: PartBytes
+    """Without the parameters in `experts`."""
+    experts: PartBytes
+    """Parameters of a block's experts that ranks of `ep` share out, sharded on their own; `gathered` is 0 where no other
+    rank has them. Of its passes `forward` is what a block's backward pass holds when the experts' gradients are made, and
+    `backward` the most that it holds from then on; these gradients and what is kept not counted."""
+    leading: PartBytes
+    """What the first blocks of the model take more than as many others, experts among it; less than 0 where it is less."""
+    n_leading: FloatArray
+    """Such blocks of the first stage."""
     head: PartBytes
     shared: FloatArray
     """Bytes that the blocks of a stage read together and each micro-batch builds once."""
@@ -70,6 +84,8 @@ class ModelBytes:
     """The part of a block's kept bytes that is its input."""
     shards: FloatArray
     """Ranks over which parameters are shared out."""
+    expert_shards: FloatArray
+    """Ranks over which the experts of a rank are."""
     ring: FloatArray
     """Parameters in the buffers that streamed chunks and their gradients take turns in, with peer copies."""
     waiting: FloatArray
@@ -78,7 +94,8 @@ class ModelBytes:
     def unpadded(self) -> ModelBytes:
         """The same if parameters could be shared out evenly."""
         parts = {name: getattr(self, name).unpadded(self.shards) for name in ("embedding", "block", "head")}
-        return replace(self, **parts)
+        experts = replace(self.experts, shard=self.experts.count / self.expert_shards)
+        return replace(self, **parts, experts=replace(experts, gathered=experts.count * (experts.gathered > 0)))
 
     def take(self, which: Any) -> ModelBytes:
         """Those at these positions."""
@@ -92,7 +109,7 @@ class ModelBytes:
         return ModelBytes(**values)
 
 
-_TRACED = ("tp", "cp", "context", "recompute", "microbatch", "streamed", "splits_backward")
+_TRACED = ("tp", "cp", "ep", "context", "recompute", "microbatch", "streamed", "splits_backward", "lone_experts")
 """What the costs of parts depend on."""
 _SIZES = ("kept", "forward", "backward", "coming")
 _PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
@@ -119,38 +136,77 @@ def model_bytes(
     shards = candidates.shards
     # A shared table is there once where one rank has both ends of the model.
     shared_table = (candidates.pp == 1) & bool(tied)
-    first_shard, shard_inverse = distinct([candidates.tp, shards, shared_table.astype(np.int64), candidates.streamed])
-    of_rank = {(int(candidates.tp[p]), int(candidates.streamed[p])): costs[inverse[p]] for p in first_shard}
+    shapes = [candidates.tp, candidates.ep, candidates.streamed]
+    first_shard, shard_inverse = distinct([*shapes, shards, candidates.expert_shards, shared_table.astype(np.int64)])
+    of_rank = {tuple(int(column[p]) for column in shapes): costs[inverse[p]] for p in first_shard}
 
-    def part(name: PartName) -> PartBytes:
-        parameters = [
+    def parameters(name: PartName, *, experts: bool) -> tuple[FloatArray, ...]:
+        """(elements before and after sharding, streamed ones) of a part: of the experts in it, or of all else."""
+        found = [
             _shared_out(
-                of_rank[int(candidates.tp[p]), int(candidates.streamed[p])][name],
-                int(shards[p]),
+                of_rank[tuple(int(column[p]) for column in shapes)][name],
+                int((candidates.expert_shards if experts else shards)[p]),
                 tied.values() if shared_table[p] else (),
+                experts=experts,
             )
             for p in first_shard
         ]
+        return tuple(np.asarray(x, np.float64)[shard_inverse] for x in zip(*found, strict=True))
+
+    def part(name: PartName) -> PartBytes:
         sizes = {size: _column(lambda c, s=size: _part_size(c[name], s), costs)[inverse] for size in _SIZES}  # type: ignore[misc]
-        count, shard, streamed = (np.asarray(x, np.float64)[shard_inverse] for x in zip(*parameters, strict=True))
+        count, shard, streamed = parameters(name, experts=False)
         return PartBytes(**sizes, count=count, shard=shard + streamed, gathered=shard * shards, streamed=streamed)
 
+    nothing = np.zeros(len(candidates))
+    count, shard, _ = parameters("block", experts=True)
+    experts = PartBytes(
+        kept=nothing,
+        forward=_column(lambda c: _behind_experts(c["block"])[0], costs)[inverse],
+        backward=_column(lambda c: _behind_experts(c["block"])[1], costs)[inverse],
+        coming=nothing,
+        count=count,
+        shard=shard,
+        gathered=shard * candidates.expert_shards * ~candidates.lone_experts,
+        streamed=nothing,
+    )
+    block = part("block")
+    leading, n_leading = block.times(0.0), nothing
+    if model.config.leading_layers:
+        n_leading = leading_blocks(model, candidates).astype(np.float64)
+        leading = part("leading").minus(block.plus(experts)).times(n_leading)
     return ModelBytes(
         embedding=part("embedding"),
-        block=part("block"),
+        block=block,
+        experts=experts,
+        leading=leading,
+        n_leading=n_leading,
         head=part("head"),
         shared=_column(lambda c: sum(kept.bytes for kept in c["block"].shared), costs)[inverse],
         hidden=_column(lambda c: c["block"].costs.output_bytes, costs)[inverse],
         block_input=_column(lambda c: _input(c["block"]), costs)[inverse],
         shards=shards.astype(np.float64),
+        expert_shards=candidates.expert_shards.astype(np.float64),
         ring=_column(lambda c: 4 * max((chain.chunk for chain in c["block"].chains), default=0), costs)[inverse],
         waiting=_column(lambda c: _waiting(c["block"]), costs)[inverse],
     )
 
 
+def leading_blocks(model: TracedModel, candidates: LayoutTable) -> Ints:
+    """Return the blocks of another kind in the first stage of each candidate; those that it has no room for count as the
+    others do."""
+    counts = {
+        stages: stage_layer_counts(model.config.n_layers, stages, *model.block_costs())[0]
+        for stages in np.unique(candidates.n_stages).tolist()
+    }
+    room = np.asarray([counts[stages] for stages in candidates.n_stages.tolist()], np.int64)
+    return np.minimum(room, model.config.leading_layers)
+
+
 @cache
 def _costs(setting: Setting, microbatch: int) -> dict[PartName, PartCosts]:
-    return {name: part_costs(name, setting, microbatch) for name in _PARTS}
+    leading: tuple[PartName, ...] = ("leading",) if setting.model.leading_layers else ()
+    return {name: part_costs(name, setting, microbatch) for name in (*_PARTS, *leading)}
 
 
 def _part_size(part: PartCosts, name: str) -> int:
@@ -168,11 +224,19 @@ def _input(part: PartCosts) -> int:
     return sum(kept.bytes for kept in part.costs.kept if kept.name == "input")
 
 
-def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str]) -> tuple[int, int, int]:
+def _behind_experts(block: PartCosts) -> tuple[int, int]:
+    """(bytes of a block's backward pass when its experts have their gradients, most bytes from then on), what is kept not
+    counted."""
+    kept = block.costs.kept_bytes
+    at_once, later = block.costs.behind_experts
+    return at_once - kept, later - kept
+
+
+def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str], *, experts: bool) -> tuple[int, int, int]:
     """Elements of a part before and after sharding, but for a head's parameters that are held `elsewhere`; and streamed ones
-    of the rank that has most."""
+    of the rank that has most. experts: of experts that ranks share out alone; else of all but these."""
     head = any(parameter.name.startswith("head.") for parameter in part.parameters)
-    mine = [p for p in part.parameters if not (p.streamed or (head and p.name in elsewhere))]
+    mine = [p for p in part.parameters if p.expert == experts and not (p.streamed or (head and p.name in elsewhere))]
     streamed = sum(chain.piece for chain in part.chains)
     return sum(p.count for p in mine), sum(p.sharded_count(shards) for p in mine), streamed
 

@@ -78,13 +78,22 @@ def device_bytes(allocated: FloatArray, groups: Any, beside: Beside, peer_buffer
     return np.asarray(allocated * beside.holes + beside.context + groups * beside.communicator + peer_buffers)
 
 
-def fits(allocated: FloatArray, groups: Any, capacity: float, beside: Beside, peer_buffers: Any = 0.0) -> FloatArray:
+def fits(
+    allocated: FloatArray,
+    groups: Any,
+    capacity: float,
+    beside: Beside,
+    peer_buffers: Any = 0.0,
+    load_spread: Any = 0.0,
+) -> FloatArray:
     """Probability that layouts fit devices of `capacity` bytes, as vendors count them; other arguments as `device_bytes`.
+
+    load_spread: one standard deviation of the bytes that uneven loads of experts take.
 
     The logarithm of what is needed is taken as normally distributed.
     """
     needed = device_bytes(allocated, groups, beside, peer_buffers)
     uncertain = BESIDE_SPREAD * (needed - allocated - peer_buffers) / needed
-    spread = np.sqrt(MODEL_SPREAD**2 + uncertain**2)
+    spread = np.sqrt(MODEL_SPREAD**2 + uncertain**2 + (load_spread / needed) ** 2)
     margin = np.log(capacity * (1 - KEPT_BY_DRIVER) / needed) / spread
     return np.asarray(0.5 * erfc(from_numpy(np.asarray(-margin / sqrt(2)))).numpy())

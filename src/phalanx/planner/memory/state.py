@@ -55,6 +55,8 @@ class MemoryState:
     """Whether gathered parameters go after the forward pass."""
     replicated: Mask
     """Whether other ranks hold the same shards."""
+    lone_experts: Mask
+    """Where experts have no shards: see `LayoutTable.lone_experts`."""
     accumulation: Amount
     tied: bool
     samples: Amount
@@ -70,7 +72,7 @@ class MemoryState:
 
     def take(self, which: Any) -> MemoryState:
         """Those at these positions."""
-        arrays = ("sharded", "piped", "zero", "reshard", "replicated", "accumulation", "samples")
+        arrays = ("sharded", "piped", "zero", "reshard", "replicated", "lone_experts", "accumulation", "samples")
         values = {name: getattr(self, name)[which] for name in arrays}
         return replace(self, sizes=self.sizes.take(which), **values)
 
@@ -95,6 +97,10 @@ class Exchanges:
         """Bytes of a parameter that is being gathered: in a buffer, with peer copies in its place."""
         self.received = np.where(self.copied, 0, self.arriving)
         """Bytes of a parameter in the buffer it arrived in, which goes when the next one has arrived."""
+        self.spread = s.sizes.experts.gathered > 0
+        """Experts are a unit of their own inside their block's."""
+        self.experts_arrived = np.where(s.sizes.expert_shards > 1, s.width, 0)
+        """Bytes of a parameter of experts in the buffer it arrived in; nobody asks for them before they compute."""
         self.sent = np.where(self.copied, np.where(self.whole, s.master, s.width), s.master)
         """Bytes of a parameter's gradient as it is sent, in a buffer or, with peer copies, from its place; until the next
         is."""
@@ -123,3 +129,15 @@ class Exchanges:
         total = master * part.shard + np.where(self.s.sizes.shards > 1, 0, master) * part.gathered
         buffered = self.sent * part.gathered + np.maximum(total - self.own_gradients(part), 0)
         return self.s.sharded * np.where(self.copied, total, buffered)
+
+    def experts_reduced(self) -> tuple[Amount, Amount]:
+        """What the reduction of a block's experts adds to what is held then, and what it leaves until the next one.
+
+        As `reducing`, but by collectives alone; the experts' gradients are counted here, as they are in no other moment.
+        """
+        master, experts = self.s.master, self.s.sizes.experts
+        shared_out = self.s.sizes.expert_shards > 1
+        total = master * experts.shard + np.where(shared_out, 0, master) * experts.gathered
+        buffered = master * experts.gathered
+        now = buffered + np.maximum(total, self.own_gradients(experts))
+        return self.spread * now, self.spread * (buffered + master * experts.shard * ~self.whole)

@@ -61,14 +61,19 @@ def causes_of(counts: FloatArray, weight: dict[str, Allocations], constant: Allo
 
 def _state(r: Exchanges) -> dict[str, Allocations]:
     z = r.s.sizes
-    return {"layers": r.state_of(z.block), "embedding": r.state_of(z.embedding), "head": r.state_of(z.head)}
+    # The first stage is counted as if all its blocks were alike; what they are not comes with the embedding.
+    return {
+        "layers": r.state_of(z.block.plus(z.experts)),
+        "embedding": r.state_of(z.embedding.plus(z.leading)),
+        "head": r.state_of(z.head),
+    }
 
 
 def _activations(r: Exchanges) -> dict[str, Allocations]:
     z = r.s.sizes
     kept = {
         "blocks_kept": z.block.kept,
-        "embeddings_kept": z.embedding.kept,
+        "embeddings_kept": z.embedding.kept + z.leading.kept,
         "heads_kept": z.head.kept,
         "stages_kept": z.shared,
         "waiting": z.waiting,
@@ -105,6 +110,13 @@ def _gradients(r: Exchanges) -> dict[str, Allocations]:
         found[f"shared_{name}"] = {"gradients": s.master * part.shard}
         found[f"sent_{name}"] = {"reduce buffers": s.sharded * r.sent * part.gathered}
         found[f"own_{name}"] = {"one part's pass": r.own_gradients(part)}
+    # Experts that one rank alone has are never gathered: their gradients are theirs.
+    experts = np.where(r.whole & r.spread, z.experts.gathered, z.experts.shard)
+    lone = z.n_leading * z.experts.shard * ~r.spread
+    leading = np.where(r.whole, z.leading.gathered - lone, z.leading.shard)
+    for name, whole, shared in (("blocks", experts, z.experts.shard), ("embedding", leading, z.leading.shard)):
+        found[f"whole_{name}"]["gradients"] = found[f"whole_{name}"]["gradients"] + s.master * whole
+        found[f"shared_{name}"]["gradients"] = found[f"shared_{name}"]["gradients"] + s.master * shared
     return found
 
 
@@ -115,6 +127,14 @@ def _gathered(r: Exchanges) -> dict[str, Allocations]:
         found[f"gathered_{name}"] = {"gathered parameters": s.sharded * s.width * part.gathered}
         found[f"arrived_{name}"] = {"gather buffers": s.sharded * r.received * part.gathered}
         found[f"arriving_{name}"] = {"gather buffers": s.sharded * r.arriving * part.gathered}
+    experts = r.spread * z.experts.gathered
+    found["gathered_blocks"] = {"gathered parameters": s.sharded * s.width * (z.block.gathered + experts)}
+    # The buffer of one arrival goes at the next: that of the experts, inside their block, is the later one.
+    later = np.where(r.spread, r.experts_arrived * z.experts.gathered, r.received * z.block.gathered)
+    found["arrived_blocks"] = {"gather buffers": s.sharded * later}
+    # Where parameters go after each pass, the embedding computes beside no block.
+    leading = np.where(r.dropped, 0, z.leading.gathered)
+    found["gathered_embedding"] = {"gathered parameters": s.sharded * s.width * (z.embedding.gathered + leading)}
     return found
 
 
@@ -129,4 +149,17 @@ def _passes(r: Exchanges) -> dict[str, Allocations]:
         # Where nothing is sharded, the gradients are gone by the time their copy is divided.
         gone = part.gathered * (r.whole & (z.shards == 1))
         found[f"{name}_given_up"] = {"gradients": -r.s.master * gone}
+    now, later = r.experts_reduced()
+    if np.any(now):
+        # Experts are done before the rest of their block, whose backward pass goes on beside what they are sent from. In a
+        # pipeline all is reduced together, behind the last pass.
+        freed = r.s.width * z.experts.gathered * (~r.several | (r.s.zero != 2))
+        # As for other parts: where nothing is sharded, gradients added up before are gone when their copy is divided.
+        freed = freed + r.s.master * z.experts.gathered * (r.whole & (z.expert_shards == 1))
+        behind = np.maximum(z.experts.forward + now, z.experts.backward + later) - freed
+        backward: Amount = np.where(r.s.piped, z.block.backward, np.maximum(z.block.backward, behind))
+        found["block_backward"] = {"one part's pass": backward}
+        reduced = r.reducing(z.block)
+        whole: Amount = np.where(r.s.piped, np.maximum(reduced, now), reduced)
+        found["blocks_reduced"] = {"reduce buffers": whole}
     return found

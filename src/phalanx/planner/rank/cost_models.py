@@ -38,6 +38,7 @@ STEP_COMPONENTS = {
     StepBreakdown.TP: "tensor-parallel exposed",
     StepBreakdown.CP: "context-parallel exposed",
     StepBreakdown.HOST: "host",
+    StepBreakdown.EP: "expert-parallel exposed",
     StepBreakdown.BUBBLE: WAITING,
     StepBreakdown.TRANSFER: "pipeline transfers exposed",
     StepBreakdown.DATA: "data-parallel exposed",
@@ -169,7 +170,14 @@ class CostModels:
             model, layouts, self._kernels(model), peer_copies=self._copies(model), capacity=self.device_bytes
         )
         groups = communicators(layouts)
-        p_fits = fits(found.allocated, groups, self.device_bytes, self.beside, found.peer_buffers)
+        p_fits = fits(
+            found.allocated,
+            groups,
+            self.device_bytes,
+            self.beside,
+            found.peer_buffers,
+            model.load_spread_bytes(layouts),
+        )
         return Memory(found.held, p_fits)
 
     def stage_memory(self, model: TracedModel, layouts: LayoutTable) -> list[dict[str, float]]:
@@ -261,7 +269,14 @@ def memory_fits(model: BoundModel, capacity: float, *, rocm: bool) -> MemoryFits
         candidate = layout.table
         found = memory(model, candidate, kernels, peer_copies=copies)
         beside = BESIDE["rocm" if rocm else "cuda"]
-        p_fits = fits(found.allocated, communicators(candidate), capacity, beside, found.peer_buffers)
+        p_fits = fits(
+            found.allocated,
+            communicators(candidate),
+            capacity,
+            beside,
+            found.peer_buffers,
+            model.load_spread_bytes(candidate),
+        )
         return bool(p_fits[0] >= LEAST_P)
 
     return probably_fits

@@ -28,7 +28,17 @@ Fixed = Mapping[str, Any]
 
 CHOSEN = (
     *DEGREES,
-    *("zero", "schedule", "stages_per_rank", "context", "microbatch", "recompute", "gather", "reshard_after_forward"),
+    *(
+        "ep",
+        "zero",
+        "schedule",
+        "stages_per_rank",
+        "context",
+        "microbatch",
+        "recompute",
+        "gather",
+        "reshard_after_forward",
+    ),
 )
 """Fields of `layout` that enumeration chooses, unless they are fixed; all else stays as the run file has it."""
 
@@ -69,7 +79,7 @@ def enumerate_layouts(
     needs = Requirements.of_model(model, world_size, devices_per_node)
     batch, length = global_batch_samples(model.run), needs.positions.count
     # Where these have no effect they stay as they are fixed; others are normalized below.
-    kept = {name: fixed[name] for name in ("schedule", "zero", "reshard_after_forward") if name in fixed}
+    kept = {name: fixed[name] for name in ("schedule", "zero", "reshard_after_forward", "ep") if name in fixed}
     first = ResolvedLayout(batch, **kept)
     order = ("tp", "pp", "cp", "dp_replicate", "dp_shard")
     splits: Iterator[dict[str, Any]] = (
@@ -93,6 +103,8 @@ def enumerate_layouts(
         decided.add(field)
         return varied.take(is_legal(needs, varied, decided))
 
+    # Each rank of `ep` has whole experts; a model without any has ep=1, or what is fixed and then refused.
+    table = choose("ep", [1] if needs.experts is None else list_divisors(needs.experts.count))
     table = choose("context", CONTEXTS, table.cp > 1)
     table = choose("schedule", SCHEDULES, table.pp > 1)
     most_stages = int(min(limits.stages_per_rank, model.run.model.n_layers))

@@ -22,6 +22,7 @@ from phalanx.optimizers import kept_values
 from phalanx.planner.rank.cost_models import LEAST_P, CostModels, Floats, Memory, Times
 from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts
 from phalanx.planner.schedule.bounds import in_flight
+from phalanx.planner.time.step_parts import distinct_rows
 from phalanx.planner.trace.traced_model import TracedModel
 
 SPLITS = 20
@@ -208,6 +209,7 @@ class Planner:
         possible = bound_memory(task.model, layouts) <= self.models.device_bytes
         # One integer for each split: sorting these is much faster than sorting rows.
         numbers = (layouts.tp << 40) + (layouts.cp << 20) + (layouts.streamed << 2) + layouts.context
+        numbers = distinct_rows([numbers, layouts.ep])[1]
         splits, split = np.unique(numbers, return_inverse=True)
         effort = -layouts.recompute
         hopeless: list[tuple[Bools, int, int]] = []
@@ -285,8 +287,8 @@ def fastest_of_each_split(layouts: LayoutTable, seconds: Floats) -> Ints:
 
 
 def number_splits(layouts: LayoutTable) -> Ints:
-    """Return a number for each layout that is the same where tp, cp and pp are."""
-    return np.asarray((layouts.tp << 40) + (layouts.cp << 20) + layouts.pp)
+    """Return a number for each layout that is the same where tp, cp, pp and ep are."""
+    return np.asarray(distinct_rows([(layouts.tp << 40) + (layouts.cp << 20) + layouts.pp, layouts.ep])[1])
 
 
 _MAIN_BYTES = 4
@@ -300,9 +302,13 @@ def bound_memory(model: TracedModel, layouts: LayoutTable) -> Floats:
     of the first pipeline rank for the micro-batches in flight, which every kind of recompute keeps.
     """
     run, config = model.run, model.config
-    held = model.parameter_count() / (layouts.pp * layouts.tp)
-    states = held / layouts.shards * _MAIN_BYTES * (1 + kept_values(run))
-    gradients = held * _MAIN_BYTES / layouts.shards
+    experts = model.expert_parameters()
+    held = (model.parameter_count() - experts) / (layouts.pp * layouts.tp * layouts.shards)
+    # Whole experts go to each rank of `ep`, and to each rank of `tp` where nobody shares them out.
+    experts_held = np.where(layouts.ep > 1, layouts.ep * layouts.expert_shards, layouts.shards)
+    held = held + experts / (layouts.pp * experts_held)
+    states = held * _MAIN_BYTES * (1 + kept_values(run))
+    gradients = held * _MAIN_BYTES
     microbatches = np.ones(len(layouts))
     for number, name in enumerate(SCHEDULES):
         some = np.flatnonzero((layouts.schedule == number) & (layouts.pp > 1))

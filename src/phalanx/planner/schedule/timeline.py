@@ -111,6 +111,9 @@ class Costs:
     """Most bytes that the first micro-batch of a step holds more in backward: gradients of streamed matrices."""
     gradient_bytes: int
     """Gradients of whole parameters, in the format they are computed in, at the end of backward."""
+    behind_experts: tuple[int, int]
+    """Bytes held in backward when the gradients of experts are made, and most from then on, without these; 0 where there are
+    none."""
     list_operations: Callable[[], tuple[Operation, ...]] = field(compare=False, repr=False)
 
     @cached_property
@@ -154,6 +157,10 @@ class Timeline:
     """Buffers of parameters' gradients."""
     coming: list[int] = field(default_factory=list)
     """Buffers of gradients that the first micro-batch of a step makes and further ones add to."""
+    expert_gradients: list[int] = field(default_factory=list)
+    """Buffers of the gradients of experts that ranks share out."""
+    adds_experts: bool = False
+    """Whether further micro-batches add these at once to what the first has made, as autograd does on its own."""
 
     def new(self, name: str, elements: int, itemsize: int, role: Role = "made") -> int:
         """Number of a new buffer."""
@@ -173,17 +180,30 @@ class Timeline:
         before = sum(part.bytes for part in kept) + sum(sizes[number] for number in self._numbers("incoming"))
         coming = frozenset(self.coming)
         later = [0 if number in coming else size for number, size in enumerate(sizes)] if coming else sizes
-        backward_peak = _peak(self.backward, before, later)
+        added = frozenset(self.expert_gradients if self.adds_experts else ())
+        backward_peak = _peak(self.backward, before, later, added)
         return Costs(
             kept=tuple(kept),
             input_bytes=sum(sizes[number] for number in self._numbers("input")),
             output_bytes=sum(sizes[number] for number in output),
             forward_peak=_peak(self.forward, 0, sizes),
             backward_peak=backward_peak,
-            coming_bytes=_peak(self.backward, before, sizes) - backward_peak if coming else 0,
+            coming_bytes=_peak(self.backward, before, sizes) - backward_peak if coming or added else 0,
             gradient_bytes=sum(sizes[number] for number in gradients),
+            behind_experts=self._peak_behind_experts(before, sizes),
             list_operations=lambda: self._operations(gradients, scale, times),
         )
+
+    def _peak_behind_experts(self, before: int, sizes: Sequence[int]) -> tuple[int, int]:
+        own = set(self.expert_gradients)
+        if not own:
+            return 0, 0
+        made = max(place for place, step in enumerate(self.backward) if own.intersection(step.makes))
+        without = [0 if number in own else size for number, size in enumerate(sizes)]
+        steps = self.backward[: made + 1]
+        held = before + sum(without[number] for step in steps for number in step.makes)
+        held -= sum(without[number] for step in steps for number in step.drops)
+        return held, _peak(self.backward[made + 1 :], held, without)
 
     def _operations(self, gradients: set[int], scale: Scale, times: Sequence[int]) -> tuple[Operation, ...]:
         steps = [*self.forward, *self.backward]
@@ -238,8 +258,8 @@ def _flops(matmul: Matmul | None, attention: Attention | None, work: Sequence[in
     return sum(scale(elements) for elements in work) if attention is None else attention.flops
 
 
-def _peak(steps: Sequence[Step], before: int, sizes: Sequence[int]) -> int:
-    """Most bytes at once. before: held when the steps begin. sizes: of buffers."""
+def _peak(steps: Sequence[Step], before: int, sizes: Sequence[int], passing: frozenset[int] = frozenset()) -> int:
+    """Most bytes at once. before: held when the steps begin. sizes: of buffers. passing: buffers that go at once."""
     now = peak = before
     for step in steps:
         reused = 0
@@ -252,5 +272,7 @@ def _peak(steps: Sequence[Step], before: int, sizes: Sequence[int]) -> int:
             peak = now
         for number in step.drops:
             now -= sizes[number]
+        if passing:
+            now -= sum(sizes[number] for number in step.makes if number in passing)
         now += reused
     return peak

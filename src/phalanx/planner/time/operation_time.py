@@ -32,6 +32,8 @@ class PartBreakdown(IntEnum):
     CP = 4
     HOST = 5
     """The device waits for the host to issue operations."""
+    EP = 6
+    """Rows on their way to experts and back, and the wait for how many they are."""
 
 
 class Direction(IntEnum):
@@ -55,11 +57,13 @@ class Form(IntEnum):
     BIASED_BACKWARD = 5
     EAGER_TRAFFIC = 6
     """The bytes alone, of kernels that were not compiled."""
-    ALL_REDUCE = 7
-    ALL_GATHER = 8
-    REDUCE_SCATTER = 9
-    ALL_TO_ALL = 10
-    SEND = 11
+    GROUPED = 7
+    """Products of groups of rows with a matrix each, in one kernel; sizes are those of one group."""
+    ALL_REDUCE = 8
+    ALL_GATHER = 9
+    REDUCE_SCATTER = 10
+    ALL_TO_ALL = 11
+    SEND = 12
 
 
 @dataclass(frozen=True)
@@ -185,12 +189,17 @@ def _by_curves(table: OperationTable, profile: Profile) -> Floats:
     attention = attention * np.where(biased, profile.attention_biased, 1.0) * (rate / profile.matmul_flop_s)
     share = table.n / (table.n + profile.attention_length) * (table.k / (table.k + profile.attention_head))
     share = share * (rows / (rows + profile.attention_area))
-    product = np.maximum(table.flops / (rate * fill), traffic)
+    # Groups fill whole tiles each, and the kernel finds out where they begin.
+    tiles = _GROUP_TILE / 2 / np.maximum(np.minimum(table.m, table.k), 1)
+    grouped = np.where(table.form == Form.GROUPED, profile.grouped_share / (1 + tiles), 1.0)
+    product = np.maximum(table.flops / (rate * fill * grouped), traffic)
     attended = np.maximum(table.flops / (attention * share), traffic)
-    seconds = np.where(table.form == Form.PRODUCT, product, np.where(fused, attended, traffic))
+    seconds = np.where(np.isin(table.form, (Form.PRODUCT, Form.GROUPED)), product, np.where(fused, attended, traffic))
     return np.where(table.form >= Form.ALL_REDUCE, 0.0, seconds + profile.kernel_s)
 
 
+_GROUP_TILE = 128
+"""Rows that kernels of grouped products compute at a time: on average half a tile of each group is left over."""
 _ALIGNED = 128
 """Bytes that devices fetch at once."""
 
@@ -218,9 +227,9 @@ def _row_of(part: int, op: Operation, *, biased: bool, eager: bool) -> tuple[flo
     direction = Direction.FORWARD if op.phase == "forward" else Direction.BACKWARD
     traffic = op.bytes_read + op.bytes_written
     if op.collective is not None:
-        component = PartBreakdown.TP if op.collective.axis == "tp" else PartBreakdown.CP
+        component = PartBreakdown[op.collective.axis.upper()]
         form = Form[op.collective.operation.upper()]
-        return (part, direction, component, form, False, 1, 1, 1, 1, 0.0, op.collective.bytes, 1)
+        return (part, direction, component, form, False, 1, 1, 1, 1, 0.0, op.collective.bytes, op.dtype.itemsize)
     component = _COMPONENTS.get(op.kind, PartBreakdown.MEMORY)
     if op.attention is not None:
         x = op.attention
@@ -231,6 +240,11 @@ def _row_of(part: int, op: Operation, *, biased: bool, eager: bool) -> tuple[flo
         return (part, direction, component, form, False, *sizes, x.width)
     if op.matmul is not None:
         y = op.matmul
+        if y.groups:
+            # The flops are those of all rows; sizes, by which the rate is known, those of a mean group.
+            m, k = (max(1, size // y.groups) if y.ragged == name else size for name, size in (("m", y.m), ("k", y.k)))
+            sizes = (y.groups, m, y.n, k, y.flops, traffic)
+            return (part, direction, component, Form.GROUPED, op.weight_gradient, *sizes, y.width)
         sizes = (y.batch, y.m, y.n, y.k, y.flops, traffic)
         return (part, direction, component, Form.PRODUCT, op.weight_gradient, *sizes, y.width)
     form = Form.EAGER_TRAFFIC if eager else Form.TRAFFIC

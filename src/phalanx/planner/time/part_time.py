@@ -29,7 +29,7 @@ from phalanx.planner.time.operation_time import (
     operation_rows,
 )
 from phalanx.planner.time.profile import Profile
-from phalanx.planner.trace.traced_model import PartName, Setting
+from phalanx.planner.trace.traced_model import BLOCKS, PartName, Setting
 
 _STREAMED = 10.0
 """What the host does to issue an operation of streamed blocks, over what compiled code needs: chains are computed chunk by
@@ -49,6 +49,7 @@ class Parts:
     operations: OperationTable
     tp: Ints
     cp: Ints
+    ep: Ints
     host_work: Floats
     """See `FrameworkProfile`."""
     exchange_work: Floats
@@ -68,6 +69,7 @@ class Parts:
             OperationTable.joined(tables),
             np.concatenate([parts.tp for parts in several]),
             np.concatenate([parts.cp for parts in several]),
+            np.concatenate([parts.ep for parts in several]),
             np.concatenate([parts.host_work for parts in several]),
             np.concatenate([parts.exchange_work for parts in several]),
         )
@@ -88,19 +90,21 @@ class PartTimes:
 def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], framework: FrameworkProfile) -> Parts:
     """The parts in `wanted`: name, setting, samples of a micro-batch."""
     rows = [_rows_of(*part, framework) for part in wanted]
-    tp, cp = (np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64) for axis in ("tp", "cp"))
+    tp, cp, ep = (
+        np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64) for axis in ("tp", "cp", "ep")
+    )
     streamed = np.array([setting.streamed > 1 for _, setting, _ in wanted])
     work = np.where(streamed, max(framework.host_work, _STREAMED), framework.host_work)
     together = np.concatenate(rows)
     together[:, 0] = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-    return Parts(OperationTable.of_matrix(together), tp, cp, work, np.where(streamed, work, 1.0))
+    return Parts(OperationTable.of_matrix(together), tp, cp, ep, work, np.where(streamed, work, 1.0))
 
 
 @cache
 def _rows_of(name: PartName, setting: Setting, microbatch: int, framework: FrameworkProfile) -> Floats:
     """The operations of one part, as part 0, [operations, fields of an OperationTable]."""
     operations = framework.part_operations(name, setting, microbatch)
-    eager = name == "block" and not setting.compile
+    eager = name in BLOCKS and not setting.compile
     rows = operation_rows(0, operations, biased=_biased(setting), eager=eager)
     return np.asarray(rows, np.float64).reshape(-1, len(fields(OperationTable)))
 
@@ -132,7 +136,7 @@ def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Pr
     """Seconds of every part on `machine`. constants: of its collectives, alone."""
     table, count = parts.operations, parts.count
     seconds = compute_seconds(table, profile)
-    seconds = seconds + _collective_seconds(parts, machine, in_training(constants, profile))
+    seconds = seconds + _collective_seconds(parts, machine, in_training(constants, profile), profile)
     directions, components = len(Direction), len(PartBreakdown)
     where = (table.part * directions + table.direction) * components + table.component
     sums = np.asarray(np.bincount(where, seconds, count * directions * components), np.float64).reshape(
@@ -168,12 +172,14 @@ def _issued(parts: Parts, profile: Profile) -> Floats:
     return np.asarray(issued * profile.host_s + exchanges * profile.exchange_host_s)
 
 
-def _collective_seconds(parts: Parts, machine: Machine, constants: Constants) -> Floats:
+def _collective_seconds(parts: Parts, machine: Machine, constants: Constants, profile: Profile) -> Floats:
     table = parts.operations
     seconds = np.zeros(len(table))
     for component, sizes, strides in (
         (PartBreakdown.TP, parts.tp, np.ones_like(parts.tp)),
         (PartBreakdown.CP, parts.cp, parts.tp),
+        # Neighbouring ranks share out experts, over the ranks of `tp` first.
+        (PartBreakdown.EP, parts.ep, np.ones_like(parts.ep)),
     ):
         if not np.any(sizes > 1):
             continue
@@ -183,6 +189,10 @@ def _collective_seconds(parts: Parts, machine: Machine, constants: Constants) ->
             if len(rows):
                 each = collective(table.bytes[rows], at(places, table.part[rows]), constants)
                 seconds[rows] = each * table.times[rows]
+    # Numbers of rows are sent before the rows; for the sum of them the host waits for the device, and then issues anew
+    # what the device waits for.
+    counts = (table.component == PartBreakdown.EP) & (table.width == 8)
+    seconds[counts] += profile.exchange_host_s
     return seconds
 
 

@@ -109,7 +109,7 @@ def stage_times(steps: Steps, which: Ints, times: PartTimes) -> StageSeconds:
     columns = []
     for column in (both[:, Direction.FORWARD], both[:, Direction.BACKWARD], times.weight):
         stages = column[steps.block[which]][:, None] * blocks
-        stages[:, 0] += column[steps.embedding[which]]
+        stages[:, 0] += steps.of_start(column)[which]
         stages[:, -1] += column[steps.head[which]]
         columns.append(stages)
     return StageSeconds(*columns)

@@ -40,6 +40,8 @@ class Profile:
     """Terms a sum at which half of the rate is lost."""
     matmul_area: float
     """Numbers of a product's results at which half of the rate is lost: too few to keep the whole device busy."""
+    grouped_share: float
+    """Rate of products of groups of rows with a matrix each in one kernel, over that of one product as large."""
     matmul_odd: float
     """How much longer a product takes, as a share, where rows of its factors have an odd number of elements; half as much
     where it is even, and so on up to 64."""
@@ -106,7 +108,9 @@ class Profile:
 CONSTANTS = tuple(field.name for field in fields(Profile) if field.name != "measured")
 RATES = ("matmul_flop_s", "matmul32_flop_s", "matmul64_flop_s")
 """Those of matrix products."""
-_NEWER = frozenset({"matmul64_flop_s", "attention_area", "eager_share", "exchange_host_s", "shard_host_s"})
+_NEWER = frozenset(
+    {"grouped_share", "matmul64_flop_s", "attention_area", "eager_share", "exchange_host_s", "shard_host_s"}
+)
 """Constants that a profile may lack, since it was written before they were thought of: the device's default stands."""
 SHARES = frozenset({"hidden", "copy_share"})
 """Constants that cannot be more than 1."""

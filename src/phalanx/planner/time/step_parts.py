@@ -110,7 +110,11 @@ class Steps:
     embedding: Ints
     """Positions in `parts`, as those of block and head."""
     block: Ints
+    leading: Ints
+    """A first block of another kind; the block where there is none."""
     head: Ints
+    n_leading: Floats
+    """Such blocks of the first stage."""
     n_layers: Ints
     """Blocks of the model."""
     end_costs: Floats
@@ -123,6 +127,10 @@ class Steps:
     block_parameters: Floats
     """Elements on one rank before data parallelism shares them out."""
     embedding_parameters: Floats
+    leading_parameters: Floats
+    """What the blocks in `n_leading` have more than as many others; less than 0 where it is less."""
+    expert_parameters: Floats
+    """Of a block's, those of experts that ranks share out."""
     head_parameters: Floats
     tensors: Tensors
     streams: Streams
@@ -135,10 +143,21 @@ class Steps:
     """The ranks that share out one copy of the parameters."""
     replicas: Placement
     """The ranks that hold the same part of them."""
+    expert_shards: Placement
+    """The ranks that share out one copy of a rank's experts."""
+    expert_replicas: Placement
+    """The ranks that hold the same part of them."""
     pipeline: Placement
 
     def __len__(self) -> int:
         return len(self.layouts)
+
+    def of_start(self, column: Floats) -> Floats:
+        """What the embedding has of something, with what the first blocks have more than as many others, [layouts].
+
+        column: of each part.
+        """
+        return column[self.embedding] + self.n_leading * (column[self.leading] - column[self.block])
 
     def take(self, which: Ints) -> Steps:
         """Those at these positions."""
@@ -163,6 +182,7 @@ class Steps:
                 steps,
                 embedding=steps.embedding + start,
                 block=steps.block + start,
+                leading=steps.leading + start,
                 head=steps.head + start,
                 alike=steps.alike + kind,
             )
@@ -206,7 +226,8 @@ def steps_of(
     first, which = distinct_rows(keys)
     distinct = np.stack([key[first] for key in keys], axis=1)
     settings = [_setting_at(plain, key, chunk_tokens) for key in distinct.tolist()]
-    wanted = [(name, one, size) for one, size in settings for name in _PARTS]
+    kinds = _part_names(setting)
+    wanted = [(name, one, size) for one, size in settings for name in kinds]
     sizes, blocks = _part_sizes(settings, framework)
     counts = sizes[which]
     alone = layouts.pp == 1
@@ -219,13 +240,22 @@ def steps_of(
     shards_lie, like_shards = _placed(machine, shards, layouts.tp)
     replicas_lie, like_replicas = _placed(machine, layouts.replicas, layouts.tp * shards)
     pipelines_lie, _ = _placed(machine, layouts.pp, world // layouts.pp)
-    _, like_parts = distinct_rows([layouts.tp, layouts.cp, layouts.streamed, alone])
+    _, like_parts = distinct_rows([layouts.tp, layouts.cp, layouts.ep, layouts.streamed, alone])
+    experts_lie, like_expert_shards = _placed(machine, np.where(layouts.ep > 1, layouts.expert_shards, 1), layouts.ep)
+    stride = layouts.ep * layouts.expert_shards
+    copies_lie, like_expert_copies = _placed(machine, np.where(layouts.ep > 1, layouts.expert_replicas, 1), stride)
+    first_stage = [
+        stage_layer_counts(plain.model.n_layers, n, *framework.end_costs(plain))[0] for n in layouts.n_stages
+    ]
+    n_leading = np.minimum(np.asarray(first_stage, np.float64), plain.model.leading_layers)
     return Steps(
         layouts=layouts,
         parts=parts_of(wanted, framework),
-        embedding=3 * which,
-        block=3 * which + 1,
-        head=3 * which + 2,
+        embedding=len(kinds) * which,
+        block=len(kinds) * which + 1,
+        leading=len(kinds) * which + (3 if plain.model.leading_layers else 1),
+        head=len(kinds) * which + 2,
+        n_leading=n_leading,
         n_layers=np.full(len(layouts), plain.model.n_layers),
         end_costs=np.tile(framework.end_costs(plain), (len(layouts), 1)),
         layers=layers,
@@ -233,18 +263,27 @@ def steps_of(
         joined=joined,
         block_parameters=counts[:, 1],
         embedding_parameters=counts[:, 0],
+        leading_parameters=n_leading * (counts[:, 8] - counts[:, 1]),
+        expert_parameters=counts[:, 7],
         head_parameters=counts[:, 2] - np.where(alone, counts[:, 3], 0.0),
         tensors=Tensors(block=counts[:, 5], embedding=counts[:, 4], head=counts[:, 6]),
         streams=Streams.of(blocks, distinct[:, 3], part_tracer(setting).random_drops()).take(which),
-        alike=distinct_rows([like_parts, like_shards, like_replicas, unit])[1],
+        alike=distinct_rows([like_parts, like_shards, like_replicas, like_expert_shards, like_expert_copies, unit])[1],
         hidden_bytes=samples * positions * width / layouts.tp,
         shards=shards_lie,
         replicas=replicas_lie,
+        expert_shards=experts_lie,
+        expert_replicas=copies_lie,
         pipeline=pipelines_lie,
     )
 
 
 _PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
+
+
+def _part_names(setting: Setting) -> tuple[PartName, ...]:
+    """The parts of a model that differ."""
+    return (*_PARTS, "leading") if setting.model.leading_layers else _PARTS
 
 
 def _keys(layouts: LayoutTable) -> list[Ints]:
@@ -258,33 +297,41 @@ def _keys(layouts: LayoutTable) -> list[Ints]:
         layouts.microbatch,
         layouts.streamed,
         layouts.splits_backward.astype(np.int64),
+        layouts.ep,
+        layouts.lone_experts.astype(np.int64),
     ]
 
 
 def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, int] | None) -> tuple[Setting, int]:
     """`plain` in layouts with these `_keys`, and samples of a micro-batch."""
-    tp, cp, context, recompute, microbatch, streamed, apart = key
+    tp, cp, context, recompute, microbatch, streamed, apart, ep, lone = key
     one = replace(plain, tp=tp, cp=cp, context=CONTEXTS[context], recompute=RECOMPUTES[recompute], streamed=streamed)
     if streamed > 1:
         one = replace(one, compile=False)
     if apart:
         one = one.apart()
+    if ep > 1:
+        casts = bool(lone) and PRECISIONS[one.precision].copies_parameters
+        one = replace(one, ep=ep, casts_experts=casts)
     return one if chunk_tokens is None else replace(one, chunk_tokens=chunk_tokens[tp]), microbatch
 
 
 def _part_sizes(settings: Sequence[tuple[Setting, int]], framework: FrameworkProfile) -> tuple[Floats, list[PartCosts]]:
-    """(elements of embedding, block and head, of what both ends share, tensors of the three, [settings, 7]; the blocks)."""
+    """(elements of embedding, block and head, of what both ends share, tensors of the three, elements of experts and of a
+    leading block, [settings, 9]; the blocks)."""
     sizes: list[tuple[int, ...]] = []
     blocks: list[PartCosts] = []
     for one, microbatch in settings:
         # Parameters are the same with any recompute: ask a trace that is made anyway.
         traced = replace(one, recompute="none") if one.streamed > 1 else framework.traced_setting(one)
-        embedding, block, head = (part_costs(name, traced, microbatch) for name in _PARTS)
+        embedding, block, head, *leading = (part_costs(name, traced, microbatch) for name in _part_names(one))
         blocks.append(block)
         shared = head.largest_parameter.count if part_tracer(one).tied() else 0
         counts = [part.parameter_count for part in (embedding, block, head)]
         tensors = [sum(not parameter.streamed for parameter in part.parameters) for part in (embedding, block, head)]
-        sizes.append((*counts, shared, *tensors))
+        experts = sum(parameter.count for parameter in block.parameters if parameter.expert)
+        first = leading[0].parameter_count if leading else block.parameter_count
+        sizes.append((*counts, shared, *tensors, experts, first))
     return np.asarray(sizes, np.float64), blocks
 
 

@@ -37,14 +37,16 @@ class StepBreakdown(IntEnum):
     """Waiting for context-parallel ranks."""
     HOST = 5
     """The device waits for the host to issue operations."""
-    BUBBLE = 6
+    EP = 6
+    """Waiting for rows on their way to experts and back."""
+    BUBBLE = 7
     """The pipeline fills and drains."""
-    TRANSFER = 7
+    TRANSFER = 8
     """Waiting for activations from other pipeline ranks."""
-    DATA = 8
+    DATA = 9
     """Waiting for data-parallel ranks, and what computing loses while they communicate."""
-    OPTIMIZER = 9
-    REST = 10
+    OPTIMIZER = 10
+    REST = 11
     """Norm of the gradients, data, logging."""
 
 
@@ -77,9 +79,7 @@ class RankParts:
     def of_parts(self, steps: Steps, column: Floats) -> Floats:
         """Return the sum of `column`, a quantity of each part, over the parts of the rank, [layouts]."""
         return np.asarray(
-            self.blocks * column[steps.block]
-            + self.embedding * column[steps.embedding]
-            + self.head * column[steps.head]
+            self.blocks * column[steps.block] + self.embedding * steps.of_start(column) + self.head * column[steps.head]
         )
 
 
@@ -129,7 +129,9 @@ def time_steps(
     data = (data_parallel or DataParallel).of(steps, times, waits, profile, constants, framework)
     seconds[StepBreakdown.DATA] = data.exposed(steps, busiest)
     held = parameters_held(steps)
-    mine = held / layouts.shards
+    # Experts that ranks share out have shards of their own.
+    experts = steps.expert_parameters * steps.layers.most
+    mine = (held - experts) / layouts.shards + experts / layouts.expert_shards
     seconds[StepBreakdown.OPTIMIZER] = mine * framework.optimizer_bytes / profile.optimizer_b_s
     # Gradients of further micro-batches are added to what is there, unless they are reduced first.
     reduced = layouts.reduces_each & data.reduces_each_microbatch
@@ -148,9 +150,8 @@ def time_steps(
 
 def parameters_held(steps: Steps) -> Floats:
     """Elements on the rank that holds most, before data parallelism shares them out, [layouts]."""
-    first = (
-        steps.layers.first * steps.block_parameters + steps.embedding_parameters + steps.joined * steps.head_parameters
-    )
+    start = steps.embedding_parameters + steps.leading_parameters
+    first = steps.layers.first * steps.block_parameters + start + steps.joined * steps.head_parameters
     last = steps.layers.last * steps.block_parameters + np.where(steps.joined > 0, 0.0, steps.head_parameters)
     return np.maximum(np.maximum(first, last), steps.layers.other * steps.block_parameters)
 
@@ -160,7 +161,7 @@ def busiest_rank(steps: Steps, times: PartTimes) -> Busiest:
     both = times.seconds.sum(axis=2)
     whole, layers = both.sum(axis=1), steps.layers
     apart = 1.0 - steps.joined
-    one, end, start = whole[steps.block], whole[steps.head], whole[steps.embedding]
+    one, end, start = whole[steps.block], whole[steps.head], steps.of_start(whole)
     first = layers.first * one + start + steps.joined * end
     last = layers.last * one + apart * end
     other = layers.other * one
@@ -207,6 +208,8 @@ class _Exchanges:
     scatter: _OfEach
     summed: _OfEach | None
     ring: _Ring | None
+    experts: Floats
+    """Gathering the experts of a block, which `gather` does not count."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,8 @@ class DataParallel:
 
     def exposed(self, steps: Steps, busiest: Busiest) -> Floats:
         """Seconds a step."""
-        if not np.any((steps.shards.size > 1) | (steps.replicas.size > 1)):
+        several = (steps.shards.size > 1) | (steps.replicas.size > 1) | (steps.expert_shards.size > 1)
+        if not np.any(several):
             return np.zeros(len(steps))
         layouts, count = steps.layouts, steps.layouts.accumulation
         forward, backward = (steps.unit * each for each in self.block)
@@ -250,7 +254,7 @@ class DataParallel:
         exchanges = self._exchanges(steps)
         gather, scatter = exchanges.gather, exchanges.scatter
         each = layouts.gathers_each
-        again = np.where(each & layouts.reshard_after_forward, gather.unit, 0.0)
+        again = np.where(each & layouts.reshard_after_forward, gather.unit + steps.unit * exchanges.experts, 0.0)
         # What a pipeline gathers for a backward pass stays for the next forward pass.
         gathers = np.where(each & (layouts.pp == 1), count, layouts.zero > 0)
         scatters = np.where(layouts.reduces_each, count, 1)
@@ -275,6 +279,10 @@ class DataParallel:
             )
         if (ring := exchanges.ring) is not None:
             seconds += self._streaming(steps, busiest, ring)
+        if np.any(exchanges.experts):
+            # They are asked for when their rows have arrived, for whose number the host has waited: nothing was issued
+            # before behind which they could come.
+            seconds += gathers * busiest.blocks * exchanges.experts
         return seconds + self._straggling(steps, busiest)
 
     def _exchanges(self, steps: Steps) -> _Exchanges:
@@ -283,19 +291,27 @@ class DataParallel:
         first[steps.alike] = np.arange(len(steps))
         few = steps.take(first)
         one = replace(self, copied=self.copied[first])
-        unit = few.unit * (few.block_parameters - few.streams.parameters)
+        unit = few.unit * (few.block_parameters - few.streams.parameters - few.expert_parameters)
         parameters = (unit, few.embedding_parameters, few.head_parameters)
 
         def of_each(seconds: Callable[[Steps, Floats], Floats]) -> _OfEach:
             return _OfEach(*(seconds(few, held)[steps.alike] for held in parameters))
 
         ring = one._ring(few) if np.any(few.streams.parameters) else None
-        return _Exchanges(
-            of_each(one.gather),
-            of_each(one.scatter),
-            of_each(one.sum_replicas) if np.any(few.replicas.size > 1) else None,
-            None if ring is None else at(ring, steps.alike),
-        )
+        gather, scatter = of_each(one.gather), of_each(one.scatter)
+        summed = of_each(one.sum_replicas) if np.any(few.replicas.size > 1) else None
+        experts = np.zeros(len(steps))
+        if np.any(few.expert_parameters):
+            each = few.unit * few.expert_parameters
+            size = each * self.framework.reduce_bytes
+            experts = all_gather(few.expert_parameters * self.framework.gather_bytes, few.expert_shards, self.constants)
+            experts = experts[steps.alike]
+            reduced = reduce_scatter(size, few.expert_shards, self.constants)[steps.alike]
+            scatter = replace(scatter, unit=scatter.unit + reduced)
+            added = all_reduce(size / few.layouts.expert_shards, few.expert_replicas, self.constants)[steps.alike]
+            summed = summed or _OfEach(*np.zeros((3, len(steps))))
+            summed = replace(summed, unit=summed.unit + added)
+        return _Exchanges(gather, scatter, summed, None if ring is None else at(ring, steps.alike), experts)
 
     def _ring(self, steps: Steps) -> _Ring:
         streams, width = steps.streams, self.framework.gather_bytes

@@ -29,6 +29,8 @@ class Argument:
     name: str
     role: Role
     parameter: bool = False
+    expert: bool = False
+    """Whether it is of experts that ranks share out."""
 
 
 def compiled_timeline(
@@ -74,6 +76,8 @@ def compiled_timeline(
     parameters = [node for node, argument in zip(gradients, arguments, strict=True) if argument.parameter]
     assert all(isinstance(node, fx.Node) for node in parameters), "a parameter without gradient"
     timeline.gradients = behind.buffers(parameters)
+    experts = [node for node, argument in zip(gradients, arguments, strict=True) if argument.expert]
+    timeline.expert_gradients = behind.buffers(experts)
     _free_buffers(timeline, timeline.backward, set(behind.buffers(gradients)), timeline.kept)
     return timeline
 

@@ -28,6 +28,10 @@ class Matmul:
     k: int
     width: int = 2
     """Bytes of an element of the factors."""
+    groups: int = 0
+    """Matrices that groups of rows meet in one kernel, group by group; m, or k, is the rows of all. 0: a plain product."""
+    ragged: Literal["m", "k"] = "m"
+    """Which of the two is made of groups whose sizes the device alone knows."""
 
     @property
     def flops(self) -> int:
@@ -64,9 +68,9 @@ class Collective:
 
     operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     axis: str
-    """tp or cp."""
+    """tp, cp or ep."""
     size: int
-    """Ranks of the axis."""
+    """Ranks of the axis; 1 for sums, whose arguments do not say it."""
     bytes: int
     """Of the whole tensor as one rank holds it: gathered, not yet scattered, exchanged, or sent to the next rank."""
 
@@ -132,6 +136,8 @@ class Scale:
 
 _MATMUL = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Matmuls, and the position of their first factor."""
+_GROUPED = frozenset(["grouped_product", "grouped_gradient"])
+"""Products of groups of rows with a matrix each (`kernels.grouped_products`)."""
 _ATTENTION = "_scaled_dot_product_"
 """How the names of fused attention kernels begin."""
 _REDUCTION = frozenset(
@@ -180,11 +186,15 @@ _COPY = frozenset(
         "full",
         "zeros",
         "new_zeros",
+        "combine_rows",
+        "combine_rows_backward",
+        "sort",
     ]
 )
 SCATTERED = frozenset(["embedding_dense_backward", "index_put", "scatter_add", "scatter"])
 """Sums into rows of a table: no compiler joins them to other work."""
-COLLECTIVES: dict[str, Literal["all_gather", "reduce_scatter", "all_to_all"]] = {
+COLLECTIVES: dict[str, Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]] = {
+    "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
@@ -211,7 +221,7 @@ def base_name(operation: Any) -> str:
 
 def kind_of(name: str) -> Kind:
     """Return the kind of the operation with this `base_name`."""
-    if name in _MATMUL:
+    if name in _MATMUL or name in _GROUPED:
         return "matmul"
     if name.startswith(_ATTENTION):
         return "attention"
@@ -226,6 +236,13 @@ def kind_of(name: str) -> Kind:
 
 def matmul_of(name: str, arguments: Sequence[Any]) -> Matmul | None:
     """Return the sizes of a matmul, from its arguments; None for other operations."""
+    if name == "grouped_product":
+        rows, matrices = arguments[0], arguments[1]
+        groups, n, k = matrices.shape
+        return Matmul(1, rows.shape[0], n, k, rows.dtype.itemsize, groups)
+    if name == "grouped_gradient":
+        grad, rows, groups = arguments[0], arguments[1], len(arguments[2])
+        return Matmul(1, grad.shape[1], rows.shape[1], rows.shape[0], rows.dtype.itemsize, groups, "k")
     if name not in _MATMUL:
         return None
     first = _MATMUL[name]

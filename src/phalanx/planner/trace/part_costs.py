@@ -36,18 +36,20 @@ from phalanx.planner.trace.streamed_block import (
     traced_stage,
 )
 from phalanx.planner.trace.traced_model import (
+    BLOCKS,
     PartName,
     PartParameter,
     Setting,
     build_stage,
     example_batch,
+    expert_parameters,
     fuse_norms,
     part_parameters,
 )
 from phalanx.torch_compat.compiler import JointGraph, joint_graph, load_compiler
 
 _PASS = TrainingPass(step=1)
-_AXES = {"tp": "tp", "cp": "cp"}
+_AXES = {"tp": "tp", "cp": "cp", "ep": "ep"}
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,12 @@ class _Traced:
 @cache
 def _choose_trace(name: PartName, setting: Setting, microbatch: int) -> _Trace:
     """Return what is traced to know the costs of a part."""
-    if name != "block":
+    if name not in BLOCKS:
         setting = _plain_setting(setting)
-    alike = replace(_plain_setting(setting), tp=1, cp=1) if name == "block" else setting
-    samples = 1 if microbatch == 1 else _unlike_sizes(name, alike)
+    alike = replace(_plain_setting(setting), tp=1, cp=1, ep=1) if name in BLOCKS else setting
+    # Every degree of `ep` is a trace of its own: one does for micro-batches of all sizes.
+    single = microbatch == 1 and setting.ep == 1
+    samples = 1 if single else _unlike_sizes(name, alike)
     if name == "embedding":
         # It computes no loss, and nothing that would be compiled.
         return _Trace(name, replace(setting, compile=False, chunk_tokens=_ALL), samples)
@@ -153,7 +157,8 @@ _ALL = 2**62
 
 def _plain_setting(setting: Setting) -> Setting:
     """Return the setting without what neither ends of the model nor shapes of parameters depend on."""
-    return replace(setting, recompute="none", streamed=1, peer_copies=False, joint_gradients=True)
+    plain = replace(setting, recompute="none", streamed=1, peer_copies=False, joint_gradients=True)
+    return replace(plain, ep=1, casts_experts=False)
 
 
 def _part_costs(traced: _Traced, scale: Scale) -> PartCosts:
@@ -192,8 +197,8 @@ def _trace_part(trace: _Trace) -> _Traced:
             _trace_eager(stage, trace.setting, trace.samples, ring), middles=tuple(ring.middles), units=units
         )
     stage = build_stage(trace.name, trace.setting)
-    if trace.name == "block" and trace.setting.compile:
-        return _trace_compiled(stage, trace.setting, trace.samples)
+    if trace.name in BLOCKS and trace.setting.compile:
+        return _trace_compiled(trace.name, stage, trace.setting, trace.samples)
     return _trace_eager(stage, trace.setting, trace.samples)
 
 
@@ -219,22 +224,23 @@ def _block_parameters(setting: Setting, streamed: frozenset[str]) -> tuple[PartP
 # --- compiled blocks ---------------------------------------------------------------------------------------------------
 
 
-def _trace_compiled(stage: Stage, setting: Setting, samples: int) -> _Traced:
+def _trace_compiled(name: PartName, stage: Stage, setting: Setting, samples: int) -> _Traced:
     load_compiler()
-    joint, arguments = _block_graph(replace(setting, recompute="none"), samples)
+    joint, arguments = _block_graph(name, replace(setting, recompute="none"), samples)
     policy = recompute_policy(setting.recompute)
     timeline = compiled_timeline(joint, policy, arguments, _AXES, ring_operations())
     shared = [number for number, buffer in enumerate(timeline.buffers) if buffer.name.startswith(_SHARED)]
+    timeline.adds_experts = setting.casts_experts
     return _Traced(timeline, part_parameters(stage, setting), tuple(shared))
 
 
 @cache
-def _block_graph(setting: Setting, samples: int) -> tuple[JointGraph, list[Argument]]:
+def _block_graph(name: PartName, setting: Setting, samples: int) -> tuple[JointGraph, list[Argument]]:
     """Return the joint graph of a block, and what its inputs are; recompute is chosen later."""
-    stage = build_stage("block", setting)
+    stage = build_stage(name, setting)
     (block,) = stage.part.blocks
     parameters = dict(block.named_parameters())
-    called_with = block_arguments(stage, example_batch("block", stage, setting, samples))
+    called_with = block_arguments(stage, example_batch(name, stage, setting, samples))
     inputs, spec = tree_flatten(called_with)
     places = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
 
@@ -247,7 +253,8 @@ def _block_graph(setting: Setting, samples: int) -> tuple[JointGraph, list[Argum
         return result
 
     x, *rest = [inputs[place] for place in places]
-    arguments = [Argument(name, "given", parameter=True) for name in parameters]
+    spread = {id(parameter) for parameter in expert_parameters(stage)} if setting.ep > 1 else set()
+    arguments = [Argument(name, "given", parameter=True, expert=id(p) in spread) for name, p in parameters.items()]
     arguments += [Argument("input", "input"), *(Argument(name, "given") for name in _shared_inputs(called_with))]
     return joint_graph(run, [*parameters.values(), x, *rest]), arguments
 
@@ -325,7 +332,10 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
 
     number = recorder.hold(x, "input", "input")
     streamed = streamed_parameters(stage)
-    _record_passes(recorder, run, [parameter for parameter in stage.parameters() if parameter not in streamed])
+    whole = [parameter for parameter in stage.parameters() if parameter not in streamed]
+    experts = expert_parameters(stage) if setting.ep > 1 else []
+    _record_passes(recorder, run, whole, experts)
+    recorder.timeline.adds_experts = setting.casts_experts
     _mark_pending(recorder, streamed)
     if not stage.part.part.first:
         # What the embedding is called with are samples, which are there all the time.
@@ -333,7 +343,9 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
     return _Traced(recorder.timeline, named, tuple(sorted(set(shared))), tuple(chunks))
 
 
-def _record_passes(recorder: Recorder, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter]) -> None:
+def _record_passes(
+    recorder: Recorder, run: Callable[[], Tensor], parameters: Sequence[nn.Parameter], experts: Sequence[nn.Parameter]
+) -> None:
     timeline = recorder.timeline
     with recorder:
         result = run()
@@ -345,6 +357,7 @@ def _record_passes(recorder: Recorder, run: Callable[[], Tensor], parameters: Se
         # A gradient of the result's own format, as the next stage would send it.
         result.backward(incoming)
     timeline.gradients = [recorder.hold(p.grad, "made") for p in parameters if p.grad is not None]
+    timeline.expert_gradients = [recorder.hold(p.grad, "made") for p in experts if p.grad is not None]
     recorder.close()
 
 

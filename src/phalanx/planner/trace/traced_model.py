@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -24,20 +27,25 @@ from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.split_context import SequenceShare
 from phalanx.layout.layout_model import LayoutModel, Stage, named_parameters
 from phalanx.layout.mesh import Axis
-from phalanx.layout.spec import Recompute, ResolvedLayout
+from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
 from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.layers import Norm, separate_gradients
 from phalanx.nn.parameters import ParameterKind
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator_kernels import fused_rms_norm
+from phalanx.planner.trace.expert_loads import PRIOR, ExpertLoads
 from phalanx.planner.trace.recorder import Recorder
 
-PartName = Literal["embedding", "block", "head"]
+FloatArray = npt.NDArray[np.float64]
+PartName = Literal["embedding", "block", "leading", "head"]
+"""`block` is one of the last blocks; `leading` one of the first where these are others (`BlockModel.leading_layers`)."""
+BLOCKS: tuple[PartName, ...] = ("block", "leading")
 Kernel = Literal["flash", "cudnn", "efficient", "flex", "math", "cpu"]
 """Attention as accelerators compute it; `cpu` is what an uncompiled run on the CPU does."""
 MODEL_PARTS = {
     "embedding": ModelChunk(range(0), first=True, last=False),
     "block": ModelChunk(range(1), first=False, last=False),
+    "leading": ModelChunk(range(1), first=False, last=False),
     "head": ModelChunk(range(0), first=False, last=True),
 }
 """The parts as those of a model."""
@@ -65,6 +73,12 @@ class Setting:
     """Ranks around which the chunks of a block's matrices go (`layout.gather=stream`); 1: blocks are gathered whole."""
     peer_copies: bool = False
     """Whether streamed chunks lie beside the allocator's memory."""
+    ep: int = 1
+    """Ranks that share out experts."""
+    loads: ExpertLoads = PRIOR
+    """How evenly routers use experts."""
+    casts_experts: bool = False
+    """Whether experts are kept in the main format and cast in every pass, since no other rank has them."""
     joint_gradients: bool = True
     """Whether a node of the backward pass may give gradients of inputs and of weights at once."""
 
@@ -86,6 +100,8 @@ class PartParameter:
 
     streamed: bool = False
     """Whether it is never gathered whole; see `planner.trace.streamed_block`."""
+    expert: bool = False
+    """Whether it is of experts that ranks of `ep` share out."""
 
     @property
     def count(self) -> int:
@@ -160,7 +176,18 @@ class TracedModel(LayoutModel):
         if layout.gather == "stream":
             # Chunks are computed one by one from Python, outside any compiled program.
             setting = replace(setting, streamed=layout.shards, compile=False)
+        if layout.ep > 1:
+            apart = bool(layout.table.lone_experts[0]) and self.precision.copies_parameters
+            setting = replace(setting, ep=layout.ep, casts_experts=apart)
         return setting.apart() if layout.splits_backward else setting
+
+    def expert_load(self, layout: ResolvedLayout) -> Fraction:
+        """Return the rows that arrive at the busiest rank of `ep` over those that leave it; by default as many."""
+        return Fraction(1)
+
+    def load_spread_bytes(self, layouts: LayoutTable) -> FloatArray:
+        """Return one standard deviation of the bytes that rows for a rank's experts take, [layouts]; by default 0."""
+        return np.zeros(len(layouts))
 
     @abstractmethod
     def gathered_setting(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
@@ -263,12 +290,24 @@ def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]
     """Return the parameters of a stage of one part."""
     tracer = part_tracer(setting)
     tied = tracer.tied()
+    spread = {id(parameter) for parameter in expert_parameters(stage)} if setting.ep > 1 else set()
     whole = tracer.whole_part(stage.part.part)
     shapes = {name: parameter.shape for name, parameter in named_parameters(whole, tied).items()}
     return tuple(
-        PartParameter(name, tuple(p.shape), tracer.parameter_kind(name), split=p.shape != shapes[name])
+        PartParameter(
+            name,
+            tuple(p.shape),
+            tracer.parameter_kind(name),
+            split=p.shape != shapes[name],
+            expert=id(p) in spread,
+        )
         for name, p in named_parameters(stage.part, tied).items()
     )
+
+
+def expert_parameters(stage: Stage) -> list[nn.Parameter]:
+    """Return the parameters of the experts of a stage."""
+    return [parameter for one in stage.expert_networks() for parameter in one.parameters()]
 
 
 def _sequence_share(setting: Setting) -> SequenceShare:

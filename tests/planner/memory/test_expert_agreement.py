@@ -1,0 +1,60 @@
+"""Plans of mixtures of experts and dry runs of the code that trains them hold the same bytes, within 2%."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from layout_runs import run_with
+from phalanx.families.registry import bind
+from phalanx.layout.resolve import resolve_layout
+from phalanx.planner.dryrun.run_step import dry_run
+from phalanx.planner.memory.model import Kernels, rank_memory
+from phalanx.planner.trace.expert_loads import BALANCED
+from phalanx.planner.trace.traced_model import TracedModel
+from phalanx.training.step import build_full_step
+
+WORLD = 8
+SIZES = {
+    "model.d_model": 128,
+    "model.d_ff": 352,
+    "model.n_layers": 4,
+    "model.vocab_size": 128,
+    "model.max_positions": 128,
+    "data.sequence_length": 128,
+    "training.loss_chunk_tokens": 64,
+}
+QWEN = {"count": 8, "active": 2, "d_ff": 384, "balance": "global_batch"}
+DEEPSEEK = {
+    "count": 8,
+    "active": 2,
+    "d_ff": 384,
+    "shared": 1,
+    "dense_layers": 1,
+    "scoring": "sigmoid",
+    "bias_rate": 0.001,
+}
+WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (QWEN, {"dp_shard": 8}),
+    (QWEN, {"dp_shard": 8, "ep": 2, "recompute": "none"}),
+    (QWEN, {"dp_shard": 8, "ep": 4, "recompute": "full", "global_batch": 32}),
+    (QWEN, {"dp_shard": 8, "ep": 8, "recompute": "none", "microbatch": 2, "global_batch": 32}),
+    (QWEN, {"dp_shard": 4, "dp_replicate": 2, "ep": 4, "zero": 1, "recompute": "selective", "global_batch": 32}),
+    (QWEN, {"dp_shard": 4, "tp": 2, "ep": 4, "zero": 2, "recompute": "selective", "global_batch": 16}),
+    (QWEN, {"dp_shard": 4, "pp": 2, "ep": 2, "recompute": "full", "global_batch": 32}),
+    (DEEPSEEK, {"dp_shard": 4, "pp": 2, "ep": 4, "recompute": "none", "global_batch": 32}),
+]
+
+
+@pytest.mark.parametrize(("experts", "words"), WORDS, ids=str)
+def test_mixtures_hold_what_the_code_holds(experts: dict[str, Any], words: dict[str, Any]) -> None:
+    run = run_with(SIZES | {"model.experts": experts}, **{"global_batch": 8, **words})
+    layout = resolve_layout(bind(run), WORLD)
+    model = bind(run, TracedModel)
+    model.loads = BALANCED  # type: ignore[attr-defined]
+    ranks = rank_memory(model, layout, run.layout.recompute, Kernels("flash", compiled=False))
+    for rank in (ranks[0], ranks[-1]):
+        first = rank.rank * WORLD // layout.pp
+        found = dry_run(model, layout, first, build_full_step, accelerator=True, devices_per_node=None)
+        assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)

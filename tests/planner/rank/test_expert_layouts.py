@@ -1,0 +1,78 @@
+"""Layouts of mixtures of experts: which degrees of `ep` are listed, what bounds them, and how uneven loads change plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from layout_runs import run_with
+from phalanx.families.registry import bind
+from phalanx.hardware.machine import load_machine
+from phalanx.layout.spec import LayoutTable, ResolvedLayout
+from phalanx.planner.memory.probability import BESIDE, fits
+from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
+from phalanx.planner.rank.ranking import bound_memory
+from phalanx.planner.time.profile import default_profile
+from phalanx.planner.time.step_time import StepBreakdown
+from phalanx.planner.time.timing import step_times
+from phalanx.planner.trace.expert_loads import BALANCED, ExpertLoads
+from phalanx.planner.trace.traced_model import TracedModel
+
+EXPERTS = {"model.experts": {"count": 8, "active": 2}}
+
+
+def table(**fields: Any) -> LayoutTable:
+    """Layouts of 16 ranks in two nodes, without recompute."""
+    plain = ResolvedLayout(64, **{"dp_shard": 16, **fields})
+    return LayoutTable.from_rows([replace(plain, ep=ep) for ep in (1, 4, 8)])
+
+
+def test_experts_are_spread_over_whole_multiples_of_tensor_parallel_ranks() -> None:
+    found = enumerate_layouts(bind(run_with(EXPERTS)), 8, limits=Limits(1, 1, 32, 1))
+    spread = {(tp, ep) for tp, ep in zip(found.tp.tolist(), found.ep.tolist(), strict=True)}
+    assert spread == {(1, 1), (1, 2), (1, 4), (1, 8), (2, 1), (2, 2), (2, 4), (2, 8), (4, 1), (4, 4), (4, 8)}
+    assert np.all(found.expert_ranks % found.ep == 0)
+    assert set(enumerate_layouts(bind(run_with()), 8).ep.tolist()) == {1}
+
+
+def test_a_fixed_degree_is_the_only_one() -> None:
+    found = enumerate_layouts(bind(run_with(EXPERTS)), 8, fixed={"ep": 4}, limits=Limits(1, 1, 32, 1))
+    assert len(found) and set(found.ep.tolist()) == {4}
+
+
+def test_no_rank_holds_less_than_its_experts_without_zero() -> None:
+    model = bind(run_with(EXPERTS), TracedModel)
+    layouts = table(zero=0, dp_shard=1, dp_replicate=2, tp=8)
+    bounds = bound_memory(model, layouts)
+    # Whole experts on every rank of `tp`; then an eighth of them each.
+    shared = model.parameter_count() - model.expert_parameters()
+    assert bounds[2] == pytest.approx(16 * (shared + model.expert_parameters()) / 8, rel=0.2)
+    assert bounds[0] > 3 * bounds[2]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_rows_between_nodes_cost_more_and_uneven_loads_cost_time(recompute: Any) -> None:
+    run = run_with(EXPERTS | {"model.d_model": 256, "model.d_ff": 1024, "data.sequence_length": 64})
+    machine = load_machine("dgx-h100")
+    profile = default_profile(machine.node.device).profile
+    seconds = {}
+    for name, loads in (("even", BALANCED), ("uneven", ExpertLoads(((0.4, *[0.6 / 7] * 7),)))):
+        model = bind(run, TracedModel)
+        model.loads = loads  # type: ignore[attr-defined]
+        seconds[name] = step_times(model, table(recompute=recompute), machine, profile)
+    exchange = seconds["even"].of(StepBreakdown.EP)
+    assert exchange[0] == 0 < exchange[1]
+    more = seconds["uneven"].of(StepBreakdown.EP)
+    assert more[0] == 0 and np.all(more[1:] > exchange[1:])
+    assert seconds["uneven"].total[0] == seconds["even"].total[0]
+
+
+def test_loads_that_vary_make_it_less_sure_that_a_layout_fits() -> None:
+    model = bind(run_with(EXPERTS), TracedModel)
+    spread = model.load_spread_bytes(table(dp_shard=16, microbatch=4))
+    assert spread[0] == 0 and np.all(spread[1:] > 0)
+    sure, less = (fits(np.array([60e9]), 3, 80e9, BESIDE["cuda"], 0.0, bytes_) for bytes_ in (0.0, 10e9))
+    assert less[0] < sure[0]

@@ -1,0 +1,70 @@
+"""Traced blocks of mixtures of experts: the rows that are computed, what travels, and what each rank has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.config.model import LanguageModel
+from phalanx.planner.trace.expert_loads import BALANCED, ExpertLoads
+from phalanx.planner.trace.part_costs import PartCosts, part_costs
+from phalanx.planner.trace.traced_model import Setting
+
+LENGTH, SAMPLES = 64, 3
+MODEL = LanguageModel(
+    n_layers=3,
+    d_model=64,
+    n_heads=4,
+    d_ff=160,
+    vocab_size=128,
+    max_positions=LENGTH,
+    experts={"count": 8, "active": 2, "d_ff": 48, "shared": 1, "dense_layers": 1},
+)
+SETTING = Setting(MODEL, LENGTH, compile=False, loads=BALANCED)
+
+
+def products(costs: PartCosts, *phases: str) -> int:
+    """Floating-point operations of matrix products in these phases."""
+    return sum(op.flops for op in costs.costs.operations if op.matmul is not None and op.phase in phases)
+
+
+@pytest.mark.parametrize("ep", [1, 4])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_products_are_of_the_experts_that_tokens_are_sent_to(ep: int, compiled: bool) -> None:
+    costs = part_costs("block", replace(SETTING, ep=ep, compile=compiled), SAMPLES)
+    forward = 2 * MODEL.layer(2).matrix_parameters() * LENGTH * SAMPLES
+    assert products(costs, "forward") == forward
+    # The router's logits are float32 and, like all else, multiplied twice more in the backward pass.
+    assert products(costs, "backward") == 2 * forward
+
+
+def test_first_blocks_are_traced_as_what_they_are() -> None:
+    leading = part_costs("leading", SETTING, SAMPLES)
+    assert leading.parameter_count == MODEL.layer(0).parameter_count()
+    assert part_costs("block", SETTING, SAMPLES).parameter_count == MODEL.layer(2).parameter_count()
+    assert products(leading, "forward") == 2 * MODEL.layer(0).matrix_parameters() * LENGTH * SAMPLES
+
+
+def test_ranks_have_their_part_of_the_experts_and_all_else() -> None:
+    whole, part = (part_costs("block", replace(SETTING, ep=ep), SAMPLES) for ep in (1, 4))
+    experts = 3 * 8 * 64 * 48
+    assert whole.parameter_count - part.parameter_count == experts * 3 // 4
+    assert sum(p.count for p in part.parameters if p.expert) == experts // 4
+    assert not any(p.expert for p in whole.parameters)
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 4), ("full", 6)])
+def test_rows_travel_there_and_back_in_each_pass(recompute: str, passes: int) -> None:
+    costs = part_costs("block", replace(SETTING, ep=4, recompute=recompute), SAMPLES)
+    sent = [c.bytes for c in costs.costs.collectives() if c.axis == "ep" and c.bytes > 8 * 8]
+    assert sent == [SAMPLES * LENGTH * 2 * 64 * 2] * passes
+
+
+def test_uneven_loads_make_a_rank_compute_and_keep_more() -> None:
+    # The first of two ranks gets three quarters of the rows.
+    loads = ExpertLoads(((0.25, 0.25, 0.125, 0.125, 0.0625, 0.0625, 0.0625, 0.0625),))
+    even, uneven = (part_costs("block", replace(SETTING, ep=2, loads=x), SAMPLES) for x in (BALANCED, loads))
+    experts = 2 * 3 * 64 * 48 * 2 * LENGTH * SAMPLES
+    assert products(uneven, "forward") - products(even, "forward") == experts // 2
+    assert uneven.costs.kept_bytes > even.costs.kept_bytes
