@@ -77,7 +77,7 @@ def full_disk() -> Iterator[None]:
 def test_a_full_disk_is_found_before_anything_is_measured(
     call: Call, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subcommand, "measure", None)
+    monkeypatch.setattr(subcommand, "measure_rank", None)
     with full_disk():
         outcome = call("calibrate", "--device", "cpu", "--out", str(here / "mine.yaml"))
     assert outcome.code == 2 and "cannot write" in outcome.err and "--out" in outcome.err
@@ -85,7 +85,7 @@ def test_a_full_disk_is_found_before_anything_is_measured(
 
 
 def test_a_disk_that_fills_up_meanwhile_loses_nothing(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subcommand, "_require_writable", lambda _path: None)
+    monkeypatch.setattr(subcommand, "require_writable", lambda _path: None)
     with full_disk():
         outcome = call("calibrate", "--device", "cpu")
     assert outcome.code == 1 and "the profile stands above" in outcome.err

@@ -122,16 +122,21 @@ def gather_stages_once(schedule: PipelineScheduleMulti) -> None:
     """
     orders = getattr(schedule, "pipeline_order_with_comms", {})
     for rank, actions in orders.items():
-        kinds = [action.computation_type.name for action in actions]
-        stages = [action.stage_index for action in actions]
-        last = {stages[place]: place for place, kind in enumerate(kinds) if kind == "RESHARD"}
-        first = {stages[place]: place for place, kind in reversed(list(enumerate(kinds))) if kind == "UNSHARD"}
-        wanted = {"UNSHARD": first, "RESHARD": last}
-        orders[rank] = [
-            action
-            for place, action in enumerate(actions)
-            if kinds[place] not in wanted or wanted[kinds[place]][stages[place]] == place
-        ]
+        orders[rank] = keep_gathered(actions)
+
+
+def keep_gathered(actions: Sequence[Any]) -> list[Any]:
+    """Return a rank's actions with the first gather and the last freeing of each stage alone."""
+    kinds = [action.computation_type.name for action in actions]
+    stages = [action.stage_index for action in actions]
+    last = {stages[place]: place for place, kind in enumerate(kinds) if kind == "RESHARD"}
+    first = {stages[place]: place for place, kind in reversed(list(enumerate(kinds))) if kind == "UNSHARD"}
+    wanted = {"UNSHARD": first, "RESHARD": last}
+    return [
+        action
+        for place, action in enumerate(actions)
+        if kinds[place] not in wanted or wanted[kinds[place]][stages[place]] == place
+    ]
 
 
 def _leave_gradients(_parameters: Sequence[Tensor]) -> None:

@@ -14,7 +14,7 @@ from phalanx.planner.memory.pipelined import candidates_of_each_rank, cut_to_rou
 from phalanx.planner.memory.ranks import ranks_that_may_be_worst
 from phalanx.planner.memory.replay import COLUMN, COUNTS, Pipeline, Replay
 from phalanx.planner.schedule.table import Pass, schedule_table
-from phalanx.torch_compat.pipeline_stage import _gathered_once
+from phalanx.torch_compat.pipeline_stage import keep_gathered
 
 SHAPES = [(2, 2, 4), (2, 5, 8), (4, 3, 8), (3, 4, 3), (4, 2, 12)]
 COSTS = (0.3, 1.7)
@@ -44,7 +44,7 @@ def _gathered_before_each_action(actions: list[Any], freed: bool) -> list[set[in
     lowered = torch_schedules._add_unshard_reshard(plain)
     gathered: set[int] = set()
     seen = []
-    for action in lowered if freed else _gathered_once(lowered):
+    for action in lowered if freed else keep_gathered(lowered):
         name = action.computation_type.name
         if name == "UNSHARD":
             gathered.add(action.stage_index)

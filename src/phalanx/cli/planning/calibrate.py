@@ -57,14 +57,7 @@ def run_calibrate(asked: CalibrateArguments) -> None:
     path = asked.out or Path(measured_name(machine.name))
     if ranks.first:
         # A path that cannot be written is found out before minutes are spent on measuring.
-        probe = path.with_name(f".{path.name}.probe")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(bytes(64 * 1024))
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
-        finally:
-            probe.unlink(missing_ok=True)
+        require_writable(path)
     measured = _measure_here(ranks, here, per_node, asked.seconds)
     if ranks.first:
         devices, today = f"{ranks.world_size} x {device_name(here)}", date.today().isoformat()
@@ -72,6 +65,18 @@ def run_calibrate(asked: CalibrateArguments) -> None:
         found = profile_of(measured, machine, source)
         _write_profile(path, found.named)
         _print_profile(found, measured, machine, path, json=asked.json)
+
+
+def require_writable(path: Path) -> None:
+    """Raise ConfigError where a profile could not be written to `path`, whose folder is made."""
+    probe = path.with_name(f".{path.name}.probe")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(bytes(64 * 1024))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def _measure_here(ranks: Ranks, device: torch.device, per_node: int, seconds: float) -> Measurements:

@@ -19,7 +19,6 @@ from torch import Tensor
 from phalanx.errors import CheckpointError
 from phalanx.families.language.huggingface.architectures import read_config
 from phalanx.families.language.huggingface.folder_files import (
-    FORMATS,
     GENERATION,
     INDEX,
     WEIGHTS,
@@ -27,7 +26,7 @@ from phalanx.families.language.huggingface.folder_files import (
     file_inside,
     read_json,
 )
-from phalanx.families.language.huggingface.tensor_rules import LOADS, TensorRule
+from phalanx.families.language.huggingface.tensor_rules import FORMATS, LOADS, TensorRule
 
 _SHOWN = 5
 _HEAD = "lm_head.weight"

@@ -21,13 +21,12 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.language.huggingface.architecture import Architecture
 from phalanx.families.language.huggingface.folder_files import (
     DEFAULT_SHARD_BYTES,
-    FORMATS,
     GENERATION,
     INDEX,
     WEIGHTS,
     TokenizerFiles,
 )
-from phalanx.families.language.huggingface.tensor_rules import TensorRule
+from phalanx.families.language.huggingface.tensor_rules import FORMATS, TensorRule
 from phalanx.files import whole_folder
 
 _FORMAT_NAMES = {dtype: name for name, dtype in FORMATS.items()}

@@ -8,15 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, Self
 
-import torch
-
 from phalanx.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 GENERATION = "generation_config.json"
-FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Number formats that are read and written, by their names in safetensors."""
 DEFAULT_SHARD_BYTES = 5 * 10**9
 """Largest weight file that is written."""
 TOKENIZER = "tokenizer.json"

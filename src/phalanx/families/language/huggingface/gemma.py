@@ -59,7 +59,7 @@ class GemmaFields(RotaryFields):
     layer_types: LayerTypes | None = None
     attn_logit_softcapping: Positive | None = None
     final_logit_softcapping: Positive | None = None
-    use_bidirectional_attention: Off | None = None
+    use_bidirectional_attention: Annotated[Literal[False] | None, Field(exclude=True)] = None
 
     @model_validator(mode="after")
     def _one_type_a_layer(self) -> Self:

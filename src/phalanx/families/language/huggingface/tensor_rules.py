@@ -19,6 +19,9 @@ from phalanx.config.model import LanguageModel
 from phalanx.families.language.decoder import Decoder
 from phalanx.nn.layers import gate_block
 
+FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Number formats that are read and written, by their names in safetensors."""
+
 LOADS = re.compile(r"blocks\.\d+\.mlp\.router\.load")
 """Names of our tensors that only training counts, which no checkpoint of Hugging Face has."""
 
