@@ -9,11 +9,11 @@ from phalanx.config.load import load_run, parse_run
 from phalanx.errors import ConfigError
 
 LAYOUT_HAS = (
-    "dp_replicate, dp_shard, tp, cp, pp, zero, schedule, stages_per_rank, context, tp_across_nodes, microbatch, "
+    "dp_replicate, dp_shard, tp, cp, pp, ep, zero, schedule, stages_per_rank, context, tp_across_nodes, microbatch, "
     "global_batch, recompute, precision, reshard_after_forward, gather, gather_blocks, gathers_ahead, "
     "branch_groups and peer_copies"
 )
-SECTIONS = "model, data, layout, optimizer, training, checkpoint, evaluation, cluster, search and tune"
+SECTIONS = "model, data, layout, optimizer, training, checkpoint, evaluation, restart, cluster, search and tune"
 PRESETS = "(phalanx config list shows them)"
 SOURCES = "a list of at least one, each a path or a mapping with path and weight"
 BETAS = "a list of 2, each a number of at least 0 and less than 1"

@@ -279,7 +279,7 @@ LANGUAGE_COLUMNS: tuple[Column[Language], ...] = (
     Column("width", lambda row: row[1].d_model),
     Column("heads", lambda row: _describe_heads(row[1], "/{}")),
     Column("vocab", lambda row: row[1].vocab_size),
-    Column("length", lambda row: row[0].sequence_length),
+    Column("seq", lambda row: row[0].sequence_length),
 )
 OTHER_COLUMNS: tuple[Column[Other], ...] = (
     Column("preset", lambda row: row[0].name, "left"),
