@@ -275,7 +275,7 @@ def _describe_heads(model: LanguageModel, kv_heads: str) -> str:
 LANGUAGE_COLUMNS: tuple[Column[Language], ...] = (
     Column("preset", lambda row: row[0].name, "left"),
     Column("params", lambda row: _count_parameters(row[1])),
-    Column("layers", lambda row: row[1].n_layers),
+    Column("depth", lambda row: row[1].n_layers),
     Column("width", lambda row: row[1].d_model),
     Column("heads", lambda row: _describe_heads(row[1], "/{}")),
     Column("vocab", lambda row: row[1].vocab_size),
