@@ -301,7 +301,7 @@ def print_presets(presets: list[Preset]) -> None:
     language, others = _split_presets(presets)
     console = open_output()
     print_table(LANGUAGE_COLUMNS, language, indent="")
-    console.print("\nheads: query/key-value; length: tokens a sample when published.")
+    console.print("\nheads: query/key-value; seq: tokens a sample when published.")
     if others:
         console.print()
         print_table(OTHER_COLUMNS, others, indent="", folded=True)
