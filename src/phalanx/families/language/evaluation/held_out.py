@@ -266,7 +266,7 @@ def score_split(
 ) -> HeldOut:
     """Score the split `source`.
 
-    sequence_seq: tokens a sample. numbers: the samples to score, see `spread_samples`; None scores all. microbatch:
+    sequence_length: tokens a sample. numbers: the samples to score, see `spread_samples`; None scores all. microbatch:
     samples computed at a time. document_mask: whether attention stops at document boundaries. byte_counts: bytes of text
     that each token stands for, int64 [V]. sharing: every rank gets the result and scores as often as the others, so a
     model that needs all ranks may be scored. progress: called with the number of samples just scored.
