@@ -112,7 +112,12 @@ def _unknown_field(path: FieldPath, value: Value, kind: type[Run]) -> Problem:
         nearest = dotted_name((*path[:-1], leaf))
     if len(path) > 1:
         siblings = fields_in(field_pattern(path[:-1], kind), kind)
-        known = "" if nearest else f"; {dotted_name(path[:-1])} has {_join_names(siblings)}"
+        place = dotted_name(path[:-1])
+        # A line that a person reads names no forty fields.
+        listed = (
+            f"has {_join_names(siblings)}" if len(siblings) <= 25 else f"has those of phalanx config fields {path[0]}"
+        )
+        known = "" if nearest else f"; {place} {listed}"
         return Problem(path, f"{name}={show_value(value)}: there is no such field{known}", nearest)
     if isinstance(value, dict):
         known = "" if nearest else f"; it has {_join_names([section.name for section in run_sections(kind)])}"
