@@ -57,9 +57,8 @@ def _expected_maximum(count: int) -> float:
 
 
 PRIOR = ExpertLoads(spread=0.3)
-"""Where nothing was logged. An assumption: over a validation set the busiest of 64 experts got 0.5 to 0.7 more than the mean
-where an auxiliary loss balanced them, and 0.04 more with moved biases (Wang et al. 2024, arXiv:2408.15664, table 2); 0.3 is
-what makes the most of 64 normal numbers 0.7."""
+"""Where nothing was logged. An assumption, not a measurement: the busiest of 64 experts then gets 0.7 more than the mean, as a
+balance loss of the usual weight may leave it. Loads that a run has logged say better."""
 BALANCED = ExpertLoads()
 """Every expert gets as much."""
 
