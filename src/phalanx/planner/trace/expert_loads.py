@@ -57,8 +57,8 @@ def _expected_maximum(count: int) -> float:
 
 
 PRIOR = ExpertLoads(spread=0.3)
-"""Where nothing was logged. An assumption, not a measurement: the busiest of 64 experts then gets 0.7 more than the mean, as a
-balance loss of the usual weight may leave it. Loads that a run has logged say better."""
+"""Where nothing was logged. An assumption, not a measurement: the busiest of 64 experts then gets 0.7 more than the mean,
+as a balance loss of the usual weight may leave it. Loads that a run has logged say better."""
 BALANCED = ExpertLoads()
 """Every expert gets as much."""
 
