@@ -126,7 +126,7 @@ def lay_out(
     precision = next(one for one in PRECISIONS.values() if one.compute_dtype == dtype)
     streams, sharding = None, WholeParameters()
     if mesh.data is not None:
-        sharding = FullySharded(mesh.data, ShardingOptions(precision))
+        sharding = FullySharded(mesh, ShardingOptions(precision))
     if stream and mesh.shards.size > 1:
         streams = Stream(mesh.shards, mesh.replicas, mesh.cp, ring(mesh.shards))
         sharding = StreamedSharding(mesh, CPU, ShardingOptions(precision))
