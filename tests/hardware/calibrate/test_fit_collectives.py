@@ -15,7 +15,7 @@ from phalanx.hardware.collectives import COLLECTIVES, Constants, bus_bandwidth, 
 from phalanx.hardware.machine import Machine, load_machine
 from phalanx.hardware.topology import place_groups
 
-MEASURED = Path(__file__).parents[3] / "shared" / "reference" / "collectives.csv"
+MEASURED = Path(__file__).parents[4] / "shared" / "reference" / "collectives.csv"
 CLUSTER = switched(network=infiniband(8, 4, 25))
 
 
