@@ -89,9 +89,11 @@ def test_every_layout_of_four_ranks_computes_what_one_does(environment: dict[str
 
 def test_training_resumes_in_another_layout(environment: dict[str, str], tmp_path: Path) -> None:
     folder, whole = tmp_path / "run", tmp_path / "whole"
+    # The command that starts ranks becomes their supervisor, so it cannot share a process with the others.
+    ranks = ["train", str(RUN), "--run-dir", str(folder), "--nproc", "4", "tp=2", "pp=2", "microbatch=2"]
+    subprocess.run([sys.executable, "-m", "phalanx", *ranks], check=True, env=environment, timeout=600)
     _run(
         environment,
-        ["train", str(RUN), "--run-dir", str(folder), "--nproc", "4", "tp=2", "pp=2", "microbatch=2"],
         ["train", str(folder), "tp=1", "pp=1", "microbatch=auto", "training.steps=24"],
         ["train", str(RUN), "--run-dir", str(whole), "training.steps=24"],
         ["report", str(folder)],
