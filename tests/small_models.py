@@ -10,8 +10,9 @@ import torch
 import transformers
 
 from phalanx.checkpoint import CheckpointStore
+from phalanx.config.layers import LatentSizes, RopeScaling
 from phalanx.config.load import dump_run
-from phalanx.config.model import LanguageModel, LatentSizes, RopeScaling
+from phalanx.config.model import LanguageModel
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.huggingface.folder_files import SpecialTokens, TokenizerFiles

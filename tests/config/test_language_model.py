@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from phalanx.config.model import LanguageModel, RopeScaling
+from phalanx.config.layers import RopeScaling
+from phalanx.config.model import LanguageModel
 
 SIZE = {"n_layers": 4, "d_model": 48, "n_heads": 6, "vocab_size": 97, "max_positions": 64}
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from device_runs import accelerator, relative_error
-from phalanx.config.model import LanguageModel, MixtureConfig
+from phalanx.config.layers import MixtureConfig
+from phalanx.config.model import LanguageModel
 from phalanx.kernels import grouped_products_triton
 from phalanx.kernels.grouped_products import (
     grouped_gradient,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.config.model import LanguageModel, MixtureConfig
+from phalanx.config.layers import MixtureConfig
+from phalanx.config.model import LanguageModel
 from phalanx.kernels.swiglu import swiglu
 from phalanx.nn.experts import MixtureOfExperts, Router, RoutingPass, sort_by_expert
 

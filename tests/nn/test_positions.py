@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from phalanx.config.model import AlibiConfig, RopeConfig, RopeScaling
+from phalanx.config.layers import AlibiConfig, RopeConfig, RopeScaling
 from phalanx.nn.positions import alibi_slopes, rope_frequencies, rope_tables, rotate
 from small_models import LLAMA
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from distributed_ranks import run_ranks
 from layout_cases import run_of
-from phalanx.config.model import Experts, MixtureConfig
+from phalanx.config.layers import Experts, MixtureConfig
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import resolve_layout

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from phalanx.config.model import AttentionConfig
+from phalanx.config.layers import AttentionConfig
 from phalanx.kernels.flash4 import flash4_attention
 from phalanx.nn.layers import Linear, Norm, build_norm, soft_cap
 from phalanx.nn.parameters import MatrixRows, MatrixRules

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.model import Experts, MixtureConfig
+from phalanx.config.layers import Experts, MixtureConfig
 from phalanx.kernels.grouped_products import GatedGroupedLinear, GroupedLinear
 from phalanx.kernels.routed_rows import CombineRows, SortRows
 from phalanx.nn.layers import Linear, SwigluMLP, gate_block, mlp_matrices

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.model import AttentionConfig
+from phalanx.config.layers import AttentionConfig
 from phalanx.nn.attention import CausalAttention, KeyValueCache, RotaryContext
 from phalanx.nn.layers import Linear, build_norm
 from phalanx.nn.parameters import MatrixRows, MatrixRules

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.model import MLPConfig, NormConfig
+from phalanx.config.layers import MLPConfig, NormConfig
 from phalanx.kernels.swiglu import gated_linear, swiglu
 from phalanx.nn.parameters import MatrixRows, MatrixRules
 from phalanx.nn.precision import LinearProduct, Precision

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.config.model import AlibiConfig, RopeConfig, RopeScaling
+from phalanx.config.layers import AlibiConfig, RopeConfig, RopeScaling
 
 
 class Positions(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.model import NormConfig
+from phalanx.config.layers import NormConfig
 from phalanx.counter_random import CounterDropout, DropoutContext
 from phalanx.nn.cross_entropy import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
 from phalanx.nn.layers import build_norm, soft_cap

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.config.model import LanguageModel, MixtureConfig
+from phalanx.config.layers import MixtureConfig
+from phalanx.config.model import LanguageModel
 from phalanx.config.presets import load_preset, preset_names
 from phalanx.families.language.declare import DeclaredLanguage, ParameterKind
 from phalanx.families.language.decoder import Decoder

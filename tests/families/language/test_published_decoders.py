@@ -13,7 +13,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from phalanx.config.model import LanguageModel, LatentSizes, RopeScaling
+from phalanx.config.layers import LatentSizes, RopeScaling
+from phalanx.config.model import LanguageModel
 from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.huggingface.tensor_rules import Counterpart, tensor_rules
 from small_models import random_tokens, random_transformers

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed_ranks import run_ranks
-from phalanx.config.model import LanguageModel, MixtureConfig
+from phalanx.config.layers import MixtureConfig
+from phalanx.config.model import LanguageModel
 from phalanx.layout.expert_parallel.token_exchange import order_by_expert, split_experts
 from phalanx.layout.mesh import Axis
 from phalanx.nn.experts import MixtureOfExperts, RoutingPass

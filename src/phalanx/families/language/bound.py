@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.config.model import MixtureConfig
+from phalanx.config.layers import MixtureConfig
 from phalanx.ensemble.family import Ensemble, EnsembleModel, EnsembleOptions, Progress
 from phalanx.ensemble.members import Member, Share
 from phalanx.families.language.config import LanguageRun

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from fnmatch import fnmatchcase
 
-from phalanx.config.model import AttentionConfig, LanguageModel, MixtureConfig, MLPConfig
+from phalanx.config.layers import AttentionConfig, MixtureConfig, MLPConfig
+from phalanx.config.model import LanguageModel
 from phalanx.families.family import DeclaredModel
 from phalanx.families.language.sizes import block_flops_per_token, head_flops_per_token
 from phalanx.nn.attention import attention_matrices, attention_splits

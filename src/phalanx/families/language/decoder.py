@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.model import AttentionConfig, LanguageModel, LayerConfig, MixtureConfig
+from phalanx.config.layers import AttentionConfig, LayerConfig, MixtureConfig
+from phalanx.config.model import LanguageModel
 from phalanx.counter_random import CounterDropout, DropoutContext
 from phalanx.nn.attention import (
     Attention,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from phalanx.config.model import AttentionConfig, LanguageModel, MixtureConfig
+from phalanx.config.layers import AttentionConfig, MixtureConfig
+from phalanx.config.model import LanguageModel
 
 FlopsConvention = Literal["causal", "palm"]
 

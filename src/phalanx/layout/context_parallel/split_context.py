@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.model import AttentionConfig, LanguageModel
+from phalanx.config.layers import AttentionConfig
+from phalanx.config.model import LanguageModel
 from phalanx.layout.context_parallel.ring_attention import ring_attention, ring_positions
 from phalanx.layout.mesh import Axis
 from phalanx.layout.tensor_parallel.autograd_collectives import exchange_parts

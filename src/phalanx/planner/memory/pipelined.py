@@ -47,7 +47,7 @@ def cut_to_rounds(schedule: IntArray, pp: IntArray, microbatches: IntArray) -> I
 
 _ROUNDS = 3
 """A pipeline fills in the first, goes on evenly in the second and drains in the last."""
-_COMPARED = 24
+_COMPARED = 8
 """Rows of each case and moment that all others are compared with: enough to leave a tenth or less."""
 
 

@@ -15,7 +15,8 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from phalanx.config.model import Experts, LanguageModel, LatentSizes
+from phalanx.config.layers import Experts, LatentSizes
+from phalanx.config.model import LanguageModel
 from phalanx.families.language.huggingface.tensor_rules import Counterpart, TensorRule, tensor_rules
 
 # fmt: off

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from phalanx.config.model import LanguageModel, RopeScaling
+from phalanx.config.layers import RopeScaling
+from phalanx.config.model import LanguageModel
 from phalanx.families.language.huggingface.architecture import (
     GENERAL_KEYS,
     ConfigFields,
