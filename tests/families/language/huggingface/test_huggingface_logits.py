@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.decoder import Decoder
-from phalanx.families.language.huggingface.architectures import architecture_for
 from phalanx.families.language.huggingface.checkpoint_folder import HuggingFaceFolder
 from phalanx.families.language.huggingface.export_folder import Export, write_folder
+from phalanx.families.language.huggingface.find_architecture import architecture_for
 from phalanx.families.language.huggingface.folder_files import TokenizerFiles
 from small_models import FAMILIES, LLAMA, huggingface_config, random_decoder, random_tokens, save_huggingface
 

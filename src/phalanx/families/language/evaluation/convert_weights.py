@@ -27,7 +27,6 @@ from phalanx.families.language.evaluation.load_weights import (
     open_weights,
     tokenizer_files,
 )
-from phalanx.families.language.huggingface.architectures import architecture_for
 from phalanx.families.language.huggingface.export_folder import (
     Export,
     ReadRows,
@@ -35,6 +34,7 @@ from phalanx.families.language.huggingface.export_folder import (
     refuse_used,
     write_folder,
 )
+from phalanx.families.language.huggingface.find_architecture import architecture_for
 from phalanx.families.language.huggingface.folder_files import (
     DEFAULT_SHARD_BYTES,
     TOKENIZER,

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from phalanx.errors import CheckpointError
-from phalanx.families.language.huggingface.architectures import read_config
+from phalanx.families.language.huggingface.find_architecture import read_config
 from phalanx.families.language.huggingface.folder_files import (
     GENERATION,
     INDEX,

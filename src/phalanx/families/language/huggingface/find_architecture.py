@@ -14,12 +14,9 @@ from phalanx.families.language.huggingface.deepseek import DEEPSEEK_V2, DEEPSEEK
 from phalanx.families.language.huggingface.gemma import GEMMA2, GEMMA3
 from phalanx.families.language.huggingface.gpt2 import GPT2
 from phalanx.families.language.huggingface.gpt_neox import GPT_NEOX
-from phalanx.families.language.huggingface.llama import LLAMA, MISTRAL
+from phalanx.families.language.huggingface.llama import LLAMA, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
 from phalanx.families.language.huggingface.mixtures import MIXTRAL, OLMOE, QWEN3_MOE
 from phalanx.families.language.huggingface.mpt import MPT
-from phalanx.families.language.huggingface.olmo import OLMO2
-from phalanx.families.language.huggingface.phi3 import PHI3
-from phalanx.families.language.huggingface.qwen import QWEN2, QWEN3
 
 ARCHITECTURES = (
     LLAMA,
