@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from phalanx.ensemble.calibrate import Kind
+from phalanx.ensemble.intervals import Kind
 from phalanx.ensemble.members import EnsembleFile, Member, Share
 from phalanx.families.family import BoundModel
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from phalanx.config.schema import Run
-from phalanx.ensemble.calibrate import Calibration, Conformal
+from phalanx.ensemble.intervals import Calibration, Conformal
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.files import replace_nonfinite, write_atomically
 from phalanx.training.checkpointing import find_trained_run
