@@ -9,7 +9,7 @@ from typing import Any
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import every_layout
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import RECOMPUTES, ResolvedLayout
 
 SIZE = {"n_layers": 4, "d_model": 32, "n_heads": 8, "d_ff": 64, "vocab_size": 61, "max_positions": 32}
 MODELS: dict[str, dict[str, Any]] = {
@@ -139,6 +139,8 @@ def features(layout: ResolvedLayout) -> set[str]:
         found |= {"ep", f"ep, {'several' if layout.table.expert_ranks[0] > layout.ep else 'one'} of each"}
     if layout.reshard_after_forward and layout.shards > 1:
         found.add("reshard")
+    if layout.recompute != "none":
+        found.add(f"recompute {layout.recompute}")
     return found
 
 
@@ -159,10 +161,36 @@ def covering(layouts: list[ResolvedLayout]) -> list[ResolvedLayout]:
 
 
 def cases(model: str, world: int) -> list[ResolvedLayout]:
-    """The layouts to verify `model` in on `world` ranks."""
+    """The layouts to verify `model` in on `world` ranks: all on two, every pair of features on more."""
     layouts = list(every_layout(bind(run_of(model, world, "fp64")), world))
+    return [in_few_microbatches(layout, others=False) for layout in (layouts if world == 2 else covering(layouts))]
+
+
+def option_cases(model: str, world: int) -> list[ResolvedLayout]:
+    """The layouts to verify an option of attention or MLP in: every pair of features of those with one schedule.
+
+    Schedules move whole blocks, whatever these compute.
+    """
+    # Masks that differ between samples need micro-batches in between, besides the first and the last.
     others = model == "mpt"
-    return [in_few_microbatches(layout, others=others) for layout in (layouts if world == 2 else covering(layouts))]
+    return [in_few_microbatches(layout, others=others) for layout in covering(plain_layouts(model, world))]
+
+
+def plain_layouts(model: str, world: int) -> list[ResolvedLayout]:
+    """All legal layouts on `world` ranks with the usual schedule."""
+    return [x for x in every_layout(bind(run_of(model, world, "fp64")), world) if x.schedule == "1f1b"]
+
+
+def expert_cases(model: str, world: int) -> list[ResolvedLayout]:
+    """Few layouts to verify a mixture in on `world` ranks: of those that spread experts, every pair of features, ways to
+    recompute among them."""
+    return [in_few_microbatches(layout, others=False) for layout in covering(spread_layouts(model, world))]
+
+
+def spread_layouts(model: str, world: int) -> list[ResolvedLayout]:
+    """All legal layouts on `world` ranks that spread experts, with each way to recompute."""
+    runs = [run_of(model, world, "fp64", recompute=recompute) for recompute in RECOMPUTES]
+    return [layout for run in runs for layout in every_layout(bind(run), world) if layout.ep > 1]
 
 
 def in_few_microbatches(layout: ResolvedLayout, *, others: bool) -> ResolvedLayout:

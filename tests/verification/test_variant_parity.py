@@ -1,4 +1,4 @@
-"""Options of today's decoders in layouts of every kind give the loss, gradients and updated parameters of one rank."""
+"""Options of today's decoders, in layouts of every kind with one schedule: loss, gradients and updates of one rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distributed_ranks import run_ranks
-from layout_cases import VARIANTS, cases, run_of
+from layout_cases import VARIANTS, option_cases, run_of
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.verification.family import VerifiableModel
@@ -21,7 +21,7 @@ def verify_all() -> dict[str, list[Verdict]]:
     for model in VARIANTS:
         bound = bind(run_of(model, WORLD, "fp64"), VerifiableModel)
         verifier = Verifier(bound, torch.device("cpu"), steps=2, activations=True, groups=groups)
-        verdicts[model] = [verifier.verify(layout) for layout in cases(model, WORLD)]
+        verdicts[model] = [verifier.verify(layout) for layout in option_cases(model, WORLD)]
     return verdicts
 
 

@@ -164,7 +164,7 @@ def apply_layout(
         splits |= {whole_name(name, names): split for name, split in kept.items()}
         # Still on meta: a cast costs nothing here, and FSDP2 takes its sharded format from what it is given.
         cast_parameters(module, precision.compute_dtype if low_precision else precision.main_dtype)
-        recompute_stage(stage, run.layout.recompute)
+        recompute_stage(stage, layout.recompute)
         choose_products(module, precision)
         # A matmul whose two gradients are one node could not give that of its input alone.
         if layout.splits_backward:

@@ -188,10 +188,11 @@ def _watch_activations(stage: Stage, seen: dict[str, list[Activation]], first: i
 def _keep_mixture(seen: list[Activation], _module: nn.Module, inputs: Any, output: Tensor) -> None:
     """Keep what a mixture of experts gives, which takes the numbers of its samples with it."""
     _, routing = inputs
-    samples_B = routing.samples_B.cpu()
-    # Where its block is recomputed, a mixture runs again for the same samples.
-    if not any(torch.equal(one.samples_B, samples_B) for one in seen):
-        seen.append(Activation(samples_B, routing.positions_S.cpu(), output.detach().to("cpu", copy=True)))
+    samples_B, positions_S, output = routing.samples_B.cpu(), routing.positions_S.cpu(), output.detach().cpu().clone()
+    # Where its block is recomputed, a mixture runs again for the same samples, and does what it did. So numbers are compared
+    # in Python: selective recompute has no result of an operation that ran in one of the two passes alone.
+    if samples_B.tolist() not in [one.samples_B.tolist() for one in seen]:
+        seen.append(Activation(samples_B, positions_S, output))
 
 
 def _keep_activation(
