@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import groupby
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +25,7 @@ from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
 from phalanx.families.materials.config import MaterialsRun
+from phalanx.remote_files import local_path
 from phalanx.report.table import Column, write_markdown_table
 
 config_app = typer.Typer(
@@ -215,7 +215,9 @@ def _describe_units(run: MaterialsRun) -> dict[str, Any]:
     unstated = fitting.unstated_units(run.model)
     if not unstated:
         return {}
-    if all((Path(run.data.prepared) / source.name / "manifest.json").exists() for source in run.data.sources):
+    if all(
+        (local_path(f"{run.data.prepared}/{source.name}") / "manifest.json").exists() for source in run.data.sources
+    ):
         model = fitting.with_units(run.model, fitting.fitting_units(run))
         return {"units_from_data": list(fitting.units_in_words(model, unstated))}
     return {"units_from_data": [*unstated, "known once the data are prepared (phalanx data prepare-graphs)"]}

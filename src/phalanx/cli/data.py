@@ -24,6 +24,7 @@ from phalanx.families.language.data.token_shards import PassedOver, read_token_m
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.weather.config import WeatherRun
+from phalanx.remote_files import local_path
 
 if TYPE_CHECKING:
     from phalanx.families.materials.data.graph_shards import Manifest, Statistics
@@ -86,12 +87,12 @@ def prepare_data(
         # whole shards stay, so nothing is lost
         print_error("stopped; what is done is kept: the same command goes on from there")
         raise
-    _print_sources(out, json_output)
+    _print_sources(str(out), json_output)
 
 
 @data_app.command("show", epilog=show_examples("phalanx data show data/texts"))
 def show_data(
-    path: Annotated[Path, typer.Argument(help="Prepared folder, Megatron prefix, or folder of MDS shards.")],
+    path: Annotated[str, typer.Argument(help="Prepared folder or its address, Megatron prefix, folder of MDS shards.")],
     json_output: Json = False,
 ) -> None:
     """Say what prepared data holds."""
@@ -100,7 +101,7 @@ def show_data(
 
 @data_app.command("verify", epilog=show_examples("phalanx data verify data/texts"))
 def verify_data(
-    path: Annotated[Path, typer.Argument(help="Prepared folder, Megatron prefix, or folder of MDS shards.")],
+    path: Annotated[str, typer.Argument(help="Prepared folder or its address, Megatron prefix, folder of MDS shards.")],
     json_output: Json = False,
 ) -> None:
     """Read everything and compare checksums; names the first file that was altered.
@@ -113,7 +114,7 @@ def verify_data(
     tokens = sum(source.tokens for source in splits.values())
     unchecked = [source.unchecked for source in splits.values() if source.unchecked is not None]
     if json_output:
-        print_json({"path": str(path), "verified": not unchecked, "tokens": tokens, "unchecked": unchecked})
+        print_json({"path": path, "verified": not unchecked, "tokens": tokens, "unchecked": unchecked})
         return
     # Both splits of a folder are in the same format: one sentence for both
     doubts = "; ".join(dict.fromkeys(unchecked))
@@ -121,13 +122,14 @@ def verify_data(
     print_lines([f"{path}: {tokens:,} tokens, {found}"])
 
 
-def _open_splits(path: Path) -> dict[str, TokenSource]:
+def _open_splits(address: str) -> dict[str, TokenSource]:
+    path = local_path(address)
     validation = open_source(path, "validation")
     held_out = {} if validation is None else {"validation": validation}
     return {"train": open_source(path, "train"), **held_out}
 
 
-def _print_sources(path: Path, json_output: bool) -> None:
+def _print_sources(path: str, json_output: bool) -> None:
     splits = _open_splits(path)
     summary: dict[str, Any] = {
         name: {"tokens": source.tokens, "documents": source.documents, "text_bytes": source.text_bytes}
@@ -136,13 +138,14 @@ def _print_sources(path: Path, json_output: bool) -> None:
     train = splits["train"]
     summary["vocab_size"] = train.vocab_size
     summary["tokenizer"] = None if train.tokenizer is None else str(train.tokenizer)
-    passed_over = read_token_manifest(path).passed_over if (path / MANIFEST).exists() else None
+    folder = local_path(path)
+    passed_over = read_token_manifest(folder).passed_over if (folder / MANIFEST).exists() else None
     if passed_over is not None:
         summary["passed_over"] = passed_over.model_dump()
     if json_output:
-        print_json({"path": str(path), **summary})
+        print_json({"path": path, **summary})
         return
-    print_lines([str(path)])
+    print_lines([path])
     vocabulary = "not stated by the format" if train.vocab_size is None else f"{train.vocab_size:,}"
     print_pairs(
         [

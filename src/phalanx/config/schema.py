@@ -288,6 +288,17 @@ class Cluster(Section):
     """Nominal peak of one device in TFLOP/s at the run's precision, where the built-in table has no entry."""
 
 
+class Remote(Section):
+    """What is kept on this machine of data and weights that are named by address (`s3://`, `gs://`, `https://`, ...)."""
+
+    cache: PathText | None = None
+    """Folder for what was read; null takes phalanx/remote in the user's cache folder."""
+    cache_gb: Annotated[float, Field(ge=0.001, le=1e6)] = 16.0
+    """Size of that folder in GB; beyond it, what was used longest ago is deleted."""
+    timeout_s: Annotated[float, Field(ge=0.1, le=86_400.0)] = 60.0
+    """Seconds that a store may take to answer, asked again within them."""
+
+
 class Run(Section):
     """A whole run file, of any model family; each family has its own kind, with the types of its `model` and `data`."""
 
@@ -300,6 +311,7 @@ class Run(Section):
     evaluation: Evaluation = Evaluation()
     restart: Restart = Restart()
     cluster: Cluster = Cluster()
+    remote: Remote = Remote()
     search: Search = Search()
     tune: Tune = Tune()
 

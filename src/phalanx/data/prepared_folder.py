@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from phalanx.errors import DataError
 from phalanx.files import clear_halves, write_atomically
 from phalanx.locks import FolderLock
+from phalanx.remote_files import remote_file
 
 MANIFEST = "manifest.json"
 Count = Annotated[int, Field(ge=0)]
@@ -181,6 +182,9 @@ def file_record(path: Path) -> FileRecord:
 def check_size(folder: Path, record: FileRecord) -> Path:
     """Return the path of a file of `folder`. Raises DataError where it is missing or not as long as the manifest says."""
     path = folder / record.name
+    # Lengths of remote files were compared when their folder was opened.
+    if remote_file(path) is not None:
+        return path
     try:
         found = path.stat().st_size
     except OSError as error:
@@ -206,6 +210,10 @@ def check_still_whole(path: Path, length: int) -> None:
 def check_content(folder: Path, record: FileRecord) -> None:
     """Read a whole file of `folder`. Raises DataError where its checksum is not the manifest's."""
     path = check_size(folder, record)
+    remote = remote_file(path)
+    if remote is not None:
+        remote.verify()
+        return
     found = file_record(path).sha256
     if found != record.sha256:
         raise DataError(f"{path}: sha256 {found} found, {record.sha256} expected; the file was altered")

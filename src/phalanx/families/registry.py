@@ -12,6 +12,7 @@ from phalanx.config.families import find_family
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
+from phalanx.remote_files import use_cache
 
 ModelT = TypeVar("ModelT", bound=BoundModel)
 
@@ -26,6 +27,8 @@ def bind(run: Run, kind: type[BoundModel] = BoundModel) -> BoundModel:
     kind: the class of the room that asks (`BoundModel`, `LayoutModel`, `TracedModel`, ...). Raises ConfigError, in the words
     of that class, for a family that does not take part there.
     """
+    # What a bound model reads by address is kept within the limits of its run.
+    use_cache(run.remote.cache, run.remote.cache_gb, run.remote.timeout_s)
     return bound_class(run.model.family, kind)(run)
 
 

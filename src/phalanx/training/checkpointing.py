@@ -34,6 +34,7 @@ from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.layout.apply import ParallelModel
+from phalanx.remote_files import weights_path
 from phalanx.training.divergence import all_finite
 from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.step import TrainStep
@@ -103,12 +104,12 @@ def require_checkpoint(model: TrainableModel, run_dir: Path) -> None:
     if open_checkpoints(run_dir).newest() is not None:
         return
     if training.resume_path is not None:
-        if open_checkpoints(training.resume_path).newest() is None:
+        if open_checkpoints(weights_path(training.resume)).newest() is None:
             raise _nothing_to_resume(model, training.resume_path)
     elif training.resume == "must":
         raise _nothing_to_resume(model, run_dir / "checkpoints")
-    elif training.init_from is not None and open_checkpoints(Path(training.init_from)).newest() is None:
-        raise _no_weights(Path(training.init_from), model.how_to_import)
+    elif training.init_from is not None and open_checkpoints(weights_path(training.init_from)).newest() is None:
+        raise _no_weights(weights_path(training.init_from), model.how_to_import)
 
 
 def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, inputs: Inputs) -> int:
@@ -125,7 +126,7 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
             f"training.resume=never, but {store.root} holds checkpoints; choose another --run-dir or training.resume=auto"
         )
     # A run that was begun from another folder's checkpoint resumes from its own, as soon as it has one.
-    elsewhere = None if present else run.training.resume_path
+    elsewhere = None if present or run.training.resume_path is None else weights_path(resume)
     source = store if elsewhere is None else open_checkpoints(elsewhere)
     # Most optimizers make their state in the first step; a checkpoint needs a place to load it into.
     materialise_optimizer_state(step.optimizer)
@@ -147,7 +148,7 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
         if elsewhere is not None or resume == "must":
             raise _nothing_to_resume(model, elsewhere or store.root)
         if run.training.init_from is not None:
-            load_weights(Path(run.training.init_from), applied, model.how_to_import)
+            load_weights(weights_path(run.training.init_from), applied, model.how_to_import)
         _begin_average(step)
         return 0
     checkpoint, fields = loaded

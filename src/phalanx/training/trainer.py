@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.checkpoint import CheckpointStore, RankGroup, SaveHandle
+from phalanx.data.batch_stream import Batch
 from phalanx.errors import CheckpointError, Interrupted, PhalanxError
 from phalanx.hardware.device import HostCopy, Moment
 from phalanx.launch.heartbeat import SILENT, Heartbeat
@@ -22,6 +23,7 @@ from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Mesh, Ranks
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.optimizers import LearningRateSchedule, set_learning_rate
+from phalanx.remote_files import StoreUnavailable
 from phalanx.training.callbacks import CallbackList, TrainingContext
 from phalanx.training.checkpointing import collect_state
 from phalanx.training.dead_experts import DeadExperts
@@ -88,6 +90,8 @@ class Trainer:
         self.checkpointer = Checkpointer(parts, self.guard, first_step)
         self.checkpoint_waits = False
         """Whether a checkpoint is due, and waits for a step that shows that the weights are good."""
+        self.remote = "://" in run.data.model_dump_json()
+        """Whether data may come from a store that does not answer; the same on all ranks."""
         self.stop = StopRequest()
         self.lost: str | None = None
         """What was lost of the run directory's logs, on the first rank."""
@@ -168,12 +172,36 @@ class Trainer:
         self.parts.callbacks.call_each(f"on_step_begin of step {step}", lambda callback: callback.on_step_begin(step))
         # Before the batch is asked for: a step lasts from here, waiting for data included.
         began, asked = Moment(self.parts.place.device), time.perf_counter()
-        batch = self.parts.inputs.stream.next()
+        batch = self._next_batch()
         wait = time.perf_counter() - asked
         found = self.parts.step.enqueue(step, batch)
         observations = self.asynchronous.share(found, self.stop.signal_number, self.seconds)
         stall, self.stall = self.stall, 0.0
         return LaunchedStep(step, rate, observations, began, wait, stall)
+
+    def _next_batch(self) -> Batch:
+        """Return this rank's batch of the next step; where a store fails any rank, keep the last step and end, on all ranks.
+
+        Raises StoreUnavailable.
+        """
+        lost: StoreUnavailable | None = None
+        try:
+            batch = self.parts.inputs.stream.next()
+        except StoreUnavailable as error:
+            lost = error
+        # Only where data come from a store: the exchange makes the hosts wait for each other, though not the devices.
+        flag = torch.tensor([lost is not None], dtype=torch.uint8)
+        if lost is None and not (self.remote and RankGroup.default().any(flag).item()):
+            return batch
+        if lost is not None and self.remote:
+            RankGroup.default().any(flag)
+        while self.launched:
+            self._finish(self.launched.popleft())
+        if self.step:
+            self.checkpointer.save(self.step, final=True)
+        reason = lost or "the store of data did not answer another rank, which says more"
+        kept = ", checkpoint written; the same command goes on from there" if self.step else ""
+        raise StoreUnavailable(f"{reason}; training ends after step {self.step}{kept}")
 
     def _steps_ahead(self, step: int) -> int:
         """Return how many steps up to `step`, just launched, may be left for the device to finish."""

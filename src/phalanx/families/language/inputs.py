@@ -26,6 +26,7 @@ from phalanx.families.language.huggingface.folder_files import (
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.remote_files import is_kept_elsewhere, local_path
 from phalanx.report.formatting import shorten_blank_lines
 from phalanx.training.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 
@@ -83,7 +84,8 @@ class LanguageInputs(TrainableModel):
             token_bytes_V=None if tokenizer is None else tokenizer.byte_counts(run.model.vocab_size),
             device=device,
         )
-        verification = Verification(training if run.data.verify and first else [])
+        near = [source for source in training if not is_kept_elsewhere(source.path)]
+        verification = Verification(near if run.data.verify and first else [])
         saved = {"special_tokens": files.special.as_config()}
         return TextInputs(
             stream,
@@ -114,7 +116,7 @@ class LanguageInputs(TrainableModel):
 
 def _open_training(run: LanguageRun) -> tuple[list[TokenSource], SampleReader]:
     """Open every source and what reads samples from them. Raises DataError for sources that do not suit the run."""
-    training: list[TokenSource] = [open_source(Path(source.path), "train") for source in run.data.sources]
+    training: list[TokenSource] = [open_source(local_path(source.path), "train") for source in run.data.sources]
     weights = [source.weight for source in run.data.sources]
     reader = SampleReader(
         list(zip(training, weights, strict=True)),
@@ -146,7 +148,7 @@ def _require_room(run: LanguageRun, tokenizer: TextTokenizer | None) -> None:
 
 def _held_out(run: LanguageRun) -> list[TokenSource]:
     """Open the validation splits that hold anything to predict."""
-    opened = [open_source(Path(source.path), "validation") for source in run.data.sources]
+    opened = [open_source(local_path(source.path), "validation") for source in run.data.sources]
     return [source for source in opened if source is not None and source.tokens > 1]
 
 

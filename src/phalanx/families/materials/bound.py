@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
 from phalanx.ensemble.family import Ensemble, EnsembleModel, EnsembleOptions, Progress
 from phalanx.ensemble.members import Member, Share
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.graph_shards import Counts, read_manifest
+from phalanx.families.materials.data.graph_shards import Counts, prepared_folder, read_manifest
 from phalanx.families.materials.declare import DeclaredMaterials
 from phalanx.families.materials.ensemble.build_ensemble import build_ensemble
 from phalanx.families.materials.inputs import MaterialsInputs
@@ -92,6 +91,6 @@ class BoundMaterials(DeclaredMaterials, MaterialsLayout, MaterialsInputs, Materi
     def _weighted_sources(self) -> Iterator[tuple[float, Counts]]:
         """Yield how often a structure of each source is read, relative to other sources, and the training split's counts."""
         for source in self.run.data.sources:
-            counts = read_manifest(Path(self.run.data.prepared) / source.name).splits["train"]
+            counts = read_manifest(prepared_folder(self.run.data, source)).splits["train"]
             # A weight is a share of the samples: divided by the source's size it says how often each structure is read.
             yield (1.0 if source.weight is None else source.weight / max(counts.structures, 1)), counts

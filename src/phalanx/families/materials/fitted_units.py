@@ -12,10 +12,17 @@ from typing import Any
 from phalanx.checkpoint import RankGroup, open_checkpoints, read_state
 from phalanx.config.load import parse_run
 from phalanx.families.materials.config import MaterialsRun
-from phalanx.families.materials.data.graph_shards import Manifest, Statistics, open_prepared, read_manifest
+from phalanx.families.materials.data.graph_shards import (
+    Manifest,
+    Statistics,
+    open_prepared,
+    prepared_folder,
+    read_manifest,
+)
 from phalanx.families.materials.data.graph_statistics import joint_statistics
 from phalanx.families.materials.model_config import Branch, MaterialsModel
 from phalanx.printable import write_stderr
+from phalanx.remote_files import weights_path
 
 _TIMEOUT_S = 1800.0
 """Seconds that ranks wait for the first, which may read the energies of all structures."""
@@ -41,11 +48,11 @@ def _choose_units(run: MaterialsRun, run_dir: Path, unstated: list[str]) -> Unit
     resume = run.training.resume
     trained = _trained_model_units(run, run_dir)
     if trained is None and resume not in ("auto", "must", "never"):
-        trained = _trained_model_units(run, Path(resume))
+        trained = _trained_model_units(run, weights_path(resume))
     if trained is not None:
         return trained
     units = fitting_units(run)
-    start = None if run.training.init_from is None else _trained_model_units(run, Path(run.training.init_from))
+    start = None if run.training.init_from is None else _trained_model_units(run, weights_path(run.training.init_from))
     if start is not None:
         # Weights mean something in the units that they were trained in.
         units["mean_neighbors"] = start["mean_neighbors"]
@@ -84,7 +91,7 @@ def fitting_units(run: MaterialsRun, manifests: Mapping[str, Manifest] | None = 
     manifests: of the prepared sources, by name; None reads them. Raises DataError where a source is not prepared.
     """
     if manifests is None:
-        folders = {source.name: Path(run.data.prepared) / source.name for source in run.data.sources}
+        folders = {source.name: prepared_folder(run.data, source) for source in run.data.sources}
         manifests = {name: read_manifest(folder) for name, folder in folders.items()}
     splits = [manifest.splits["train"] for manifest in manifests.values()]
     neighbours = sum(counts.edges for counts in splits) / max(1, sum(counts.atoms for counts in splits))

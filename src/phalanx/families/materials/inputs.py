@@ -43,6 +43,7 @@ from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.printable import write_stderr
+from phalanx.remote_files import is_kept_elsewhere, weights_path
 from phalanx.training.checkpointing import damaged_field
 from phalanx.training.inputs import ExpectedEvaluation, Inputs, TrainableModel, Verification
 from phalanx.training.metrics import RankTimes
@@ -149,12 +150,13 @@ class MaterialsInputs(TrainableModel):
             stream = ShareStream(graphs, layout.accumulation, cutting_of(run, mesh.cp), pin_memory=pin_memory)
         evaluator = GraphEvaluator(run, open_prepared(run.data, "validation"), columns, device, run.evaluation.samples)
         # One rank is enough to read all files once.
-        verification = Verification(training if run.data.verify and first else [])
+        near = [source for source in training if not is_kept_elsewhere(source.path)]
+        verification = Verification(near if run.data.verify and first else [])
         start = run.training.init_from
         known = elements_of(
             [source.manifest.statistics for source in training],
             run.model.branches,
-            None if start is None else Path(start),
+            None if start is None else weights_path(start),
         )
         words = _count_in_words(training)
         if layout.data_ranks == 1:

@@ -92,7 +92,7 @@ class WeatherInputs(TrainableModel):
         """See `TrainableModel`. How many frames there are takes opening them all."""
         run = self.run
         for source in run.data.sources:
-            require_fields(Path(source.path))
+            require_fields(source.path)
         count = len(run.data.sources)
         return f"fields at {count} place{'s' if count > 1 else ''}"
 

@@ -19,6 +19,7 @@ from phalanx.families.language.data.token_shards import ShardSource, Split, read
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.language.data.tokenizer import load_tokenizer
 from phalanx.families.language.huggingface.folder_files import TOKENIZER, TOKENIZER_FOLDER
+from phalanx.remote_files import local_copy, local_path, weights_path
 
 _SHOWN = 6
 _SHOWN_INPUTS = 4
@@ -106,14 +107,16 @@ def check_same_tokenizer(run: LanguageRun) -> None:
     the run directory that weights come from; Megatron and MDS data name none. Raises DataError naming two that differ and
     the command that prepares the second folder with the first's tokenizer.
     """
-    folders = [Path(source.path) for source in run.data.sources]
+    folders = [local_path(source.path) for source in run.data.sources]
     manifests = {folder: read_token_manifest(folder) for folder in folders if (folder / MANIFEST).is_file()}
-    tokenizers = {folder: check_size(folder, manifest.tokenizer.file) for folder, manifest in manifests.items()}
+    tokenizers = {
+        folder: local_copy(check_size(folder, manifest.tokenizer.file)) for folder, manifest in manifests.items()
+    }
     if not tokenizers:
         return
     origin, first = next((str(folder), file) for folder, file in tokenizers.items())
     if run.training.init_from is not None:
-        known = _tokenizer_of_weights(Path(run.training.init_from))
+        known = _tokenizer_of_weights(weights_path(run.training.init_from))
         if known is not None:
             origin, first = f"the weights of training.init_from={run.training.init_from}", known
     for folder, file in tokenizers.items():

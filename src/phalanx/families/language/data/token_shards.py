@@ -34,6 +34,7 @@ from phalanx.data.prepared_folder import (
 )
 from phalanx.errors import DataError
 from phalanx.families.language.data.token_source import Int64Array, SegmentedStream, TokenFile, TokenSource
+from phalanx.remote_files import local_copy
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, ...] = ("train", "validation")
@@ -136,7 +137,7 @@ class ShardSource(TokenSource):
         self.fingerprint = self._manifest.fingerprint(split)
         self.vocab_size = self._manifest.tokenizer.vocab_size
         self.end_of_document = self._manifest.tokenizer.end_of_document
-        self.tokenizer = check_size(folder, self._manifest.tokenizer.file)
+        self.tokenizer = local_copy(check_size(folder, self._manifest.tokenizer.file))
         self._starts: Int64Array | None = None
 
     def read(self, starts: Int64Array, length: int) -> Int64Array:
@@ -149,7 +150,7 @@ class ShardSource(TokenSource):
             # Read when first needed: 8 bytes a document, which only runs with a document mask want.
             parts, before = [np.empty(0, dtype=np.int64)], 0
             for shard in self._split.shards:
-                parts.append(np.fromfile(check_size(self.path, shard.starts), "<i8") + before)
+                parts.append(np.fromfile(local_copy(check_size(self.path, shard.starts)), "<i8") + before)
                 before += shard.tokens
             self._starts = np.concatenate(parts)
         return np.searchsorted(self._starts, places, side="right") - 1

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.errors import DataError
+from phalanx.remote_files import RemoteFile, RemoteFolder, remote_file
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -72,12 +73,16 @@ class TokenFile:
 
     def __init__(self, path: Path, dtype: np.dtype[np.integer]) -> None:
         """Open the file. Raises DataError where that is not possible."""
+        self.path = path
+        self.dtype = dtype
+        self.remote = remote_file(path)
+        if self.remote is not None:
+            self._length = self.remote.size // dtype.itemsize
+            return
         try:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from error
-        self.path = path
-        self._dtype = dtype
         self._length = os.fstat(self._file.fileno()).st_size // dtype.itemsize
 
     def __len__(self) -> int:
@@ -87,10 +92,17 @@ class TokenFile:
         """Return the ids from `first` to before `last`, fewer at the end. Raises DataError for a file cut short since."""
         # The caller asks for a stretch that may go on in the next file.
         last = min(last, self._length)
-        return np.frombuffer(self.read_bytes(first * self._dtype.itemsize, last * self._dtype.itemsize), self._dtype)
+        return np.frombuffer(self.read_bytes(first * self.dtype.itemsize, last * self.dtype.itemsize), self.dtype)
+
+    def locate(self, first: int, last: int) -> tuple[RemoteFile, int, int]:
+        """Return the remote file, and the bytes there of the ids from `first` to before `last`."""
+        assert self.remote is not None
+        return self.remote, first * self.dtype.itemsize, last * self.dtype.itemsize
 
     def read_bytes(self, first: int, last: int) -> bytes:
         """Return bytes from `first` to before `last`. Raises DataError for a file cut short since."""
+        if self.remote is not None:
+            return self.remote.read(first, last)
         return read_bytes(self._file.fileno(), self.path, first, last)
 
 
@@ -106,6 +118,8 @@ class SegmentedStream:
         """Return tokens [n, length] from each of `starts` on, as int64."""
         out = np.empty((len(starts), length), dtype=np.int64)
         segments = np.searchsorted(self.ends, starts, side="right")
+        if self.segments and self.segments[0].remote is not None:
+            return self._read_remote(self.segments[0].remote.folder, starts, length)
         for row, start, first in zip(out, starts.tolist(), segments.tolist(), strict=True):
             segment = first
             offset = start - (int(self.ends[segment - 1]) if segment else 0)
@@ -117,6 +131,22 @@ class SegmentedStream:
                 filled += len(part)
                 segment, offset = segment + 1, 0
         return out
+
+    def _read_remote(self, folder: RemoteFolder, starts: Int64Array, length: int) -> Int64Array:
+        """Return tokens [n, length] as `read` does: all that is not kept on this machine is asked for at once."""
+        stretches: list[tuple[RemoteFile, int, int]] = []
+        for start in starts.tolist():
+            segment = int(np.searchsorted(self.ends, start, side="right"))
+            offset = start - (int(self.ends[segment - 1]) if segment else 0)
+            left = length
+            while left:
+                file = self.segments[segment]
+                last = min(offset + left, len(file))
+                stretches.append(file.locate(offset, last))
+                left -= last - offset
+                segment, offset = segment + 1, 0
+        found = b"".join(folder.read_ranges(stretches))
+        return np.frombuffer(found, self.segments[0].dtype).reshape(len(starts), length).astype(np.int64)
 
 
 def read_bytes(descriptor: int, path: Path, first: int, last: int) -> bytes:

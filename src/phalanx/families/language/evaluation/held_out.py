@@ -26,6 +26,7 @@ from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.evaluation.load_weights import LoadedModel
 from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
 from phalanx.nn.cross_entropy import IGNORED, LossSum
+from phalanx.remote_files import local_path
 
 DEFAULT_LENGTH = 2048
 """Tokens a sample for a model without a run, unless it has fewer positions."""
@@ -120,7 +121,7 @@ def _open_sources(loaded: LoadedModel, data: Path | None, split: Split) -> list[
     if data is not None:
         paths = [data]
     elif loaded.run is not None:
-        paths = [Path(source.path) for source in loaded.run.data.sources]
+        paths = [local_path(source.path) for source in loaded.run.data.sources]
     else:
         raise ConfigError(f"{loaded.where} names no data; give a folder that `phalanx data prepare` wrote with --data")
     opened = [open_source(path, split) for path in paths]

@@ -37,6 +37,7 @@ from phalanx.families.language.huggingface.folder_files import (
 from phalanx.hardware.device import require_cpu_format
 from phalanx.nn.experts import Router
 from phalanx.nn.precision import PRECISIONS
+from phalanx.remote_files import local_path
 from phalanx.training.weight_average import AVERAGES
 
 PREFIX = "model."
@@ -273,7 +274,7 @@ def tokenizer_files(weights: Weights, override: Path | None = None) -> Tokenizer
     """
     found = weights.tokenizer
     if not found.files and weights.run is not None:
-        folders = (Path(source.path) for source in weights.run.data.sources)
+        folders = (local_path(source.path) for source in weights.run.data.sources)
         folder = next((folder for folder in folders if (folder / MANIFEST).is_file()), None)
         if folder is not None:
             record = read_token_manifest(folder).tokenizer

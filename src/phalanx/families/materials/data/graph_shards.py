@@ -45,6 +45,7 @@ from phalanx.families.materials.data.array_files import (
 from phalanx.families.materials.data.labels import KINDS
 from phalanx.families.materials.data.neighbours import Edges
 from phalanx.families.materials.data.structures import Structure
+from phalanx.remote_files import local_copy, local_path, remote_file
 
 LABEL_DTYPES = {"energy": "f8", "forces": "f4", "stress": "f4", "charges": "f4", "dipole": "f4", "total_charge": "f4"}
 """Total energies keep float64: a float32 resolves one of 10^5 eV to 8 meV only."""
@@ -100,7 +101,7 @@ class PreparedSource:
         self.split = split
         self.manifest = read_manifest(folder)
         # Sizes of all structures are in memory; structures themselves stay in the files until they are read.
-        index = map_arrays(check_size(folder, self.manifest.index))
+        index = map_arrays(local_copy(check_size(folder, self.manifest.index)))
         self._atoms, self._edges, self._items = index["atoms"], index["edges"], index[split]
         for shard in self.manifest.shards:
             check_size(folder, shard.data)
@@ -129,6 +130,10 @@ class PreparedSource:
     def shard(self, number: int) -> Arrays:
         """Return the arrays of one shard, memory-mapped. Raises DataError for a file cut short since it was opened."""
         record = self.manifest.shards[number].data
+        remote = remote_file(self.path / record.name)
+        if remote is not None:
+            # Not kept open: the cache could then not give its room to another shard.
+            return map_arrays(remote.fetch())
         if number not in self._open:
             self._open[number] = map_arrays(self.path / record.name)
         check_still_whole(self.path / record.name, record.bytes)
@@ -150,10 +155,15 @@ def open_prepared(data: GraphData, split: Split) -> list[PreparedSource]:
     """Open the `split` of each source. Raises DataError where one is not prepared, or not as `data` says."""
     opened = []
     for source in data.sources:
-        folder = Path(data.prepared) / source.name
+        folder = prepared_folder(data, source)
         check_settings(folder, read_manifest(folder), source, data)
         opened.append(PreparedSource(folder, split))
     return opened
+
+
+def prepared_folder(data: GraphData, source: GraphSource) -> Path:
+    """Return the folder of a prepared source; see `remote_files.local_path` where `data.prepared` is an address."""
+    return local_path(f"{data.prepared.rstrip('/')}/{source.name}")
 
 
 def spread_evenly(sources: Sequence[PreparedSource], samples: int | None) -> Located:

@@ -18,7 +18,7 @@ from phalanx.ensemble.scores import CURVE, LEVELS, Errors, Scores, mean_errors, 
 from phalanx.ensemble.select_members import Chosen, best_by_score, choose_members, fit_weights, relative_products
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.materials.config import GraphData
-from phalanx.families.materials.data.graph_shards import Split, read_manifest
+from phalanx.families.materials.data.graph_shards import Split, prepared_folder, read_manifest
 from phalanx.families.materials.ensemble.member_errors import materials_run, member_residuals, untrained_elements
 from phalanx.families.materials.evaluation.prediction_errors import predicted_quantities
 
@@ -274,4 +274,4 @@ def _require_same_predictions(members: Sequence[Member]) -> None:
 
 def data_fingerprints(data: GraphData) -> list[str]:
     """Return what tells prepared data from any other, one a source: structures, labels, edges and their split."""
-    return [read_manifest(Path(data.prepared) / source.name).fingerprint for source in data.sources]
+    return [read_manifest(prepared_folder(data, source)).fingerprint for source in data.sources]

@@ -43,6 +43,7 @@ from phalanx.families.weather.data.field_survey import (
     survey_store,
 )
 from phalanx.families.weather.data.prepared_store import PreparedStore, is_prepared
+from phalanx.remote_files import is_kept_elsewhere, is_remote, local_path
 
 _NETCDF = (".nc", ".nc4", ".netcdf", ".cdf")
 _ZARR = ("zarr.json", ".zgroup", ".zmetadata")
@@ -118,9 +119,12 @@ class FieldSet:
         )
 
     def verify(self) -> None:
-        """Read every prepared source and compare checksums. Raises DataError naming the file, expected and found."""
+        """Read every prepared source of this machine and compare checksums.
+
+        Raises DataError naming the file, expected and found.
+        """
         for store in self.stores:
-            if isinstance(store, PreparedStore):
+            if isinstance(store, PreparedStore) and not is_kept_elsewhere(store.path):
                 store.verify()
 
     def climatology(self, source: int = 0) -> Climatology:
@@ -202,7 +206,13 @@ def open_store(source: FieldSource, variables: Sequence[str], statics: Sequence[
 
     Raises DataError where nothing readable is there, or something is wrong with what is.
     """
-    path = Path(source.path)
+    if is_zarr_address(source.path):
+        require_package("xarray", f"{source.path} needs")
+        from phalanx.families.weather.data.xarray_store import XarrayStore  # noqa: PLC0415  (needs xarray)
+
+        # The path is for messages: it has one slash less than the address, which is what is opened.
+        return XarrayStore(Path(source.path), [Path(source.path)], source, variables, statics, cache)
+    path = local_path(source.path)
     if is_prepared(path):
         return PreparedStore(path, source, variables, statics)
     if is_climax(path):
@@ -215,8 +225,16 @@ def open_store(source: FieldSource, variables: Sequence[str], statics: Sequence[
     return XarrayStore(path, files, source, variables, statics, cache)
 
 
-def require_fields(path: Path) -> None:
-    """Raise DataError where nothing at `path` looks like fields. Opens nothing."""
+def is_zarr_address(address: str) -> bool:
+    """Return whether `address` names a zarr store that is not on this machine: by its ending, as nothing else tells."""
+    return is_remote(address) and address.rstrip("/").endswith(".zarr")
+
+
+def require_fields(address: str) -> None:
+    """Raise DataError where nothing at `address` looks like fields. Opens nothing but the manifest of a remote folder."""
+    if is_zarr_address(address):
+        return
+    path = local_path(address)
     if not is_prepared(path) and not is_climax(path):
         field_files(path)
 

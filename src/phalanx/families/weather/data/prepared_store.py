@@ -34,6 +34,7 @@ from phalanx.families.weather.config import FieldName, FieldSource
 from phalanx.families.weather.data.coordinates import Float32Array, Grid, TimeAxis
 from phalanx.families.weather.data.field_store import FieldStore, Naming, Segment, hash_of
 from phalanx.families.weather.data.field_survey import Survey
+from phalanx.remote_files import local_copy, remote_file
 
 FIELDS = "fields.safetensors"
 _AGAIN = "prepare the fields again"
@@ -77,7 +78,8 @@ class FieldsManifest(Part):
 
 def is_prepared(path: Path) -> bool:
     """Return whether a folder of prepared fields lies at `path`."""
-    return (path / MANIFEST).is_file() and (path / FIELDS).is_file()
+    fields_file = path / FIELDS
+    return (path / MANIFEST).is_file() and (fields_file.is_file() or remote_file(fields_file) is not None)
 
 
 class PreparedStore(FieldStore):
@@ -124,10 +126,10 @@ class PreparedStore(FieldStore):
         # Neighbouring variables of a frame lie in one piece, and are copied at once.
         together = columns == list(range(columns[0], columns[0] + len(columns)))
         shards = np.searchsorted(self._starts, frames, side="right") - 1
-        for row, (frame, shard) in enumerate(zip(frames.tolist(), shards.tolist(), strict=True)):
-            # A map that is read beyond a shortened file ends the process without a word.
-            check_still_whole(self.segments[shard].path, self._shards[shard].nbytes)
-            stored = self._shards[shard][frame - self.segments[shard].first]
+        places = list(zip(shards.tolist(), (frames - self._starts[shards]).tolist(), strict=True))
+        remote = self._read_remote(places)
+        for row, (shard, place) in enumerate(places):
+            stored = remote[row] if remote is not None else self._mapped(shard)[place]
             if together:
                 out[row] = stored[columns[0] : columns[-1] + 1]
                 continue
@@ -135,6 +137,23 @@ class PreparedStore(FieldStore):
                 out[row, position] = stored[column]
         for position, variable in enumerate(variables):
             self._naming.convert(self.variables[variable], out[:, position])
+
+    def _mapped(self, shard: int) -> Any:
+        """Return a shard's map, [frames, variables, H, W]; DataError where its file was cut short."""
+        # A map that is read beyond a shortened file ends the process without a word.
+        check_still_whole(self.segments[shard].path, self._shards[shard].nbytes)
+        return self._shards[shard]
+
+    def _read_remote(self, places: Sequence[tuple[int, int]]) -> list[Float32Array] | None:
+        """Return frames, each [variables, H, W], of a remote folder, by shard and place in it; None of a local one."""
+        files = [remote_file(segment.path) for segment in self.segments]
+        if not files or files[0] is None:
+            return None
+        shape = (len(self.manifest.variables), *self.grid.shape)
+        size = 4 * int(np.prod(shape))
+        # All that is not kept on this machine is asked for at once.
+        wanted = [(file, place * size, (place + 1) * size) for shard, place in places if (file := files[shard])]
+        return [np.frombuffer(content, "<f4").reshape(shape) for content in files[0].folder.read_ranges(wanted)]
 
     def read_static(self) -> Float32Array:
         """Read the fields without time, [S, H, W]."""
@@ -164,8 +183,10 @@ class PreparedStore(FieldStore):
         return list(there).index(stored)
 
     def _map_shard(self, segment: Segment) -> Any:
-        """Map a shard into memory: [frames, variables, H, W]."""
+        """Map a shard into memory: [frames, variables, H, W]; None where it is remote."""
         shape = (segment.end - segment.first, len(self.manifest.variables), *self.grid.shape)
+        if remote_file(segment.path) is not None:
+            return None
         if segment.path.stat().st_size != 4 * int(np.prod(shape)):
             raise DataError(f"{segment.path}: {segment.path.stat().st_size} bytes do not hold {shape} float32 values")
         # Mapped: ranks of a machine share the pages that they read.
@@ -193,9 +214,9 @@ def _still_to_apply(names: Sequence[FieldName], manifest: FieldsManifest, folder
 
 def _load_arrays(folder: Path, manifest: FieldsManifest) -> dict[str, Any]:
     """Read times, grid, static fields and survey. Raises DataError for an altered file or one without these."""
-    path = check_size(folder, manifest.arrays)
+    path = local_copy(check_size(folder, manifest.arrays))
     # Times, grid and survey decide which frames are read, and are small: their checksum is compared at once.
-    check_content(folder, manifest.arrays)
+    check_content(path.parent, manifest.arrays)
     try:
         arrays: dict[str, Any] = load_file(path)
     except (SafetensorError, OSError) as error:

@@ -34,6 +34,7 @@ from phalanx.families.weather.data.coordinates import (
 )
 from phalanx.families.weather.data.field_store import BlockCache, FieldStore, Naming, Segment, hash_of
 from phalanx.families.weather.model.grid_features import level_name, split_level
+from phalanx.remote_files import is_remote
 
 _SHOWN = 20
 
@@ -86,7 +87,7 @@ class XarrayStore(FieldStore):
         static_files = opened if source.static_path is None else [open_file(Path(source.static_path), source)]
         self._static = [self._static_slot(name, static_files) for name in statics]
         self.fingerprint = hash_of(
-            [(file.name, _stored_bytes(file)) for file in files],
+            [(file.name, _stored_bytes(file)) for file in files] if not is_remote(source.path) else source.path,
             self._naming.describe((*variables, *statics)),
             self.times.calendar,
             self.times.seconds.tobytes(),
@@ -347,11 +348,13 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
     Raises DataError, naming the file, for one that cannot be opened or has no latitude-longitude grid, and for times that
     are out of order; ConfigError where the package that reads such files is missing.
     """
-    engine, package = ("zarr", "zarr") if path.is_dir() else ("netcdf4", "netCDF4")
+    remote = is_remote(source.path)
+    place = source.path if remote else str(path)
+    engine, package = ("zarr", "zarr") if remote or path.is_dir() else ("netcdf4", "netCDF4")
     require_package(package, f"{path} needs")
     try:
         # Before xarray reads them all: a damaged header may declare any length.
-        for name, length in _declared_lengths(path).items():
+        for name, length in _declared_lengths(place, engine).items():
             if length > _COORDINATES:
                 raise DataError(
                     f"{path}: {length:,} values along {name} are more than the {_COORDINATES:,} that can be read; the file "
@@ -361,7 +364,7 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
             # Stores without consolidated metadata open more slowly, and well.
             warnings.filterwarnings("ignore", message="Failed to open Zarr store with consolidated metadata")
             # Times are decoded by ours, which refuse what xarray would guess; blocks are cached by the store.
-            dataset = xarray.open_dataset(path, engine=engine, decode_times=False, cache=False)
+            dataset = xarray.open_dataset(place, engine=engine, decode_times=False, cache=False)
     except _READ_ERRORS as error:
         raise DataError(f"{path}: cannot be opened ({error}); it is damaged, truncated or no {engine} store") from error
     names = [str(name) for name in dataset.dims]
@@ -383,16 +386,16 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
     return FieldFile(path, dataset, grid, orientation, lat_dim, lon_dim, time_dim, times)
 
 
-def _declared_lengths(path: Path) -> dict[str, int]:
-    """Return the length of each dimension that has coordinates, without reading any."""
-    if path.is_dir():
+def _declared_lengths(place: str, engine: str) -> dict[str, int]:
+    """Return the length of each dimension that has coordinates, without reading any. place: path or address."""
+    if engine == "zarr":
         import zarr  # noqa: PLC0415  (needs zarr)
 
-        arrays = dict(zarr.open_group(str(path), mode="r").arrays())
+        arrays = dict(zarr.open_group(place, mode="r").arrays())
         return {name: int(array.shape[0]) for name, array in arrays.items() if len(array.shape) == 1}
     import netCDF4  # noqa: PLC0415  (needs netCDF4)
 
-    with netCDF4.Dataset(str(path)) as file:
+    with netCDF4.Dataset(place) as file:
         return {name: len(dimension) for name, dimension in file.dimensions.items() if name in file.variables}
 
 

@@ -1,0 +1,482 @@
+"""Folders of files at an fsspec address (`s3://`, `gs://`, `hf://`, `https://`, ...), read through a bounded cache on disk.
+
+A remote folder is known by its manifest, which is fetched when the folder is opened into a local folder that stands for it.
+Large files are read block by block, or whole, when they are asked for; what was read is kept by content, so that ranks of a
+machine, runs and copies of the data elsewhere share it. Local paths pass through unchanged. This module knows neither text,
+fields, structures nor checkpoints.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib
+import json
+import os
+import queue
+import re
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote
+
+from phalanx.errors import DataError
+from phalanx.files import user_cache, whole_folder, write_atomically
+
+BLOCK = 2**17
+"""Bytes fetched and kept at a time: a sample of tokens is a few kilobytes, and every one lies somewhere else."""
+_REQUEST = 2**23
+"""Most bytes of one request: neighbouring blocks are asked for together."""
+_REQUESTS = 16
+"""Requests under way together while a file is fetched whole."""
+_MANIFEST = "manifest.json"
+_UNLISTED = ("http", "https")
+"""Protocols of servers that need not tell what a folder holds."""
+_FINAL = (FileNotFoundError, PermissionError, ImportError, NotImplementedError, ValueError)
+"""Errors that asking again does not change."""
+_NO_ACCESS = ("NoCredentialsError", "PartialCredentialsError", "GatedRepoError", "RepositoryNotFoundError")
+_STEP = re.compile(r"step-[0-9]{8,18}")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+T = TypeVar("T")
+
+
+class StoreUnavailable(DataError):
+    """A store of data does not answer within the time limit; what was read before is not affected."""
+
+
+@dataclass(frozen=True)
+class CacheLimits:
+    """Where and how much of remote files is kept on this machine, and how long a store may take to answer."""
+
+    folder: Path
+    max_bytes: int = 16 * 10**9
+    timeout_s: float = 60.0
+
+
+@dataclass
+class _Process:
+    """What this process shares: the limits of its run, its open folders, and what it wrote since it last made room."""
+
+    limits: CacheLimits
+    folders: dict[Path, RemoteFolder]
+    unswept: int
+
+
+_PROCESS = _Process(CacheLimits(user_cache() / "remote"), {}, 0)
+
+
+def use_cache(folder: str | None, max_gb: float, timeout_s: float) -> None:
+    """Set the limits for folders that this process opens from now on. folder: None takes the user's cache."""
+    root = user_cache() / "remote" if folder is None else Path(folder).expanduser()
+    _PROCESS.limits = CacheLimits(root, int(max_gb * 1e9), timeout_s)
+
+
+def is_remote(address: str) -> bool:
+    """Return whether `address` names a place that is no path of this machine."""
+    return "://" in address and not address.startswith("file://")
+
+
+def local_path(address: str) -> Path:
+    """Return the path that stands for `address`: itself where it is local, else the folder that holds its manifest.
+
+    Files of a remote folder are not there: `remote_file` finds them. Raises DataError where the store does not answer, or no
+    folder with a manifest is there.
+    """
+    if not is_remote(address):
+        return Path(unquote(address.removeprefix("file://"))) if address.startswith("file://") else Path(address)
+    limits = _PROCESS.limits
+    digest = hashlib.sha256(address.encode()).hexdigest()[:12]
+    words = [part for part in re.split(r"[^A-Za-z0-9._-]+", address) if part.strip(".")]
+    path = limits.folder / "folders" / digest / "/".join(words)
+    if path not in _PROCESS.folders:
+        _PROCESS.folders[path] = RemoteFolder(address.rstrip("/"), path, limits)
+    return path
+
+
+def remote_file(path: Path) -> RemoteFile | None:
+    """Return the remote file that `path` stands for; None where it is a file of this machine."""
+    folder = _PROCESS.folders.get(path.parent)
+    return None if folder is None else folder.files.get(path.name)
+
+
+def is_kept_elsewhere(path: Path) -> bool:
+    """Return whether `path` stands for a remote folder: to verify it as a run begins would read all of it."""
+    return path in _PROCESS.folders
+
+
+def local_copy(path: Path) -> Path:
+    """Return `path`, or a local copy of the whole file where it stands for a remote one."""
+    remote = remote_file(path)
+    return path if remote is None else remote.fetch()
+
+
+def weights_path(address: str) -> Path:
+    """Return the run directory or checkpoint at `address`: itself where it is local, else a copy of the newest checkpoint.
+
+    address: of a run directory, its checkpoints/ folder, or one checkpoint. Files beside the checkpoints that say what the
+    weights are for come with it. Raises DataError where the store does not answer or no checkpoint is there.
+    """
+    if not is_remote(address):
+        return local_path(address)
+    limits = _PROCESS.limits
+    address = address.rstrip("/")
+    top, _, name = address.rpartition("/")
+    if not _STEP.fullmatch(name):
+        store = Store(address, limits.timeout_s)
+        found = [(f"{inner}{one}", one) for inner in ("checkpoints/", "") for one in store.list_folders(inner)]
+        steps = sorted(
+            ((one, place) for place, one in found if _STEP.fullmatch(one)), key=lambda pair: int(pair[0][5:])
+        )
+        if not steps:
+            raise DataError(f"{address}: no checkpoint there; name a run directory or one step-... folder of it")
+        top, _, name = f"{address}/{steps[-1][1]}".rpartition("/")
+    root = limits.folder / "runs" / hashlib.sha256(top.encode()).hexdigest()[:12]
+    target = root / "checkpoints" / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Whole or absent, as checkpoints are; checkpoints verify what is read of them themselves.
+    with _locked(root / ".lock"):
+        if not target.exists():
+            _fetch_checkpoint(Store(f"{top}/{name}", limits.timeout_s), target)
+            _fetch_beside(top.removesuffix("/checkpoints"), root, limits)
+    return target
+
+
+def _fetch_checkpoint(store: Store, target: Path) -> None:
+    """Copy the checkpoint at `store` to the folder `target`, which appears when it is whole."""
+    try:
+        manifest = store.read(_MANIFEST)
+        listed = json.loads(manifest)
+        sizes = {str(file["name"]): int(file["bytes"]) for file in listed["files"]}
+        sizes["state.json"] = int(listed["state"]["bytes"])
+    except FileNotFoundError:
+        raise DataError(
+            f"{store.address}: no checkpoint there; name a run directory or one step-... folder of it"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{store.address}/{_MANIFEST}: not of a checkpoint ({error}); copy the checkpoint again"
+        ) from None
+    with whole_folder(target) as halves:
+        (halves / _MANIFEST).write_bytes(manifest)
+        for name, size in sizes.items():
+            if not _FILE_NAME.fullmatch(name):
+                raise DataError(
+                    f"{store.address}/{_MANIFEST}: {name!r} is no name of a file; copy the checkpoint again"
+                )
+            with (halves / name).open("wb") as out:
+                for part in store.stream(name, size):
+                    out.write(part)
+
+
+def _fetch_beside(address: str, root: Path, limits: CacheLimits) -> None:
+    """Copy the small files of a run directory that belong to its weights."""
+    store = Store(address, limits.timeout_s)
+    for name in ("tokenizer/tokenizer.json", "elements.json"):
+        # Not every family has each.
+        with suppress(FileNotFoundError):
+            write_atomically(root / name, store.read(name).decode())
+
+
+class RemoteFolder:
+    """A folder at an address, with the files that its manifest lists."""
+
+    def __init__(self, address: str, path: Path, limits: CacheLimits) -> None:
+        """Fetch the manifest into `path`. Raises DataError, see `local_path`."""
+        self.address = address
+        self.path = path
+        self.limits = limits
+        self.store = Store(address, limits.timeout_s)
+        try:
+            text = self.store.read(_MANIFEST)
+            records = list(_file_records(json.loads(text)))
+        except FileNotFoundError:
+            raise DataError(
+                f"{address}: no {_MANIFEST} there; name a folder that `phalanx data` prepared, copied whole to the store"
+            ) from None
+        except ValueError as error:
+            raise DataError(f"{address}/{_MANIFEST} is no JSON ({error}); copy the prepared folder again") from None
+        self.files = {name: RemoteFile(self, name, size, sha256) for name, size, sha256 in records}
+        sizes = self.store.list_sizes()
+        for file in self.files.values() if sizes is not None else ():
+            # As when a local folder is opened: what is missing is found now, and not after days.
+            found = (sizes or {}).get(file.name)
+            if found != file.size:
+                what = "nothing" if found is None else f"{found} bytes"
+                raise DataError(f"{file}: {what} found, {file.size} bytes expected; copy the prepared folder again")
+        path.mkdir(parents=True, exist_ok=True)
+        write_atomically(path / _MANIFEST, text.decode())
+
+    def read_ranges(self, wanted: Sequence[tuple[RemoteFile, int, int]]) -> list[bytes]:
+        """Return bytes `first` to before `last` of files of this folder; blocks that are not kept are fetched together.
+
+        Raises StoreUnavailable where some are missing and the store does not answer.
+        """
+        needed = [[(file, block) for block in range(first // BLOCK, -(-last // BLOCK))] for file, first, last in wanted]
+        blocks = {key: key[0].kept_block(key[1]) for keys in needed for key in keys}
+        missing = sorted((key for key, kept in blocks.items() if kept is None), key=lambda key: (key[0].name, key[1]))
+        blocks.update(self._fetch_blocks(missing))
+        found = []
+        for (_, first, last), keys in zip(wanted, needed, strict=True):
+            begin = first // BLOCK * BLOCK
+            found.append(b"".join(blocks[key] or b"" for key in keys)[first - begin : last - begin])
+        return found
+
+    def _fetch_blocks(self, keys: list[tuple[RemoteFile, int]]) -> dict[tuple[RemoteFile, int], bytes]:
+        """Fetch these blocks, in order of their places, and keep them."""
+        runs: list[tuple[RemoteFile, int, int]] = []
+        for file, block in keys:
+            first, last = block * BLOCK, min((block + 1) * BLOCK, file.size)
+            if runs and runs[-1][0] is file and runs[-1][2] == first and last - runs[-1][1] <= _REQUEST:
+                runs[-1] = (file, runs[-1][1], last)
+            else:
+                runs.append((file, first, last))
+        fetched = self.store.read_ranges([(file.name, first, last) for file, first, last in runs])
+        found: dict[tuple[RemoteFile, int], bytes] = {}
+        for (file, first, _), content in zip(runs, fetched, strict=True):
+            for start in range(0, len(content), BLOCK):
+                part = content[start : start + BLOCK]
+                number = (first + start) // BLOCK
+                file.keep_block(number, part)
+                found[file, number] = part
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteFile:
+    """One file of a remote folder."""
+
+    folder: RemoteFolder
+    name: str
+    size: int
+    """Bytes."""
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.folder.address}/{self.name}"
+
+    def read(self, first: int, last: int) -> bytes:
+        """Return bytes from `first` to before `last`. Raises StoreUnavailable; see `RemoteFolder.read_ranges`."""
+        return self.folder.read_ranges([(self, first, last)])[0]
+
+    def fetch(self) -> Path:
+        """Return a local copy of the whole file, checked against its checksum. Raises DataError."""
+        path = self._place("files") / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # One rank of a machine fetches it; the others wait.
+        with _locked(path.parent / ".lock"):
+            if not (path.exists() and path.stat().st_size == self.size):
+                halves = path.with_name(".fetching")
+                digest = hashlib.sha256()
+                with halves.open("wb") as out:
+                    for part in self.folder.store.stream(self.name, self.size):
+                        digest.update(part)
+                        out.write(part)
+                self._require_checksum(digest.hexdigest())
+                halves.replace(path)
+                _make_room(self.folder.limits, self.size)
+            # What was used last is kept longest.
+            path.touch()
+        return path
+
+    def verify(self) -> None:
+        """Read the whole file from the store. Raises DataError where its checksum is not the manifest's."""
+        digest = hashlib.sha256()
+        for part in self.folder.store.stream(self.name, self.size):
+            digest.update(part)
+        self._require_checksum(digest.hexdigest())
+
+    def kept_block(self, number: int) -> bytes | None:
+        """Return a block that is kept on this machine, or None."""
+        path = self._place("blocks") / str(number)
+        try:
+            content = path.read_bytes()
+            os.utime(path)
+        except OSError:
+            return None
+        # After a power failure a file may have its length and not its content.
+        checksum, content = content[:4], content[4:]
+        whole = len(content) == min(BLOCK, self.size - number * BLOCK)
+        return content if whole and zlib.crc32(content).to_bytes(4, "little") == checksum else None
+
+    def keep_block(self, number: int, content: bytes) -> None:
+        """Keep a block on this machine; a disk that is full keeps none, and the block is fetched again when needed."""
+        path = self._place("blocks") / str(number)
+        halves = path.with_name(f".{number}.{os.getpid()}.{threading.get_ident()}")
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            halves.write_bytes(zlib.crc32(content).to_bytes(4, "little") + content)
+            halves.replace(path)
+        _make_room(self.folder.limits, len(content))
+
+    def _place(self, kind: str) -> Path:
+        return self.folder.limits.folder / kind / self.sha256[:2] / self.sha256
+
+    def _require_checksum(self, found: str) -> None:
+        if found != self.sha256:
+            raise DataError(f"{self}: sha256 {found} found, {self.sha256} expected; the file was altered")
+
+
+class Store:
+    """The files below one address, with a time limit on every answer."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        """Connect. Raises DataError for an address of no known protocol."""
+        self.address = address
+        self._timeout_s = timeout_s
+        self._protocol = address.partition("://")[0]
+        try:
+            fsspec = importlib.import_module("fsspec.core")
+        except ImportError:
+            raise DataError(f'{address} needs fsspec: pip install "phalanx-train[remote]"') from None
+        self._files, self._root = self._call("", lambda: fsspec.url_to_fs(address))
+
+    def read(self, name: str) -> bytes:
+        """Return a whole small file. Raises FileNotFoundError, and DataError where the store does not answer."""
+        found: bytes = self._call(name, lambda: self._files.cat_file(f"{self._root}/{name}"))
+        return found
+
+    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
+        """Return bytes `first` to before `last` of each named file, fetched together. Raises DataError."""
+        if not ranges:
+            return []
+        paths = [f"{self._root}/{name}" for name, _, _ in ranges]
+        starts, ends = [first for _, first, _ in ranges], [last for _, _, last in ranges]
+        what = ranges[0][0]
+        try:
+            found: list[bytes] = self._call(what, lambda: self._files.cat_ranges(paths, starts, ends, on_error="raise"))
+        except FileNotFoundError as error:
+            raise DataError(f"{self.address}/{what}: not there any more ({error}); put it back") from None
+        for (name, first, last), part in zip(ranges, found, strict=True):
+            if len(part) != last - first:
+                raise DataError(
+                    f"{self.address}/{name}: {len(part)} bytes found from byte {first} on, {last - first} expected"
+                )
+        return found
+
+    def stream(self, name: str, size: int) -> Iterator[bytes]:
+        """Yield all content of a file of `size` bytes, some requests at a time. Raises DataError."""
+        starts = list(range(0, size, _REQUEST))
+        for begin in range(0, len(starts), _REQUESTS):
+            group = starts[begin : begin + _REQUESTS]
+            yield from self.read_ranges([(name, start, min(start + _REQUEST, size)) for start in group])
+
+    def list_sizes(self) -> dict[str, int] | None:
+        """Return the size of each file directly in the folder; None where the protocol cannot tell."""
+        if self._protocol in _UNLISTED:
+            return None
+        entries = self._call("", lambda: self._files.ls(self._root, detail=True))
+        return {entry["name"].rpartition("/")[2]: int(entry["size"] or 0) for entry in entries}
+
+    def list_folders(self, name: str) -> list[str]:
+        """Return the names of the folders in the folder `name`; none where it is not there."""
+        try:
+            entries = self._call(name, lambda: self._files.ls(f"{self._root}/{name}".rstrip("/"), detail=True))
+        except FileNotFoundError:
+            return []
+        return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+
+    def _call(self, name: str, work: Callable[[], T]) -> T:
+        """Return what `work` gives, asked again until the time limit. Raises FileNotFoundError, DataError."""
+        where = f"{self.address}/{name}".rstrip("/")
+        deadline, pause = time.monotonic() + self._timeout_s, 0.25
+        while True:
+            try:
+                return _within(deadline - time.monotonic(), work)
+            except Exception as error:
+                refused = isinstance(error, PermissionError) or type(error).__name__ in _NO_ACCESS
+                if refused:
+                    raise DataError(
+                        f"{where}: access refused ({_shorten(error)}); set the credentials that fsspec takes for "
+                        f"{self._protocol}://"
+                    ) from None
+                if isinstance(error, FileNotFoundError):
+                    raise
+                if isinstance(error, _FINAL):
+                    raise DataError(
+                        f'{where}: {_shorten(error)}; pip install "phalanx-train[remote]" brings s3:// and https://, other '
+                        f"protocols need the fsspec package of their own"
+                    ) from None
+                if time.monotonic() + pause >= deadline:
+                    raise StoreUnavailable(
+                        f"{where}: the store did not answer within {self._timeout_s:g} s ({_shorten(error)}); check the "
+                        f"address, the network and the store's endpoint, or raise remote.timeout_s"
+                    ) from None
+            time.sleep(pause)
+            pause = min(2 * pause, 8.0)
+
+
+def _within(seconds: float, work: Callable[[], T]) -> T:
+    """Return what `work` gives. Raises TimeoutError where that takes longer: clients may wait for ever."""
+    done: queue.SimpleQueue[tuple[list[T], Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put(([work()], None))
+        except Exception as error:
+            done.put(([], error))
+
+    # A daemon: a request that never ends must not keep the process.
+    threading.Thread(target=run, name="remote-request", daemon=True).start()
+    try:
+        values, error = done.get(timeout=max(seconds, 0.01))
+    except queue.Empty:
+        raise TimeoutError("no answer") from None
+    if error is not None:
+        raise error
+    return values[0]
+
+
+def _shorten(error: Exception) -> str:
+    """Return the first line of an error, or its type where it says nothing."""
+    return next(iter(str(error).splitlines()), "")[:200] or type(error).__name__
+
+
+def _file_records(node: Any) -> Iterator[tuple[str, int, str]]:
+    """Yield name, size and checksum of all files that a manifest lists, wherever in it."""
+    if isinstance(node, dict):
+        name, size, sha256 = node.get("name"), node.get("bytes"), node.get("sha256")
+        if isinstance(name, str) and isinstance(size, int) and isinstance(sha256, str):
+            # They become names of files here.
+            if not _FILE_NAME.fullmatch(name) or not re.fullmatch(r"[0-9a-f]{64}", sha256):
+                raise ValueError(f"{name!r} is no record of a file")
+            yield name, size, sha256
+        node = list(node.values())
+    if isinstance(node, list):
+        for item in node:
+            yield from _file_records(item)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make_room(limits: CacheLimits, written: int) -> None:
+    """Delete what was used longest ago, where more is kept than the limits allow. written: bytes kept just now."""
+    _PROCESS.unswept += written
+    # Looking through the folder takes a while: done once in a 32nd of its size, by every process that writes.
+    if _PROCESS.unswept < limits.max_bytes // 32:
+        return
+    _PROCESS.unswept = 0
+    kept: list[tuple[float, int, Path]] = []
+    for kind in ("blocks", "files"):
+        for path in (limits.folder / kind).glob("*/*/*"):
+            # Another process may have deleted it.
+            with suppress(OSError):
+                status = path.stat()
+                kept.append((status.st_mtime, status.st_size, path))
+    total = sum(size for _, size, _ in kept)
+    for _, size, path in sorted(kept):
+        if total <= limits.max_bytes * 0.9:
+            break
+        with suppress(OSError):
+            # A file that is mapped stays readable until it is closed.
+            path.unlink()
+        total -= size
