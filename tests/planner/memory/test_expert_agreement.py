@@ -35,6 +35,8 @@ DEEPSEEK = {
     "scoring": "sigmoid",
     "bias_rate": 0.001,
 }
+LATENT = {"query_rank": 48, "key_value_rank": 40, "rope_size": 8, "nope_size": 16, "value_size": 16}
+"""Latent attention, whose values are narrower than its keys."""
 WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (QWEN, {"dp_shard": 8}),
     (QWEN, {"dp_shard": 8, "ep": 2, "recompute": "none"}),
@@ -44,12 +46,15 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (QWEN, {"dp_shard": 4, "tp": 2, "ep": 4, "zero": 2, "recompute": "selective", "global_batch": 16}),
     (QWEN, {"dp_shard": 4, "pp": 2, "ep": 2, "recompute": "full", "global_batch": 32}),
     (DEEPSEEK, {"dp_shard": 4, "pp": 2, "ep": 4, "recompute": "none", "global_batch": 32}),
+    (DEEPSEEK | {"latent": LATENT}, {"dp_shard": 4, "tp": 2, "ep": 4, "recompute": "full", "global_batch": 32}),
 ]
 
 
 @pytest.mark.parametrize(("experts", "words"), WORDS, ids=str)
 def test_mixtures_hold_what_the_code_holds(experts: dict[str, Any], words: dict[str, Any]) -> None:
-    run = run_with(SIZES | {"model.experts": experts}, **{"global_batch": 8, **words})
+    experts = dict(experts)
+    attention = {"model.latent": experts.pop("latent"), "model.n_kv_heads": None} if "latent" in experts else {}
+    run = run_with(SIZES | attention | {"model.experts": experts}, **{"global_batch": 8, **words})
     layout = resolve_layout(bind(run), WORLD)
     model = bind(run, TracedModel)
     model.loads = BALANCED  # type: ignore[attr-defined]

@@ -39,6 +39,13 @@ def test_products_are_of_the_experts_that_tokens_are_sent_to(ep: int, compiled: 
     assert products(costs, "backward") == 2 * forward
 
 
+def test_a_compiled_block_with_selection_biases_is_traced() -> None:
+    experts = MODEL.experts.model_copy(update={"scoring": "sigmoid", "bias_rate": 0.01})  # type: ignore[union-attr]
+    biased = replace(SETTING, model=MODEL.model_copy(update={"experts": experts}))
+    traced = [part_costs("block", replace(biased, compile=compiled), SAMPLES) for compiled in (False, True)]
+    assert products(traced[0], "forward") == products(traced[1], "forward") > 0
+
+
 def test_first_blocks_are_traced_as_what_they_are() -> None:
     leading = part_costs("leading", SETTING, SAMPLES)
     assert leading.parameter_count == MODEL.layer(0).parameter_count()

@@ -67,9 +67,7 @@ class LanguageParts(DeclaredLanguage, PartTracer):
         ep = Axis("ep", 0, self.setting.ep, None, tuple(range(self.setting.ep)), "ep")
         split_experts(part, ep, BalancedExchange(ep, self._expert_load(share)))
         # PyTorch takes attention apart on meta: the kernel of the accelerator is put in its place, so that its costs show.
-        core = core_attention(self.setting.attention)
-        if model.latent is not None:
-            core = partial(_attend_padded, core)
+        core = _device_attention(model, self.setting.attention)
         for module in part.modules():
             if isinstance(module, CausalAttention):
                 module.attend = core
@@ -202,7 +200,14 @@ class LanguageTracing(TracedModel):
     def dry_run_attention(self) -> AttentionChoice:
         """See `TracedModel`; masks and biases are kept as the kernel that such a run takes keeps them."""
         kernel = self.likely_kernel(rocm=False)
-        return AttentionChoice(kernel, core=_math_attention if kernel == "math" else core_attention(kernel))
+        core = _math_attention if kernel == "math" else _device_attention(self.run.model, kernel)
+        return AttentionChoice(kernel, core=core)
+
+
+def _device_attention(model: LanguageModel, kernel: Kernel) -> AttentionCore:
+    """Return attention of `model` as `kernel` computes it on an accelerator."""
+    core = core_attention(kernel)
+    return core if model.latent is None else partial(_attend_padded, core)
 
 
 def _attend_padded(core: AttentionCore, query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:

@@ -239,24 +239,27 @@ def _block_graph(name: PartName, setting: Setting, samples: int) -> tuple[JointG
     """Return the joint graph of a block, and what its inputs are; recompute is chosen later."""
     stage = build_stage(name, setting)
     (block,) = stage.part.blocks
-    parameters = dict(block.named_parameters())
+    parameters, buffers = dict(block.named_parameters()), dict(block.named_buffers())
     called_with = block_arguments(stage, example_batch(name, stage, setting, samples))
     inputs, spec = tree_flatten(called_with)
     places = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
+    held = [*parameters, *buffers]
 
     def run(*tensors: Tensor) -> Tensor:
         values = list(inputs)
-        for place, tensor in zip(places, tensors[len(parameters) :], strict=True):
+        for place, tensor in zip(places, tensors[len(held) :], strict=True):
             values[place] = tensor
-        given = dict(zip(parameters, tensors[: len(parameters)], strict=True))
+        # Buffers of the block too: the compiler reads no tensor but those it is given.
+        given = dict(zip(held, tensors[: len(held)], strict=True))
         result: Tensor = torch.func.functional_call(block, given, tree_unflatten(values, spec))
         return result
 
     x, *rest = [inputs[place] for place in places]
     spread = {id(parameter) for parameter in expert_parameters(stage)} if setting.ep > 1 else set()
     arguments = [Argument(name, "given", parameter=True, expert=id(p) in spread) for name, p in parameters.items()]
+    arguments += [Argument(name, "given") for name in buffers]
     arguments += [Argument("input", "input"), *(Argument(name, "given") for name in _shared_inputs(called_with))]
-    return joint_graph(run, [*parameters.values(), x, *rest]), arguments
+    return joint_graph(run, [*parameters.values(), *buffers.values(), x, *rest]), arguments
 
 
 _SHARED = "shared "
