@@ -20,7 +20,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.optimizers import build_optimizer, find_optimizer
 from phalanx.training.step import clip_or_skip
 from saved_states import assert_same_bits
-from whole_model import GPT, Box, backward, box, joined, laid_out, whole_run
+from whole_model import GPT, Box, Fields, backward, box, joined, laid_out, whole_run
 
 # --- boxes of plain tensors --------------------------------------------------------------------------------------------
 
@@ -114,20 +114,46 @@ FOUR_RANKS = {
 }
 """Of 61 rows of the vocabulary four ranks have 16, 16, 16 and 13; two have 31 and 30, in shards of 16, 15, 15 and 15."""
 
+MIXTURE: Fields = {
+    "model.experts": {
+        "count": 8,
+        "active": 2,
+        "d_ff": 24,
+        "shared": 1,
+        "dense_layers": 1,
+        "scoring": "sigmoid",
+        "bias_rate": 0.01,
+    }
+}
+"""Changes that make the small model a mixture whose selection biases are saved beside its parameters."""
+SPREAD_EXPERTS = {
+    "two of each expert, sharded": ResolvedLayout(8, dp_shard=4, ep=2, reshard_after_forward=True),
+    "one of each expert": ResolvedLayout(8, dp_shard=4, ep=4, zero=1),
+    "over ranks of tp too": ResolvedLayout(8, tp=2, dp_shard=2, ep=4, zero=2),
+    "each expert replicated": ResolvedLayout(8, dp_replicate=2, dp_shard=2, ep=2, zero=0),
+    "in a pipeline": ResolvedLayout(8, pp=2, dp_shard=2, ep=2, zero=1),
+}
+CHAINS: dict[str, tuple[Fields, dict[str, ResolvedLayout], tuple[int, ResolvedLayout]]] = {
+    "gpt": (GPT, FOUR_RANKS, (3, ResolvedLayout(9, dp_shard=3))),
+    "mixture": (MIXTURE, SPREAD_EXPERTS, (4, ResolvedLayout(8, cp=2, dp_shard=2, ep=4))),
+}
+"""Models with their layouts on four ranks, and the ranks and layout that go on after one rank."""
+
 State = dict[str, Box]
 
 
-def visit(root: Path, step: int, layout: ResolvedLayout, made: Groups | None = None) -> State:
+def visit(root: Path, model: str, step: int, layout: ResolvedLayout, made: Groups | None = None) -> State:
     """Train one step from new (step 1), or load the newest checkpoint into other weights; save it as `step`."""
-    run = whole_run({**GPT, "training.seed": step})
+    run = whole_run({**CHAINS[model][0], "training.seed": step})
     applied = laid_out(run, layout, made)
     optimizer = build_optimizer(applied.parameters, run.optimizer, bind(run).parameter_kind)
     if step == 1:
         backward(run, applied)
         divisor, skip = clip_or_skip(torch.ones(()), applied.gradient_norm(), None)
         find_optimizer(run.optimizer).update(optimizer, divisor, skip)
+        applied.finish_step(skip)
     materialise_optimizer_state(optimizer)
-    tensors = placed_tensors(applied.parameters, applied.splits, optimizer)
+    tensors = placed_tensors(applied.saved, applied.splits, optimizer)
     with CheckpointStore(root, keep_last=99) as store:
         if step > 1:
             assert store.load(store.newest(), tensors) == {"step": step - 1}
@@ -135,37 +161,52 @@ def visit(root: Path, step: int, layout: ResolvedLayout, made: Groups | None = N
     return {name: box(place) for name, place in tensors.items()}
 
 
-def visit_four_ranks(root: Path) -> list[State]:
+def visit_four_ranks(root: Path) -> dict[str, list[State]]:
     made: Groups = {}
-    return [visit(root, step, layout, made) for step, layout in enumerate(FOUR_RANKS.values(), 1)]
+    return {
+        model: [visit(root / model, model, step, layout, made) for step, layout in enumerate(layouts.values(), 1)]
+        for model, (_, layouts, _) in CHAINS.items()
+    }
 
 
 @pytest.fixture(scope="module")
-def visits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Whole tensors in every layout that the state went through, one after another, and as each checkpoint holds them."""
+def visits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """By model: whole tensors in every layout that the state went through, one after another, and each checkpoint's."""
     root = tmp_path_factory.mktemp("visits")
     ranks = run_ranks(visit_four_ranks, 4, root)
-    seen = {name: joined([rank[index] for rank in ranks]) for index, name in enumerate(FOUR_RANKS)}
-    last = len(FOUR_RANKS)
-    seen["one rank"] = joined(run_ranks(visit, 1, root, last + 1, ResolvedLayout(8)))
-    seen["three shards"] = joined(run_ranks(visit, 3, root, last + 2, ResolvedLayout(9, dp_shard=3)))
-    saved = [read_tensors(root / f"step-{step:08d}") for step in range(1, last + 3)]
-    return {"layouts": seen, "checkpoints": saved}
+    found = {}
+    for model, (_, layouts, (world, other)) in CHAINS.items():
+        seen = {name: joined([rank[model][index] for rank in ranks]) for index, name in enumerate(layouts)}
+        last = len(layouts)
+        seen["one rank"] = joined(run_ranks(visit, 1, root / model, model, last + 1, ResolvedLayout(8)))
+        seen["others"] = joined(run_ranks(visit, world, root / model, model, last + 2, other))
+        saved = [read_tensors(root / model / f"step-{step:08d}") for step in range(1, last + 3)]
+        found[model] = {"layouts": seen, "checkpoints": saved}
+    return found
 
 
-@pytest.mark.parametrize("name", [*FOUR_RANKS, "one rank", "three shards"])
-def test_every_layout_holds_the_state_of_the_first(name: str, visits: dict[str, Any]) -> None:
-    assert_same_bits(visits["layouts"][name], visits["checkpoints"][0])
+@pytest.mark.parametrize(
+    ("model", "name"), [(model, name) for model in CHAINS for name in (*CHAINS[model][1], "one rank", "others")]
+)
+def test_every_layout_holds_the_state_of_the_first(model: str, name: str, visits: dict[str, dict[str, Any]]) -> None:
+    assert_same_bits(visits[model]["layouts"][name], visits[model]["checkpoints"][0])
 
 
-def test_every_checkpoint_is_the_same(visits: dict[str, Any]) -> None:
-    first, *others = visits["checkpoints"]
+@pytest.mark.parametrize("model", CHAINS)
+def test_every_checkpoint_is_the_same(model: str, visits: dict[str, dict[str, Any]]) -> None:
+    first, *others = visits[model]["checkpoints"]
     for other in others:
         assert_same_bits(other, first)
 
 
-def test_the_state_is_the_models_and_was_trained(visits: dict[str, Any]) -> None:
-    state: dict[str, Tensor] = visits["checkpoints"][0]
+def test_biases_of_experts_were_moved_and_saved(visits: dict[str, dict[str, Any]]) -> None:
+    state = visits["mixture"]["checkpoints"][0]
+    biases = [tensor for name, tensor in state.items() if name.endswith("router.bias")]
+    assert biases and all(bool((bias != 0).any()) for bias in biases)
+
+
+def test_the_state_is_the_models_and_was_trained(visits: dict[str, dict[str, Any]]) -> None:
+    state: dict[str, Tensor] = visits["gpt"]["checkpoints"][0]
     names = laid_out(whole_run(GPT), ResolvedLayout(8)).parameters.keys()
     assert state.keys() == {
         *(f"model.{name}" for name in names),
