@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -149,14 +151,20 @@ def pairs(layout: ResolvedLayout) -> set[tuple[str, ...]]:
     return {pair for count in (1, 2) for pair in combinations(sorted(features(layout)), count)}
 
 
-def covering(layouts: list[ResolvedLayout]) -> list[ResolvedLayout]:
-    """Few of `layouts` with all the pairs that all of them have: always the one that adds most."""
-    missing = set().union(*map(pairs, layouts))
+def pairs_of_all(layouts: Iterable[ResolvedLayout]) -> set[tuple[str, ...]]:
+    """Features that any of `layouts` has, alone and two at a time."""
+    return set().union(*map(pairs, layouts))
+
+
+def covering(layouts: list[ResolvedLayout], held: Iterable[tuple[str, ...]] = ()) -> list[ResolvedLayout]:
+    """Few of `layouts` with all the pairs that all of them have, but for those in `held`: always the one that adds most."""
+    found = [(layout, pairs(layout)) for layout in layouts]
+    missing = set().union(*(has for _, has in found)) - set(held)
     chosen = []
     while missing:
-        best = max(layouts, key=lambda layout: len(pairs(layout) & missing))
+        best, has = max(found, key=lambda one: len(one[1] & missing))
         chosen.append(best)
-        missing -= pairs(best)
+        missing -= has
     return chosen
 
 
@@ -181,12 +189,15 @@ def plain_layouts(model: str, world: int) -> list[ResolvedLayout]:
     return [x for x in every_layout(bind(run_of(model, world, "fp64")), world) if x.schedule == "1f1b"]
 
 
+@cache
 def expert_cases(model: str, world: int) -> list[ResolvedLayout]:
     """Few layouts to verify a mixture in on `world` ranks: of those that spread experts, every pair of features, ways to
-    recompute among them."""
-    return [in_few_microbatches(layout, others=False) for layout in covering(spread_layouts(model, world))]
+    recompute among them; on eight ranks the pairs that need so many."""
+    held = pairs_of_all(layout for fewer in (2, 4) if world == 8 for layout in expert_cases(model, fewer))
+    return [in_few_microbatches(layout, others=False) for layout in covering(spread_layouts(model, world), held)]
 
 
+@cache
 def spread_layouts(model: str, world: int) -> list[ResolvedLayout]:
     """All legal layouts on `world` ranks that spread experts, with each way to recompute."""
     runs = [run_of(model, world, "fp64", recompute=recompute) for recompute in RECOMPUTES]
