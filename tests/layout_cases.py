@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -156,9 +156,16 @@ def pairs_of_all(layouts: Iterable[ResolvedLayout]) -> set[tuple[str, ...]]:
     return set().union(*map(pairs, layouts))
 
 
-def covering(layouts: list[ResolvedLayout], held: Iterable[tuple[str, ...]] = ()) -> list[ResolvedLayout]:
-    """Few of `layouts` with all the pairs that all of them have, but for those in `held`: always the one that adds most."""
-    found = [(layout, pairs(layout)) for layout in layouts]
+def covering(
+    layouts: list[ResolvedLayout],
+    held: Iterable[tuple[str, ...]] = (),
+    count: Callable[[ResolvedLayout], set[tuple[str, ...]]] = pairs,
+) -> list[ResolvedLayout]:
+    """Few of `layouts` with all the pairs that all of them have, but for those in `held`: always the one that adds most.
+
+    count: what a layout has, in place of pairs.
+    """
+    found = [(layout, count(layout)) for layout in layouts]
     missing = set().union(*(has for _, has in found)) - set(held)
     chosen = []
     while missing:

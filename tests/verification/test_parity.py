@@ -5,15 +5,18 @@ The ranks of each world size are started once and run all cases.
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import combinations
+
 import pytest
 import torch
 
 from distributed_ranks import run_ranks
-from layout_cases import MODELS, cases, option_cases, pairs, plain_layouts, run_of
+from layout_cases import MODELS, cases, covering, in_few_microbatches, option_cases, pairs, plain_layouts, run_of
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import every_layout
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import DEGREES, ResolvedLayout
 from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier
 
@@ -31,13 +34,23 @@ def precisions(world: int, model: str) -> dict[str, int]:
     return {"fp64": 2, "fp32": 1} if world == 2 else {"fp64": 1}
 
 
+@cache
 def layouts_of(model: str, world: int) -> list[ResolvedLayout]:
-    """The layouts of `model`: ALiBi and document masks are options of attention alone."""
+    """The layouts of `model`: ALiBi and document masks are options of attention alone. Of eight ranks, which have no pair of
+    features that four have not, those that together have any three axes at once."""
+    if world == 8:
+        found = every_layout(_bound(model, world), world)
+        return [in_few_microbatches(layout, others=False) for layout in covering(found, count=axes_by_three)]
     return (option_cases if model == "mpt" else cases)(model, world)
 
 
-def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
-    """On one of `world` ranks: verdicts by model and precision."""
+def axes_by_three(layout: ResolvedLayout) -> set[tuple[str, ...]]:
+    """Axes with several ranks, three at a time."""
+    return set(combinations([name for name in DEGREES if getattr(layout, name) > 1], 3))
+
+
+def verify_all(world: int, layouts: dict[str, list[ResolvedLayout]]) -> dict[tuple[str, str], list[Verdict]]:
+    """On one of `world` ranks: verdicts by model and precision. layouts: by model, chosen once for all ranks."""
     verdicts = {}
     groups: Groups = {}
     for model in MODELS:
@@ -50,17 +63,18 @@ def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
                 activations=precision == "fp64",
                 groups=groups,
             )
-            verdicts[model, precision] = [verifier.verify(layout) for layout in layouts_of(model, world)]
+            verdicts[model, precision] = [verifier.verify(layout) for layout in layouts[model]]
     return verdicts
 
 
 @pytest.fixture(scope="module")
 def verdicts() -> dict[tuple[int, str, str], list[Verdict]]:
-    return {
-        (world, *key): found
-        for world in WORLDS
-        for key, found in run_ranks(verify_all, world, world, timeout_s=600.0)[0].items()
-    }
+    found = {}
+    for world in WORLDS:
+        layouts = {model: layouts_of(model, world) for model in MODELS if precisions(world, model)}
+        verdicts = run_ranks(verify_all, world, world, layouts, timeout_s=600.0)[0]
+        found |= {(world, *key): of_key for key, of_key in verdicts.items()}
+    return found
 
 
 @pytest.mark.parametrize(
