@@ -99,6 +99,8 @@ def test_parameters_optimizer_state_and_routers_arrive(journeys: tuple[Journey, 
     expected, found = (journey.state for journey in journeys)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-9, msg=lambda said, name=name: f"{name}: {said}")
+        torch.testing.assert_close(
+            found[name], tensor, rtol=1e-7, atol=1e-9, msg=lambda said, name=name: f"{name}: {said}"
+        )
     assert any(name.endswith("router.bias") for name in expected)
     assert {name.rpartition(".")[2] for name in expected if "experts.down" in name} >= {"exp_avg", "exp_avg_sq", "step"}

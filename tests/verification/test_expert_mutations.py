@@ -44,14 +44,14 @@ def leave_out_the_weights_in_backward() -> Any:
 
 
 def drop_the_last_row() -> Any:
-    right = TokenExchange.__call__
+    right = TokenExchange.finish
 
     def wrong(self: TokenExchange, *arguments: Any) -> Tensor:
         rows_RD: Tensor = right(self, *arguments).clone()
         rows_RD[-1] = 0.0
         return rows_RD
 
-    return patch.object(TokenExchange, "__call__", wrong)
+    return patch.object(TokenExchange, "finish", wrong)
 
 
 def move_biases_by_local_counts() -> Any:

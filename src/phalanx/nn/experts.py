@@ -257,10 +257,18 @@ class ExpertNetworks(nn.Module):
         return out_RD
 
 
-def compute_here(networks: ExpertNetworks, rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Tensor:
-    """Return what all experts, which this device holds, make of their rows. Expert parallelism puts an exchange here."""
-    result: Tensor = networks(rows_RD, ends_E, complete=complete)
-    return result
+class OwnExperts:
+    """Has rows computed by their experts, all of which this device holds. Expert parallelism puts an exchange here."""
+
+    def begin(self, rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Any:
+        """Let rows set out to their experts; return what `finish` needs. Arguments as of `ExpertNetworks.forward`."""
+        return rows_RD, ends_E, complete
+
+    def finish(self, networks: ExpertNetworks, begun: Any) -> Tensor:
+        """Return each row's network applied to it, [R, D]; 0 for rows behind the last expert's. begun: from `begin`."""
+        rows_RD, ends_E, complete = begun
+        result: Tensor = networks(rows_RD, ends_E, complete=complete)
+        return result
 
 
 class MixtureOfExperts(nn.Module):
@@ -270,7 +278,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.router = Router(config)
         self.experts = ExpertNetworks(config.settings.count, config.width, config.hidden)
-        self.compute_rows: Callable[[ExpertNetworks, Tensor, Tensor, bool], Tensor] = compute_here
+        self.exchange = OwnExperts()
         self.shared = self.shared_gate = None
         if config.shared is not None:
             self.shared = SwigluMLP(config.shared)
@@ -283,14 +291,19 @@ class MixtureOfExperts(nn.Module):
         order = sort_by_expert(routing.experts_TK, self.router.settings.count)
         complete = self.router.settings.capacity_factor is None
         rows_RD = SortRows.apply(x_BSD.flatten(0, 1), order.source_R, order.position_TK)
-        rows_RD = self.compute_rows(self.experts, rows_RD, order.ends_E, complete)
+        begun = self.exchange.begin(rows_RD, order.ends_E, complete)
+        # While rows travel: nothing that the shared network needs is under way.
+        shared_BSD = self._compute_shared(x_BSD)
+        rows_RD = self.exchange.finish(self.experts, begun)
         out_BSD: Tensor = CombineRows.apply(rows_RD, order.position_TK, routing.weights_TK).view_as(x_BSD)
+        return out_BSD if shared_BSD is None else out_BSD + shared_BSD
+
+    def _compute_shared(self, x_BSD: Tensor) -> Tensor | None:
+        """Return what the network that every token shares gives; None where there is none."""
         if self.shared is None:
-            return out_BSD
+            return None
         shared_BSD: Tensor = self.shared(x_BSD)
-        if self.shared_gate is not None:
-            shared_BSD = shared_BSD * self.shared_gate(x_BSD).sigmoid()
-        return out_BSD + shared_BSD
+        return shared_BSD if self.shared_gate is None else shared_BSD * self.shared_gate(x_BSD).sigmoid()
 
 
 def mixture_matrices(config: MixtureConfig) -> MatrixRules:

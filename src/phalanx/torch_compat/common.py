@@ -193,13 +193,18 @@ def all_to_all(parts: Tensor, group: str, size: int) -> Tensor:
     return result
 
 
-def all_to_all_rows(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
-    """Send `send[i]` rows to rank i and return `receive[i]` from each, one after another; traceable, no gradient.
+def begin_all_to_all_rows(rows: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
+    """Send `send[i]` rows to rank i and receive `receive[i]` from each, one after another; traceable, no gradient.
 
-    rows: [sum(send), ...]. The result is [sum(receive), ...].
+    rows: [sum(send), ...]. The result is [sum(receive), ...], which nothing may read before `await_tensor` has returned.
     """
-    functional = torch.ops._c10d_functional
-    result: Tensor = functional.wait_tensor(functional.all_to_all_single(rows.contiguous(), receive, send, group))
+    result: Tensor = torch.ops._c10d_functional.all_to_all_single(rows.contiguous(), receive, send, group)
+    return result
+
+
+def await_tensor(begun: Tensor) -> Tensor:
+    """Return `begun` itself, the result of a collective: what reads it from now on, on the device, waits for it."""
+    result: Tensor = torch.ops._c10d_functional.wait_tensor(begun)
     return result
 
 

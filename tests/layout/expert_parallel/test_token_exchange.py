@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor, nn
 from distributed_ranks import run_ranks
 from phalanx.config.layers import MixtureConfig
 from phalanx.config.model import LanguageModel
-from phalanx.layout.expert_parallel.token_exchange import order_by_expert, split_experts
+from phalanx.layout.expert_parallel.token_exchange import Dispatched, TokenExchange, order_by_expert, split_experts
 from phalanx.layout.mesh import Axis
+from phalanx.layout.place import TensorSplits
 from phalanx.nn.experts import MixtureOfExperts, RoutingPass
+from phalanx.torch_compat import common as compat
 
 RANKS, TOKENS = 4, 12
 CASES: list[dict[str, Any]] = [{}, {"active": 1}, {"active": 8}, {"capacity_factor": 0.5}, {"shared": 1, "z_loss": 0.1}]
@@ -50,24 +53,36 @@ def inputs(rank: int) -> Tensor:
     return x.requires_grad_()
 
 
+def spread(
+    experts: dict[str, Any], ep: Axis, exchange: TokenExchange
+) -> tuple[MixtureOfExperts, MixtureOfExperts, TensorSplits]:
+    """This rank's part of a mixture, the whole mixture, and which part that is."""
+    torch.manual_seed(0)
+    whole = MixtureOfExperts(config(experts)).double()
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    with torch.device("meta"):
+        part = MixtureOfExperts(config(experts))
+    splits = split_experts(part, ep, exchange)
+    assert len(splits) == 2
+    return filled(part, whole, splits), whole, splits
+
+
+def everyone() -> Axis:
+    """All ranks share out the experts."""
+    world = dist.group.WORLD
+    return Axis("ep", dist.get_rank(), RANKS, world, tuple(range(RANKS)), world.group_name)
+
+
 def work(cases: list[dict[str, Any]]) -> list[bool]:
-    rank = dist.get_rank()
-    ep = Axis("ep", rank, RANKS, dist.group.WORLD, tuple(range(RANKS)), dist.group.WORLD.group_name)
+    ep = everyone()
     found = []
     for experts in cases:
-        torch.manual_seed(0)
-        whole = MixtureOfExperts(config(experts)).double()
-        for parameter in whole.parameters():
-            nn.init.normal_(parameter, std=0.4)
-        with torch.device("meta"):
-            part = MixtureOfExperts(config(experts))
-        splits = split_experts(part, ep)
-        assert len(splits) == 2
-        part = filled(part, whole, splits)
-        x, grad = inputs(rank), torch.randn((1, TOKENS, 16), dtype=torch.float64)
+        part, whole, splits = spread(experts, ep, TokenExchange(ep))
+        x, grad = inputs(ep.rank), torch.randn((1, TOKENS, 16), dtype=torch.float64)
         out = part(x, RoutingPass(0.3))
         out.backward(grad)
-        wanted_x = inputs(rank)
+        wanted_x = inputs(ep.rank)
         wanted = whole(wanted_x, RoutingPass(0.3))
         wanted.backward(grad)
         torch.testing.assert_close(out, wanted, rtol=1e-12, atol=1e-12)
@@ -84,14 +99,70 @@ def work(cases: list[dict[str, Any]]) -> list[bool]:
     return found
 
 
+class OneAfterTheOther(TokenExchange):
+    """Waits for rows as soon as they have set out."""
+
+    def begin(self, rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Dispatched:
+        begun = super().begin(rows_RD, ends_E, complete)
+        compat.await_tensor(begun.rows_RD)
+        return begun
+
+
+def order_of_events(part: MixtureOfExperts, x: Tensor) -> list[str]:
+    """What a forward and a backward pass do, one after another: trips and the shared network."""
+    events: list[str] = []
+    shared = part.shared
+    assert shared is not None
+    shared.register_forward_hook(lambda *_: events.append("shared"))
+    shared.down.weight.register_hook(lambda _: events.append("shared"))
+
+    def logged(name: str) -> Any:
+        right = getattr(compat, name)
+        return patch.object(compat, name, lambda *values: (events.append(name.split("_")[0]), right(*values))[1])
+
+    with logged("begin_all_to_all_rows"), logged("await_tensor"):
+        out = part(x, RoutingPass(0.3))
+        events.append("backward")
+        out.backward(torch.ones_like(out))
+    return events
+
+
+def overlap() -> tuple[list[str], bool]:
+    """The order of events, and whether results have the bits that they have without overlap."""
+    ep = everyone()
+    experts = {"shared": 1, "shared_d_ff": 40, "shared_gate": True, "z_loss": 0.1}
+    orders, results = [], []
+    for exchange in (TokenExchange(ep), OneAfterTheOther(ep)):
+        part, x = spread(experts, ep, exchange)[0], inputs(ep.rank)
+        orders.append(order_of_events(part, x))
+        results.append([x.grad, *(parameter.grad for parameter in part.parameters())])
+    return orders[0], all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def both() -> tuple[list[bool], tuple[list[str], bool]]:
+    """On one of the ranks: cases, then the overlap."""
+    return work(CASES), overlap()
+
+
+Results = list[tuple[list[bool], tuple[list[str], bool]]]
+
+
 @pytest.fixture(scope="module")
-def results() -> list[list[bool]]:
-    return run_ranks(work, RANKS, CASES)
+def results() -> Results:
+    return run_ranks(both, RANKS)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_spread_experts_compute_what_one_rank_computes(results: list[list[bool]], case: int) -> None:
-    assert all(rank[case] for rank in results)
+def test_spread_experts_compute_what_one_rank_computes(results: Results, case: int) -> None:
+    assert all(rank[case] for rank, _ in results)
+
+
+def test_the_shared_network_computes_while_rows_travel(results: Results) -> None:
+    """There and back, in the backward pass too; waiting at once changes no bit."""
+    trip = ["begin", "shared", "await", "begin", "await"]
+    for _, (order, same_bits) in results:
+        assert order == [*trip, "backward", "begin", "await", "begin", "shared", "await"]
+        assert same_bits
 
 
 def test_arrivals_are_sorted_by_expert() -> None:

@@ -1,7 +1,8 @@
 """Expert parallelism: rows of tokens travel to the ranks that hold their experts, and the results travel back.
 
 One all-to-all each way (GShard, arXiv:2006.16668, section 3), of just the rows that were chosen: first the ranks tell each
-other how many, then the rows follow, sorted by expert within each sender. Knows nothing of routing or of gradients' sums.
+other how many, then the rows follow, sorted by expert within each sender. What does not need them is computed between
+`begin` and `finish`. Knows nothing of routing or of gradients' sums.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from phalanx.kernels.routed_rows import SortRows
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
-from phalanx.nn.experts import ExpertNetworks, MixtureOfExperts
+from phalanx.nn.experts import ExpertNetworks, MixtureOfExperts, OwnExperts
 from phalanx.torch_compat import common as compat
 
 
@@ -31,7 +32,7 @@ def split_experts(model: nn.Module, ep: Axis, exchange: TokenExchange | None = N
     for name, module in model.named_modules():
         if not isinstance(module, MixtureOfExperts):
             continue
-        module.compute_rows = exchange or TokenExchange(ep)
+        module.exchange = exchange or TokenExchange(ep)
         for parameter_name, parameter in list(module.experts.named_parameters()):
             # Experts follow each other in the rows of a parameter: whole experts are whole parts of the rows.
             whole = parameter.shape[0]
@@ -43,16 +44,43 @@ def split_experts(model: nn.Module, ep: Axis, exchange: TokenExchange | None = N
     return kept
 
 
-class TokenExchange:
-    """Computes rows with the experts of all ranks of `ep`; stands in for `nn.experts.compute_here`."""
+class Trip:
+    """One all-to-all of rows between the ranks of a group. A plain class: compiled code must not look inside."""
+
+    def __init__(self, send: list[int], receive: list[int], group: str) -> None:
+        self.send, self.receive, self.group = send, receive, group
+        """Numbers of rows by rank, and the group's name."""
+        self.returning_RD: Tensor | None = None
+        """In the backward pass, gradients on their way back; not to be read before they have been awaited."""
+
+    def back(self) -> Trip:
+        """Return the way back of rows that took this one."""
+        return Trip(self.receive, self.send, self.group)
+
+
+class Dispatched:
+    """Rows on their way to their experts; plain for the same reason."""
+
+    def __init__(self, rows_RD: Tensor, trip: Trip, arriving_PE: Tensor, left: int) -> None:
+        self.rows_RD = rows_RD
+        """What arrives here, rank after rank; not to be read before it has been awaited."""
+        self.trip = trip
+        self.arriving_PE = arriving_PE
+        """How many rows each rank sends to each expert here."""
+        self.left = left
+        """Rows that have no expert and stay."""
+
+
+class TokenExchange(OwnExperts):
+    """Has rows computed by the experts of all ranks of `ep`."""
 
     def __init__(self, ep: Axis) -> None:
         self.ep = ep
 
     # What arrives has a size that only the routers know: a compiled program ends before it and begins anew behind it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, networks: ExpertNetworks, rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Tensor:
-        """Return each row's expert applied to it, [R, D]; 0 for rows behind the last expert's.
+    def begin(self, rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Dispatched:
+        """Let rows set out to the ranks of their experts, and return before they have arrived.
 
         rows: sorted by expert, over all experts. ends: int32 [E], one past each expert's last row. complete: whether every
         row has an expert; all ranks say the same.
@@ -64,16 +92,22 @@ class TokenExchange:
         # The one wait for the device: memory for what arrives cannot be had without its size.
         send, receive = self.read_sizes(sent_PE, arriving_PE, rows_RD.shape[0])
         chosen_RD = rows_RD if complete else rows_RD[: sum(send)]
-        arrived_RD = ExchangeRows.apply(chosen_RD, send, receive, self.ep.group_name)
-        by_expert, ends_local = order_by_expert(arriving_PE, sum(receive))
+        trip = Trip(send, receive, self.ep.group_name)
+        return Dispatched(BeginTrip.apply(chosen_RD, trip), trip, arriving_PE, rows_RD.shape[0] - sum(send))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def finish(self, networks: ExpertNetworks, begun: Dispatched) -> Tensor:
+        """Return each row's expert applied to it, [R, D]; 0 for rows behind the last expert's. begun: from `begin`."""
+        arrived_RD = AwaitTrip.apply(begun.rows_RD, begun.trip)
+        by_expert, ends_local = order_by_expert(begun.arriving_PE, arrived_RD.shape[0])
         source_R = by_expert.argsort()
         out_RD = networks(SortRows.apply(arrived_RD, source_R, by_expert[:, None].int()), ends_local, complete=True)
         as_arrived_RD = SortRows.apply(out_RD, by_expert, source_R[:, None].int())
-        back_RD: Tensor = ExchangeRows.apply(as_arrived_RD, receive, send, self.ep.group_name)
-        if complete:
+        back = begun.trip.back()
+        back_RD: Tensor = AwaitTrip.apply(BeginTrip.apply(as_arrived_RD, back), back)
+        if not begun.left:
             return back_RD
-        left = rows_RD.shape[0] - back_RD.shape[0]
-        return torch.cat((back_RD, back_RD.new_zeros((left, back_RD.shape[1]))))
+        return torch.cat((back_RD, back_RD.new_zeros((begun.left, back_RD.shape[1]))))
 
     def read_sizes(self, sent_PE: Tensor, arriving_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
         """Return how many rows go to each rank and come from it; `BalancedExchange` stands in where counts have no values.
@@ -119,17 +153,39 @@ def order_by_expert(arriving_PE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return by_expert, counts_EP.sum(1).cumsum(0).int()
 
 
-class ExchangeRows(torch.autograd.Function):
-    """All-to-all of rows of uneven numbers; `apply(rows_RD, send, receive, group)`, numbers of rows by rank."""
+class BeginTrip(torch.autograd.Function):
+    """Rows set out; `apply(rows_RD, trip)`.
+
+    In the backward pass the two halves of a trip change places: that of `AwaitTrip`, which is the first to run, lets the
+    gradients set out, and what was computed between the two in the forward pass forms its gradients meanwhile.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, send: list[int], receive: list[int], group: str) -> Tensor:
-        """Return what the ranks sent here, rank after rank."""
-        ctx.sizes, ctx.group = (send, receive), group
-        return compat.all_to_all_rows(rows_RD, send, receive, group)
+    def forward(ctx: Any, rows_RD: Tensor, trip: Trip) -> Tensor:
+        """Return the memory that the rows of all ranks arrive in, rank after rank."""
+        ctx.trip = trip
+        return compat.begin_all_to_all_rows(rows_RD, trip.send, trip.receive, trip.group)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, _grad_RD: Tensor) -> tuple[Tensor, None]:
+        """Wait for the gradients that `AwaitTrip` has sent here."""
+        returning_RD, ctx.trip.returning_RD = ctx.trip.returning_RD, None
+        return compat.await_tensor(returning_RD), None
+
+
+class AwaitTrip(torch.autograd.Function):
+    """Rows arrive; `apply(arriving_RD, trip)`, what `BeginTrip` returned for the same trip."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving_RD: Tensor, trip: Trip) -> Tensor:
+        """Return the rows that arrived."""
+        ctx.trip = trip
+        return compat.await_tensor(arriving_RD).view_as(arriving_RD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None]:
         """Send the gradients the way back."""
-        send, receive = ctx.sizes
-        return compat.all_to_all_rows(grad_RD, receive, send, ctx.group), None, None, None
+        trip = ctx.trip
+        trip.returning_RD = compat.begin_all_to_all_rows(grad_RD, trip.receive, trip.send, trip.group)
+        # Autograd wants the shape of what arrived; the gradients of what set out have another, and go by the trip.
+        return grad_RD, None
