@@ -15,11 +15,12 @@ import yaml
 from phalanx.cli.arguments import Json, Overrides, RunFile, show_examples
 from phalanx.cli.console import print_error, print_json, print_lines, print_pairs, short_count, show_preparation
 from phalanx.config.load import load_run
-from phalanx.data.prepared_folder import MANIFEST
+from phalanx.data.prepared_folder import MANIFEST, SampleManifest, file_record
 from phalanx.errors import ConfigError
 from phalanx.families.language.data.documents import MAX_DOCUMENT_BYTES
 from phalanx.families.language.data.open_tokens import open_source
 from phalanx.families.language.data.prepare_text import Options, prepare_text
+from phalanx.families.language.data.sample_text import write_tasks, write_text
 from phalanx.families.language.data.token_shards import PassedOver, read_token_manifest
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.materials.config import MaterialsRun
@@ -280,12 +281,62 @@ def sample_weather(
     """Simulate a global atmosphere and write winds, temperatures and geopotential as netCDF.
 
     A quasi-geostrophic model of three levels on the 5.625 degree grid: 300 days are 13 MB and take half a minute. The same
-    seed gives the same numbers on the same machine.
+    seed gives the same bytes on the same machine.
     """
     write = import_module("phalanx.families.weather.data.sample_weather").write_weather
     with show_preparation() as report:
-        path = write(out, days=days, seed=seed, progress=report)
+        _print_sample(out, write(out, days=days, seed=seed, progress=report), json_output)
+
+
+@sample_app.command("molecules", epilog=show_examples("phalanx data sample molecules --out data/molecules"))
+def sample_molecules(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
+    trajectories: Annotated[
+        int, typer.Option(min=4, help="Trajectories of clusters, ten structures each; half as many of crystals.")
+    ] = 80,
+    seed: Annotated[int, typer.Option(min=0, help="Another number makes other structures.")] = 0,
+    json_output: Json = False,
+) -> None:
+    """Simulate metal clusters and alloy crystals and write energies, forces and stresses as two .npz files.
+
+    Molecular dynamics with effective medium theory: 1,200 structures are 1 MB and take half a minute.
+    """
+    write = import_module("phalanx.families.materials.data.sample_molecules").write_molecules
+    with show_preparation() as report:
+        _print_sample(out, write(out, trajectories=trajectories, seed=seed, progress=report), json_output)
+
+
+@sample_app.command("text", epilog=show_examples("phalanx data sample text --out data/text"))
+def sample_text(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one a core.")] = None,
+    json_output: Json = False,
+) -> None:
+    """Tokenize some packages of Python's standard library, 5 MB of source text, with a vocabulary of 2,048 tokens."""
+    with show_preparation() as report:
+        write_text(out, workers=workers, progress=report)
+    record = file_record(out / MANIFEST)
+    sample = SampleManifest(kind="text", seed=0, files=[record])
+    _print_sample(out, sample, json_output)
+
+
+@sample_app.command("icl", epilog=show_examples("phalanx data sample icl --out data/icl"))
+def sample_icl(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write.")],
+    questions: Annotated[int, typer.Option(min=1, help="Most questions of a file.")] = 200,
+    seed: Annotated[int, typer.Option(min=0, help="Another number asks other questions.")] = 0,
+    json_output: Json = False,
+) -> None:
+    """Write four files of in-context tasks: language modelling, multiple choice, schema, and generated answers.
+
+    In the form of LLM Foundry's files, made of docstrings of Python's standard library that the sample text does not hold.
+    """
+    _print_sample(out, write_tasks(out, questions=questions, seed=seed), json_output)
+
+
+def _print_sample(folder: Path, sample: SampleManifest, json_output: bool) -> None:
+    """Print the files of a sample with their checksums."""
     if json_output:
-        print_json({"kind": "weather", "file": str(path), "days": days, "seed": seed})
-    else:
-        print_lines([f"{path}: {days} days, {path.stat().st_size / 1e6:.1f} MB"])
+        print_json({"folder": str(folder), **sample.model_dump(mode="json")})
+        return
+    print_lines([f"{folder / file.name}: {file.bytes / 1e6:.2f} MB, sha256 {file.sha256}" for file in sample.files])

@@ -15,7 +15,7 @@ import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -154,6 +154,45 @@ def _claim_work_folder(out: Path, plan: str, results: Sequence[str], option: str
 def write_manifest(folder: Path, manifest: Part) -> None:
     """Write a manifest into `folder`, after all files that it lists."""
     write_atomically(folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
+
+
+SAMPLE = "sample.json"
+
+
+class SampleManifest(Part):
+    """What `phalanx data sample` wrote into a folder."""
+
+    format: Literal["phalanx-sample"] = "phalanx-sample"
+    kind: str
+    seed: int
+    files: list[FileRecord]
+
+
+def write_sample(
+    folder: Path, kind: str, seed: int, names: Sequence[str], make: Callable[[Path], None]
+) -> SampleManifest:
+    """Have `make` write the files `names` and put them, with a record of their checksums, into `folder`; return the record.
+
+    make: called with a folder to write to, from which files move when all of them are whole. Raises DataError where one is
+    there already or cannot be written.
+    """
+    present = next((folder / name for name in names if (folder / name).exists()), None)
+    if present is not None:
+        raise DataError(f"{present} is already there; remove it or name another folder")
+    work = folder / _WORK
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        make(work)
+        manifest = SampleManifest(kind=kind, seed=seed, files=[file_record(work / name) for name in names])
+        for name in names:
+            (work / name).replace(folder / name)
+        write_atomically(folder / SAMPLE, manifest.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        raise DataError(f"cannot write {folder}: {error.strerror or error}; name another --out DIR") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return manifest
 
 
 def read_checked(path: Path, model: type[ModelT], *, missing: str, malformed: str | None = None) -> ModelT:

@@ -26,8 +26,8 @@ def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:
     for name in again:
         np.testing.assert_array_equal(again[name], first[name])
         assert name == "orography" or not np.allclose(again[name], other[name], rtol=1e-6)
-    files = [write_weather(tmp_path / name, days=1, spin_up_days=1) for name in "ab"]
-    assert files[0].read_bytes() == files[1].read_bytes()
+    samples = [write_weather(tmp_path / name, days=1, spin_up_days=1) for name in "ab"]
+    assert samples[0] == samples[1] and len(samples[0].files[0].sha256) == 64
 
 
 def test_it_is_like_weather(weather: xarray.Dataset) -> None:
@@ -58,8 +58,9 @@ def test_thickness_is_temperature(weather: xarray.Dataset) -> None:
 
 
 def test_the_file_holds_what_was_simulated(tmp_path: Path) -> None:
-    path = write_weather(tmp_path / "new" / "folder", days=2, seed=3, spin_up_days=1)
-    assert [item.name for item in path.parent.iterdir()] == ["weather.nc"]
+    path = tmp_path / "new" / "folder" / "weather.nc"
+    write_weather(path.parent, days=2, seed=3, spin_up_days=1)
+    assert sorted(item.name for item in path.parent.iterdir()) == ["sample.json", "weather.nc"]
     simulated = simulate_weather(2, seed=3, spin_up_days=1)
     with xarray.open_dataset(path) as written:
         assert written.sizes == {"time": 2 * 24 // FRAME_HOURS, "lat": 32, "lon": 64}

@@ -6,7 +6,6 @@ year has no seasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 import xarray
 
 from phalanx.counter_random import stream_key, uniform_values
-from phalanx.errors import DataError
+from phalanx.data.prepared_folder import Progress, SampleManifest, write_sample
 from phalanx.families.weather.data import require_package
 from phalanx.families.weather.data.quasigeostrophic import (
     LEVELS,
@@ -28,7 +27,6 @@ from phalanx.families.weather.data.quasigeostrophic import (
     legendre_functions,
     to_grid,
 )
-from phalanx.files import TEMPORARY
 
 FILE = "weather.nc"
 TRUNCATION = 21
@@ -48,7 +46,6 @@ _GAS = 287.05
 _KINDS = {"geopotential": ("m2 s-2", 2.0), "temperature": ("K", 0.02), "u_component": ("m s-1", 0.05)}
 _KINDS["v_component"] = _KINDS["u_component"]
 """Unit of the variables whose names begin so, and the step that their numbers are rounded to in the file."""
-Progress = Callable[[str, int, int], None]
 
 
 def write_weather(
@@ -58,25 +55,17 @@ def write_weather(
     seed: int = 0,
     spin_up_days: int = SPIN_UP_DAYS,
     progress: Progress = lambda what, done, total: None,
-) -> Path:
-    """Simulate `days` after a spin-up, write them into `folder` and return the file, which appears when it is whole.
+) -> SampleManifest:
+    """Simulate `days` after a spin-up, write them into `folder` and return its record; the file appears when it is whole.
 
-    Raises DataError where it is already there or the folder cannot be written.
+    The same seed gives the same bytes on the same machine. Raises DataError where it is already there or cannot be written.
     """
     require_package("netCDF4", "sample weather needs")
-    path = folder / FILE
-    if path.exists():
-        raise DataError(f"{path} is already there; remove it or name another folder")
-    # Nothing is written before the simulation is done: an interrupted one leaves no file.
-    dataset = simulate_weather(days, seed, spin_up_days, progress)
-    halves = path.with_name(TEMPORARY + path.name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        dataset.to_netcdf(halves, engine="netcdf4")
-        halves.replace(path)
-    except OSError as error:
-        raise DataError(f"cannot write {path}: {error.strerror or error}; name another --out DIR") from error
-    return path
+
+    def make(target: Path) -> None:
+        simulate_weather(days, seed, spin_up_days, progress).to_netcdf(target / FILE, engine="netcdf4")
+
+    return write_sample(folder, "weather", seed, (FILE,), make)
 
 
 def simulate_weather(
