@@ -132,6 +132,9 @@ def _choose_trace(name: PartName, setting: Setting, microbatch: int) -> _Trace:
     """Return what is traced to know the costs of a part."""
     if name not in BLOCKS:
         setting = _plain_setting(setting)
+    if name == "leading":
+        # The first blocks of a mixture have no experts, so one trace does for all degrees of `ep`.
+        setting = replace(setting, ep=1, casts_experts=False)
     alike = replace(_plain_setting(setting), tp=1, cp=1, ep=1) if name in BLOCKS else setting
     # Every degree of `ep` is a trace of its own: one does for micro-batches of all sizes.
     single = microbatch == 1 and setting.ep == 1
