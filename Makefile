@@ -29,7 +29,7 @@ PHALANX := $(BIN)/phalanx
 TEST_PYTHON := $(or $(INTERPRETER),$(BIN)/python)
 TEST_NEEDS := $(if $(INTERPRETER),,$(VENV)/dev)
 
-.PHONY: quickstart test test-gpu test-faults test-torch lint style types units install clean
+.PHONY: quickstart test test-gpu test-faults test-torch lint style types units install dist site clean
 
 quickstart: $(VENV)/installed
 	$(PHALANX) data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02
@@ -66,6 +66,17 @@ test-torch:
 	$(MAKE) --no-print-directory units VENV=.venv-$(subst ==,-,$(TORCH)) INTERPRETER= \
 		TESTS="tests/verification tests/checkpoint tests/torch_compat tests/test_counter_random.py"
 
+# Wheel and source archive: checked, installed into an empty environment, and used there outside the repository.
+dist: $(VENV)/dev
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
+	PYTHON=$(PYTHON) TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" bash containers/try_wheel.sh dist
+
+# The documentation as a site, in site/; links and anchors that lead nowhere are errors.
+site: $(VENV)/dev
+	$(BIN)/mkdocs build --strict
+
 install: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -83,4 +94,4 @@ $(VENV)/dev: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf .venv .venv-* build dist src/*.egg-info
+	rm -rf .venv .venv-* build dist site src/*.egg-info

@@ -1,0 +1,78 @@
+"""Wheel and source archive: what they hold, and that the wheel works where no repository is.
+
+`make dist` does the same whole: in an environment of its own, with PyTorch and a quickstart.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both, built from a copy without git, since building leaves files behind."""
+    copy, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("src", "examples"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    environment = {**os.environ, "SETUPTOOLS_SCM_PRETEND_VERSION": "7.8.9"}
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(copy)],
+        check=True,
+        env=environment,
+        capture_output=True,
+        timeout=300,
+    )
+    return out
+
+
+def test_both_are_sound(dist: Path) -> None:
+    files = [str(file) for file in dist.iterdir()]
+    assert len(files) == 2
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True, timeout=120)
+
+
+def test_the_wheel_holds_every_file_of_the_package(dist: Path) -> None:
+    """A table, preset or template that no pattern names would be missing from it alone."""
+    (wheel,) = dist.glob("*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("phalanx/")}
+    source = ROOT / "src"
+    files = (file for file in (source / "phalanx").rglob("*") if file.is_file() and file.suffix != ".pyc")
+    assert held == {file.relative_to(source).as_posix() for file in files}
+
+
+def test_the_source_archive_holds_examples(dist: Path) -> None:
+    (archive,) = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    assert {"examples/quickstart.yaml", "src/phalanx/py.typed", "LICENSE"} <= names
+
+
+def test_the_wheel_works_outside_the_repository(dist: Path, tmp_path: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
+    subprocess.run([*pip, "--target", str(site), str(wheel)], check=True, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    for words, said in ((["--version"], "phalanx 7.8.9 (torch "), (["config", "list"], "climax-small")):
+        done = subprocess.run(
+            [sys.executable, "-m", "phalanx", *words],
+            check=True,
+            env=environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert said in done.stdout
