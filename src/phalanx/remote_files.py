@@ -265,34 +265,16 @@ class RemoteFile:
 
     def fetch(self) -> Path:
         """Return a local copy of the whole file, checked against its checksum. Raises DataError."""
-        path = self._place("files") / self.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # One rank of a machine fetches it; the others wait.
-        with _locked(path.parent / ".lock"):
-            if not (path.exists() and path.stat().st_size == self.size):
-                halves = path.with_name(".fetching")
-                digest = hashlib.sha256()
-                with halves.open("wb") as out:
-                    for part in self.folder.store.stream(self.name, self.size):
-                        digest.update(part)
-                        out.write(part)
-                self._require_checksum(digest.hexdigest())
-                halves.replace(path)
-                _make_room(self.folder.limits, self.size)
-            # What was used last is kept longest.
-            path.touch()
-        return path
+        return keep_file(self.sha256, self.name, self.size, self._checked_content, self.folder.limits)
 
     def verify(self) -> None:
         """Read the whole file from the store. Raises DataError where its checksum is not the manifest's."""
-        digest = hashlib.sha256()
-        for part in self.folder.store.stream(self.name, self.size):
-            digest.update(part)
-        self._require_checksum(digest.hexdigest())
+        for _ in self._checked_content():
+            pass
 
     def kept_block(self, number: int) -> bytes | None:
         """Return a block that is kept on this machine, or None."""
-        path = self._place("blocks") / str(number)
+        path = self._block(number)
         try:
             content = path.read_bytes()
             os.utime(path)
@@ -305,7 +287,7 @@ class RemoteFile:
 
     def keep_block(self, number: int, content: bytes) -> None:
         """Keep a block on this machine; a disk that is full keeps none, and the block is fetched again when needed."""
-        path = self._place("blocks") / str(number)
+        path = self._block(number)
         halves = path.with_name(f".{number}.{os.getpid()}.{threading.get_ident()}")
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -313,12 +295,17 @@ class RemoteFile:
             halves.replace(path)
         _make_room(self.folder.limits, len(content))
 
-    def _place(self, kind: str) -> Path:
-        return self.folder.limits.folder / kind / self.sha256[:2] / self.sha256
+    def _block(self, number: int) -> Path:
+        return self.folder.limits.folder / "blocks" / self.sha256[:2] / self.sha256 / str(number)
 
-    def _require_checksum(self, found: str) -> None:
-        if found != self.sha256:
-            raise DataError(f"{self}: sha256 {found} found, {self.sha256} expected; the file was altered")
+    def _checked_content(self) -> Iterator[bytes]:
+        """Yield all content. Raises DataError at its end where the checksum is not the manifest's."""
+        digest = hashlib.sha256()
+        for part in self.folder.store.stream(self.name, self.size):
+            digest.update(part)
+            yield part
+        if digest.hexdigest() != self.sha256:
+            raise DataError(f"{self}: sha256 {digest.hexdigest()} found, {self.sha256} expected; the file was altered")
 
 
 class Store:
@@ -449,6 +436,29 @@ def _file_records(node: Any) -> Iterator[tuple[str, int, str]]:
     if isinstance(node, list):
         for item in node:
             yield from _file_records(item)
+
+
+def keep_file(
+    key: str, name: str, size: int, content: Callable[[], Iterator[bytes]], limits: CacheLimits | None = None
+) -> Path:
+    """Return a file of `size` bytes that is kept in the cache, made of `content` where it is not there.
+
+    key: a hash that no other content has. name: of the file. limits: by default those of the run.
+    """
+    limits = limits or _PROCESS.limits
+    path = limits.folder / "files" / key[:2] / key / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One rank of a machine makes it; the others wait.
+    with _locked(path.parent / ".lock"):
+        if not (path.exists() and path.stat().st_size == size):
+            halves = path.with_name(".halves")
+            with halves.open("wb") as out:
+                out.writelines(content())
+            halves.replace(path)
+            _make_room(limits, size)
+        # What was used last is kept longest.
+        path.touch()
+    return path
 
 
 @contextmanager

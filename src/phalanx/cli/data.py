@@ -49,7 +49,7 @@ def prepare_data(
     inputs: Annotated[
         list[str],
         typer.Argument(
-            metavar="INPUT...", help="Files (.txt .jsonl .parquet .py, also .gz .zst), folders, python-stdlib."
+            metavar="INPUT...", help="Files (.txt .jsonl .parquet .arrow .py, also .gz .zst), folders, python-stdlib."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write.")],

@@ -72,7 +72,7 @@ def test_missing_inputs_empty_folders_and_unknown_endings_are_named(tmp_path: Pa
     with pytest.raises(DataError, match="nowhere does not exist; give files, folders, or python-stdlib"):
         find_files([str(tmp_path / "nowhere")])
     with pytest.raises(
-        DataError, match=r"no text files found; known endings: \.txt, \.jsonl, \.parquet, \.py, each also"
+        DataError, match=r"no text files found; known endings: \.txt, \.jsonl, \.parquet, \.arrow, \.py, each also"
     ):
         find_files([str(tmp_path)])
 
@@ -343,3 +343,29 @@ def test_the_hash_of_samples_covers_both_ends_and_small_files_whole(size: int, t
         path.write_bytes(new)
         hashes.add(sample_hash(find_files([str(path)])[0]))
     assert len(hashes) == len(changed)
+
+
+def test_arrow_files_are_read_as_parquet_is(tmp_path: Path) -> None:
+    """Both kinds of Arrow file, and the folder that `datasets` writes with save_to_disk."""
+    texts = ["one", None, "", "zwei\u00e4", "x" * 3000]
+    table = pa.table({"id": range(5), "text": pa.array(texts, pa.large_string())})
+    folder = tmp_path / "set" / "train"
+    folder.mkdir(parents=True)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text("{}")
+    with pa.ipc.new_stream(folder / "data-00000-of-00002.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    with pa.ipc.new_file(folder / "data-00001-of-00002.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    files = find_files([str(tmp_path / "set")])
+    assert [file.name for file in files] == ["train/data-00000-of-00002.arrow", "train/data-00001-of-00002.arrow"]
+    for file in files:
+        assert list(read_texts(file, "text")) == [text or "" for text in texts]
+    path = tmp_path / "t.arrow"
+    path.write_bytes(files[0].path.read_bytes())
+    assert complaint(path, "body") == "t.arrow: no column 'body'; found: id, text; name it with --text-field"
+    assert complaint(path, "id") == "t.arrow: column 'id' holds int64, not text; name one with --text-field"
+    path.write_bytes(path.read_bytes()[:300])
+    assert complaint(path).startswith("t.arrow: cannot be read: ")
+    path.write_bytes(b"no arrow at all")
+    assert complaint(path).startswith("t.arrow: cannot be read: ")

@@ -1,3 +1,4 @@
+import bz2
 import gzip
 import hashlib
 import json
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -187,10 +189,18 @@ def shortened(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-3])
 
 
-def compressed(method: str, ending: str) -> Callable[[Path], None]:
+def compressed(
+    method: str,
+    ending: str,
+    *,
+    pack: Callable[[bytes], bytes] = gzip.compress,
+    cut: int = 0,
+    more: bytes = b"",
+) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         path = folder / "shard.00001.mds"
-        packed = gzip.compress(path.read_bytes())
+        packed = pack(path.read_bytes() + more)
+        packed = packed[: len(packed) - cut]
         (folder / f"{path.name}.{ending}").write_bytes(packed)
         path.unlink()
         record = {"basename": f"{path.name}.{ending}", "bytes": len(packed), "hashes": {}}
@@ -220,8 +230,15 @@ def compressed(method: str, ending: str) -> Callable[[Path], None]:
         (in_shard(-14, b"\x55"), r"shard\.00001\.mds: columns of \[85\] bytes in 10"),
         (in_shard(-10, b"\x08"), r"shard\.00001\.mds: sample 0: array of shape \[4, 9\] and uint16 in 7 bytes"),
         (in_shard(-9, b"\x05"), r"shard\.00001\.mds: sample 0: array of shape \[5\] and uint16 in 8 bytes"),
-        (compressed("zstd:3", "zstd"), r"shard\.00001\.mds\.zstd: compressed \(zstd\).*decompress .*for f in \*\.zstd"),
-        (compressed("gz", "gz"), r"shard\.00001\.mds\.gz: compressed \(gz\).*gunzip --keep \*\.gz"),
+        (
+            compressed("zstd:3", "zstd"),
+            r"shard\.00001\.mds\.zstd: cannot be decompressed \(.*it is damaged: get it again",
+        ),
+        (
+            compressed("gz", "gz", cut=9),
+            r"shard\.00001\.mds\.gz: cannot be decompressed \(.*it is damaged: get it again",
+        ),
+        (compressed("gz", "gz", more=b"x"), r"shard\.00001\.mds\.gz: unpacks to more than \d+ bytes, \d+ expected"),
         (
             compressed("snappy", "snappy"),
             r"compressed \(snappy\).*decompress the shards once, each beside its original$",
@@ -233,6 +250,21 @@ def test_damage_is_refused_by_name(tmp_path: Path, damage: Callable[[Path], None
     damage(folder)
     with pytest.raises(DataError, match=message):
         MdsSource(folder)
+
+
+@pytest.mark.parametrize(
+    ("method", "pack"),
+    [("zstd:3", zstandard.compress), ("gz:6", gzip.compress), ("bz2:9", bz2.compress)],
+)
+def test_compressed_shards_are_read_as_the_others(tmp_path: Path, method: str, pack: Callable[[bytes], bytes]) -> None:
+    folder, plain = write_tokens(tmp_path / "mds"), write_tokens(tmp_path / "plain")
+    ending = method.partition(":")[0]
+    compressed(method, ending, pack=pack)(folder)
+    source = MdsSource(folder)
+    assert source.read(np.array([0]), 24).tolist() == MdsSource(plain).read(np.array([0]), 24).tolist() == [FLAT]
+    source.verify()
+    # Unpacked elsewhere: the folder itself stays as it is.
+    assert not (folder / "shard.00001.mds").exists()
 
 
 def test_a_decompressed_shard_is_read_though_the_index_names_the_compressed_one(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from ase.calculators.singlepoint import SinglePointCalculator
 
 from graph_files import write_set
-from phalanx.errors import DataError
+from phalanx.errors import DataError, PhalanxError
 from phalanx.families.materials.config import GraphSource
 from phalanx.families.materials.data.labels import labels_of
 from phalanx.families.materials.data.structure_files import StructureFile, find_files, open_structures
@@ -65,7 +66,7 @@ def read_all(file: StructureFile, source: GraphSource) -> list[Any]:
     return [convert_structure(raw, labels_of(source), 1.0, missing_allowed=False) for raw in file.read(0, len(file))]
 
 
-@pytest.mark.parametrize("kind", ["npz", "extxyz", "db"])
+@pytest.mark.parametrize("kind", ["npz", "extxyz", "db", "aselmdb"])
 def test_every_format_gives_the_same_structures(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path, kind)
     source = source_of(path)
@@ -144,6 +145,7 @@ def cut(path: Path, share: float) -> None:
             "extxyz",
             r"all\.extxyz: frame \d+ \(line \d+\): \d+ atoms are announced, \d+ lines follow; the file is truncated",
         ),
+        ("aselmdb", r"all\.aselmdb: it cannot be read as an LMDB of ASE .*; it may be truncated"),
         ("db", r"all\.db: it cannot be read as an ASE database .*; it may be truncated"),
     ],
 )
@@ -152,6 +154,13 @@ def test_a_truncated_file_is_named(kind: str, message: str, tmp_path: Path) -> N
     cut(path, 0.6)
     with pytest.raises(DataError, match=message):
         read_all(open_structures(path, source_of(path)), source_of(path))
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, "aselmdb")
+    monkeypatch.setitem(sys.modules, "ase_db_backends.aselmdb", None)
+    with pytest.raises(PhalanxError, match=r'all\.aselmdb needs ase-db-backends: pip install "phalanx-train\[lmdb\]"'):
+        open_structures(path, source_of(path))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import json
 import sysconfig
 import tokenize
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -25,7 +25,7 @@ from phalanx.errors import ConfigError, DataError
 
 PYTHON_STDLIB = "python-stdlib"
 """Input that stands for the source text of the running interpreter's standard library."""
-KINDS = (".txt", ".jsonl", ".parquet", ".py")
+KINDS = (".txt", ".jsonl", ".parquet", ".arrow", ".py")
 COMPRESSIONS = (".gz", ".zst")
 _KNOWN_ENDINGS = f"{', '.join(KINDS)}, each also with {' or '.join(COMPRESSIONS)}"
 MAX_DOCUMENT_BYTES = 2**24
@@ -37,6 +37,8 @@ _BATCH_BYTES = 2**28
 _BATCH_ROWS = 1024
 _ZSTANDARD_BYTES = 2**10
 """Compressed bytes that are unpacked at a time: blocks of 4 bytes stand for up to 128 KiB each, so 32 MiB at most."""
+_ARROW_FILE = b"ARROW1"
+"""What an Arrow file with a footer begins with; a stream does not."""
 _BYTE_ORDER_MARK = "\ufeff"
 """Some editors begin a file with it; it is no part of the text."""
 
@@ -91,7 +93,8 @@ def count_other_files(inputs: Sequence[str]) -> int:
 
 
 def read_texts(file: InputFile, text_field: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
-    """Yield the text of every document of one file: the whole of a .txt, each line of a .jsonl, each row of a .parquet.
+    """Yield the text of every document of one file: the whole of a .txt, each line of a .jsonl, each row of a
+    .parquet or .arrow.
 
     An empty text stands for one without: an empty file, null, Python source in no known encoding. text_field: the field or
     column that holds the text. max_bytes: of a document. Raises DataError naming file and line.
@@ -101,6 +104,7 @@ def read_texts(file: InputFile, text_field: str, max_bytes: int = MAX_DOCUMENT_B
         ".py": _read_python,
         ".jsonl": _read_jsonl,
         ".parquet": _read_parquet,
+        ".arrow": _read_arrow,
     }[file.kind]
     return reader(file, text_field, max_bytes)
 
@@ -170,7 +174,7 @@ def _open_unpacked(file: InputFile) -> IO[bytes]:
     if file.compression == ".zst":
         package = _import_extra("zstandard", file)
         return io.BufferedReader(_ZstandardFile(file.path.open("rb"), package))
-    return file.path.open("rb")
+    return cast(IO[bytes], file.path.open("rb"))
 
 
 class _ZstandardFile(io.RawIOBase):
@@ -314,30 +318,52 @@ def _read_parquet(file: InputFile, text_field: str, max_bytes: int) -> Iterator[
                 )
             unpacked = io.BytesIO(content)
         table = parquet.ParquetFile(unpacked)
-        schema = table.schema_arrow
-        if text_field not in schema.names:
-            raise DataError(
-                f"{file.path}: no column {text_field!r}; found: {', '.join(schema.names)}; name it with --text-field"
-            )
-        row = 0
+        _require_column(file, table.schema_arrow, text_field)
         # Values are compressed: how much they unpack to is looked up before any is unpacked.
         rows = _rows_at_a_time(file, table.metadata, text_field, max_bytes)
-        for batch in table.iter_batches(batch_size=rows, columns=[text_field]):
-            for value in batch.column(0):
-                row += 1
-                text = value.as_py()
-                if text is None:
-                    yield ""
-                elif not isinstance(text, str):
-                    kind = schema.field(text_field).type
-                    raise DataError(
-                        f"{file.path}: column {text_field!r} holds {kind}, not text; name one with --text-field"
-                    )
-                # A character has at most 4 bytes, so most texts need not be encoded to be measured.
-                elif len(text) * 4 > max_bytes and len(text.encode()) > max_bytes:
-                    raise _too_long(f"{file.path}, row {row}: a document", max_bytes)
-                else:
-                    yield text
+        batches = table.iter_batches(batch_size=rows, columns=[text_field])
+        yield from _texts_of_batches(file, batches, text_field, max_bytes)
+
+
+def _read_arrow(file: InputFile, text_field: str, max_bytes: int) -> Iterator[str]:
+    """Yield texts of an Arrow file: the stream that Hugging Face datasets write, or the format with a footer."""
+    ipc = _import_extra("pyarrow.ipc", file)
+    with _explain_damage(file), _open_unpacked(file) as stream:
+        head = stream.peek(len(_ARROW_FILE))[: len(_ARROW_FILE)]  # type: ignore[attr-defined]
+        if head == _ARROW_FILE:
+            # The body of a file is a stream, behind its mark padded to eight bytes.
+            stream.read(8)
+        reader = ipc.open_stream(stream)
+        _require_column(file, reader.schema, text_field)
+        yield from _texts_of_batches(file, reader, text_field, max_bytes)
+
+
+def _require_column(file: InputFile, schema: Any, text_field: str) -> None:
+    if text_field not in schema.names:
+        raise DataError(
+            f"{file.path}: no column {text_field!r}; found: {', '.join(schema.names)}; name it with --text-field"
+        )
+
+
+def _texts_of_batches(file: InputFile, batches: Iterable[Any], text_field: str, max_bytes: int) -> Iterator[str]:
+    """Yield the texts of record batches; an empty one for null. Raises DataError for other types and long documents."""
+    row = 0
+    for batch in batches:
+        for value in batch.column(batch.schema.get_field_index(text_field)):
+            row += 1
+            text = value.as_py()
+            if text is None:
+                yield ""
+            elif not isinstance(text, str):
+                kind = batch.schema.field(text_field).type
+                raise DataError(
+                    f"{file.path}: column {text_field!r} holds {kind}, not text; name one with --text-field"
+                )
+            # A character has at most 4 bytes, so most texts need not be encoded to be measured.
+            elif len(text) * 4 > max_bytes and len(text.encode()) > max_bytes:
+                raise _too_long(f"{file.path}, row {row}: a document", max_bytes)
+            else:
+                yield text
 
 
 def _rows_at_a_time(file: InputFile, metadata: Any, text_field: str, max_bytes: int) -> int:

@@ -9,13 +9,15 @@ Everything is little-endian. One column holds the tokens (`mds_columns`); the ot
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import IO, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,7 @@ from phalanx.errors import DataError
 from phalanx.families.language.data.mds_columns import TokenColumn
 from phalanx.families.language.data.token_shards import Split
 from phalanx.families.language.data.token_source import Int64Array, TokenSource, read_bytes
+from phalanx.remote_files import keep_file
 
 INDEX = "index.json"
 SPLIT_FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "valid", "val")}
@@ -35,12 +38,8 @@ _OPEN_SHARDS = 16384
 _HASH_NAMES = {name for name in hashlib.algorithms_guaranteed if not name.startswith("shake_")}
 _XXHASH_NAMES = ("xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128")
 """Hashes that Streaming can write too, which the package xxhash computes."""
-_UNPACKERS = {
-    "zstd": 'for f in *.zstd; do zstd -d "$f" -o "${f%.zstd}"; done',
-    "gz": "gunzip --keep *.gz",
-    "bz2": "bunzip2 --keep *.bz2",
-    "br": "brotli --decompress *.br",
-}
+_UNPACKED_PART = 2**20
+"""Bytes that are decompressed at a time."""
 
 
 class _FileRecord(BaseModel):
@@ -145,8 +144,7 @@ class MdsSource(TokenSource):
         """Compare the hashes that the index holds and this machine can compute; where there are none, decode every sample
         and refuse negative ids."""
         for number, record in enumerate(self._shards):
-            path = self.path / record.raw_data.basename
-            _check_size(self.path, record)
+            path = _check_size(self.path, record)
             known = {name: value for name, value in record.raw_data.hashes.items() if _can_compute(name)}
             for name, expected in known.items():
                 new = getattr(_import_xxhash(), name) if name in _XXHASH_NAMES else partial(hashlib.new, name)
@@ -270,23 +268,67 @@ class _Shard:
 
 
 def _check_size(folder: Path, record: _ShardRecord) -> Path:
-    """Return path of an uncompressed shard. Raises DataError when it is missing, compressed, or not as long as indexed."""
+    """Return path of a shard, decompressed where need be. Raises DataError when it is missing or not as long as indexed."""
     path = folder / record.raw_data.basename
     try:
         found = path.stat().st_size
     except OSError as error:
-        packed = record.zip_data
-        if packed is None or not (folder / packed.basename).exists():
+        if record.zip_data is None or not (folder / record.zip_data.basename).exists():
             raise DataError(f"{path}: {error.strerror}; {INDEX} lists it with {record.raw_data.bytes} bytes") from error
-        # A sample at a random place would need its whole shard decompressed.
-        method = (record.compression or "unknown").partition(":")[0]
-        how = f": {_UNPACKERS[method]}" if method in _UNPACKERS else ""
-        raise DataError(
-            f"{folder / packed.basename}: compressed ({method}), and training reads samples at random places; "
-            f"decompress the shards once, each beside its original{how}"
-        ) from None
+        return _unpack_once(folder / record.zip_data.basename, record)
     if found != record.raw_data.bytes:
         raise DataError(
             f"{path}: {found} bytes found, {record.raw_data.bytes} expected; the file is truncated or altered"
         )
     return path
+
+
+def _unpack_once(packed: Path, record: _ShardRecord) -> Path:
+    """Return a decompressed copy of a shard in the cache: samples at random places need all of it.
+
+    Raises DataError for a method that is not known here, and for a file that does not unpack to the length of the index.
+    """
+    method = (record.compression or "unknown").partition(":")[0]
+    if method not in ("zstd", "gz", "bz2"):
+        raise DataError(
+            f"{packed}: compressed ({method}); zstd, gz and bz2 can be read: decompress the shards once, each beside its "
+            "original"
+        )
+    status, size = packed.stat(), record.raw_data.bytes
+    key = hashlib.sha256(f"{packed.resolve()} {status.st_size} {status.st_mtime_ns} {size}".encode()).hexdigest()
+    return keep_file(key, packed.stem, size, lambda: _decompress(packed, method, size))
+
+
+def _decompress(packed: Path, method: str, size: int) -> Iterator[bytes]:
+    """Yield the content of a compressed file, part by part. Raises DataError unless it is `size` bytes."""
+    found = 0
+    try:
+        with _open_packed(packed, method) as stream:
+            while part := stream.read(_UNPACKED_PART):
+                found += len(part)
+                # Not further: a few kilobytes can unpack to terabytes.
+                if found > size:
+                    break
+                yield part
+    except DataError:
+        raise
+    # Each package has an error of its own.
+    except Exception as error:
+        raise DataError(f"{packed}: cannot be decompressed ({error}); it is damaged: get it again") from error
+    if found != size:
+        more = "more than " if found > size else ""
+        raise DataError(
+            f"{packed}: unpacks to {more}{min(found, size)} bytes, {size} expected; it is truncated or altered"
+        )
+
+
+def _open_packed(packed: Path, method: str) -> IO[bytes]:
+    if method == "gz":
+        return cast(IO[bytes], gzip.open(packed))
+    if method == "bz2":
+        return cast(IO[bytes], bz2.open(packed))
+    try:
+        package = importlib.import_module("zstandard")
+    except ImportError:
+        raise DataError(f'{packed} needs zstandard: pip install "phalanx-train[data]"') from None
+    return cast(IO[bytes], package.open(packed))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import itertools
 import re
 import sqlite3
+import struct
 import sys
 from array import array
 from collections import ChainMap
@@ -116,19 +118,88 @@ class AseDatabase(StructureFile):
         for number in itertools.count(start):
             try:
                 row = next(rows, None)
-                if row is None:
-                    return
-                atoms, place = row.toatoms(), f"row id {row.id}"
-                extra = {key: row.key_value_pairs.get(key, row.data.get(key)) for key in self.wanted.keys}
             except sqlite3.Error as error:
                 raise self._broken(error) from None
             # ase raises whatever its decoder stumbled over.
             except Exception as error:
                 raise DataError(f"{self.path}: structure {number}: {_first_line(error)}") from None
-            yield _to_raw_structure(atoms, self.path, place, number, self.wanted, extra)
+            if row is None:
+                return
+            yield _row_structure(row, self.path, number, self.wanted)
 
     def _broken(self, error: Exception) -> DataError:
         return DataError(f"{self.path}: it cannot be read as an ASE database ({error}); it may be truncated")
+
+
+class AseLmdb(StructureFile):
+    """An ASE database in one LMDB file (.aselmdb), as OMat24 and OMol25 come in; places are row ids."""
+
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        """Open it and list its rows. Raises DataError for a file that is none, PhalanxError where the package is missing."""
+        super().__init__(path, wanted)
+        try:
+            database = importlib.import_module("ase_db_backends.aselmdb").LMDBDatabase
+        except ImportError as error:
+            raise PhalanxError(f'{path} needs ase-db-backends: pip install "phalanx-train[lmdb]"') from error
+        _require_whole_lmdb(path)
+        try:
+            # Without locks: it is only read, and its folder may not be writable.
+            self._database = database(path, use_lock_file=False, readonly=True)
+            self._ids = sorted(self._database.ids)
+        # lmdb has errors of its own, and its decoders others.
+        except Exception as error:
+            raise DataError(
+                f"{path}: it cannot be read as an LMDB of ASE ({_first_line(error)}); it may be truncated"
+            ) from None
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def read(self, start: int, stop: int) -> Iterator[RawStructure]:
+        """Yield the start-th to the (stop-1)-th row by id."""
+        for number in range(start, min(stop, len(self._ids))):
+            try:
+                # Its own select would look through all rows each time.
+                row = self._database._get_row(self._ids[number])
+            except Exception as error:
+                raise DataError(f"{self.path}: structure {number}: {_first_line(error)}") from None
+            yield _row_structure(row, self.path, number, self.wanted)
+
+
+_LMDB_META = struct.Struct("<16x I I 8x 8x I 44x 48x Q Q")
+"""Of the page that an LMDB begins with: magic, version, page size, last page in use and transaction (lmdb.h, MDB_meta)."""
+_LMDB_MAGIC = 0xBEEFC0DE
+
+
+def _require_whole_lmdb(path: Path) -> None:
+    """Raise DataError for a file that is no LMDB or shorter than it says: reading one ends the process by a signal."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(_LMDB_META.size)
+        magic, _, page_size, *newest = _LMDB_META.unpack(head) if len(head) == _LMDB_META.size else (0, 0, 0, 0, 0)
+        if magic != _LMDB_MAGIC:
+            raise DataError(f"{path}: it cannot be read as an LMDB of ASE (it does not begin like one)")
+        # Written in turns: the page of the later transaction holds.
+        file.seek(page_size)
+        other = file.read(_LMDB_META.size)
+        if len(other) == _LMDB_META.size and (second := _LMDB_META.unpack(other)[3:])[1] > newest[1]:
+            newest = list(second)
+    expected = (newest[0] + 1) * page_size
+    if size < expected:
+        raise DataError(
+            f"{path}: it cannot be read as an LMDB of ASE ({size} bytes found, {expected} expected); it may be truncated"
+        )
+
+
+def _row_structure(row: Any, path: Path, number: int, wanted: Wanted) -> RawStructure:
+    """Return the structure of a row of a database. Raises DataError for one that cannot be decoded."""
+    try:
+        atoms, place = row.toatoms(), f"row id {row.id}"
+        extra = {key: row.key_value_pairs.get(key, row.data.get(key)) for key in wanted.keys}
+    # ase raises whatever its decoder stumbled over.
+    except Exception as error:
+        raise DataError(f"{path}: structure {number}: {_first_line(error)}") from None
+    return _to_raw_structure(atoms, path, place, number, wanted, extra)
 
 
 def _first_line(error: Exception) -> str:

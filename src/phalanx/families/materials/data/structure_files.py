@@ -35,10 +35,18 @@ _FORMATS = {
     "npz": ("phalanx.families.materials.data.structure_files", "NpzFile"),
     "extxyz": ("phalanx.families.materials.data.ase_files", "ExtendedXyzFile"),
     "ase": ("phalanx.families.materials.data.ase_files", "AseDatabase"),
+    "aselmdb": ("phalanx.families.materials.data.ase_files", "AseLmdb"),
     "qm9_csv": ("phalanx.families.materials.data.structure_files", "Qm9Csv"),
 }
 """Where each format is read; loaded on demand, since some need a package that others do not."""
-_ENDINGS = {".npz": "npz", ".xyz": "extxyz", ".extxyz": "extxyz", ".db": "ase", ".csv": "qm9_csv"}
+_ENDINGS = {
+    ".npz": "npz",
+    ".xyz": "extxyz",
+    ".extxyz": "extxyz",
+    ".db": "ase",
+    ".aselmdb": "aselmdb",
+    ".csv": "qm9_csv",
+}
 
 
 def open_structures(path: Path, source: GraphSource) -> StructureFile:
