@@ -79,6 +79,9 @@ class EnergyHead(Section):
     """Weight of a force component (eV/angstrom); null computes no forces in training."""
     stress_weight: Weight | None = None
     """Weight of a stress component (eV/angstrom^3); null computes no stress in training."""
+    repulsion: Literal["zbl"] | None = None
+    """Repulsion of nuclei nearer than their covalent radii, added to what is learned: the universal potential of Ziegler,
+    Biersack and Littmark; null has none."""
 
 
 class ChargeHead(Section):

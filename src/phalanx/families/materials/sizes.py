@@ -303,7 +303,9 @@ def numbers_for_atoms(config: MaterialsModel, *, forces: bool = False, stress: b
     passes = 4 if forces or stress else 2
     columns = [block_piece(config, number).atom_columns for number in range(config.n_layers)]
     first = embedding_piece(config).atom_columns or columns.pop(0)
-    return 2 * first + passes * sum(columns) + 2 * _SPACE * forces
+    # Atomic numbers, which repulsion needs of both atoms of a pair; nobody asks for their gradient.
+    elements = int(config.energy is not None and config.energy.repulsion is not None)
+    return 2 * first + passes * sum(columns) + 2 * _SPACE * forces + elements
 
 
 def numbers_for_edges(config: MaterialsModel, *, forces: bool = False, stress: bool = False) -> int:

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, int | None]] = {
     **{body: (body, {}, MIXED, None) for body in BODIES},
     "softmax attention": ("schnet", {"attention": GlobalAttention(heads=2)}, MIXED, None),
     "linear attention": ("painn", {"attention": GlobalAttention(heads=2, kind="linear")}, MIXED, None),
+    "repulsion": ("painn", {"energy": EnergyHead(force_weight=1.0, stress_weight=1.0, repulsion="zbl")}, MIXED, None),
     "no energy": ("gatv2", {"energy": None}, MIXED, None),
     "no forces": ("dimenet++", {"energy": EnergyHead()}, MIXED, None),
     "in chunks": ("painn", {}, MIXED, 37),
@@ -32,7 +33,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, int | None]] = {
     "large": ("painn", PLAIN, LARGE, None),
 }
 ON_FOUR = ("dimenet++", "in chunks", "two atoms", "large")
-COUNTED = [*BODIES, "no forces", "large"]
+COUNTED = [*BODIES, "repulsion", "no forces", "large"]
 """Cases without attention, whose exchanges are those of neighbours."""
 
 

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from atom_graphs import CUTOFF, Structure, batch_of, edges_of, moved, random_structure, strained
 from phalanx.families.materials.model.network import MaterialsNetwork, cell_volumes
-from phalanx.families.materials.model_config import GlobalAttention
+from phalanx.families.materials.model_config import EnergyHead, GlobalAttention
 from small_networks import BODIES, filled_network, small_model
 
 KINDS: list[tuple[str, dict[str, Any]]] = [(body, {}) for body in BODIES]
 KINDS += [("schnet", {"attention": GlobalAttention(kind=kind, heads=2)}) for kind in ("softmax", "linear")]
-NAMES = [body if not extra else f"{body}+{extra['attention'].kind}" for body, extra in KINDS]
+KINDS += [("painn", {"energy": EnergyHead(force_weight=1.0, stress_weight=1.0, repulsion="zbl")})]
+NAMES = [f"{body}{''.join(f'+{name}' for name in extra)}" for body, extra in KINDS]
 every_body = pytest.mark.parametrize("network", KINDS, ids=NAMES, indirect=True)
 STEP = 1e-5
 

@@ -171,12 +171,18 @@ def cutoff_envelope(config: MaterialsModel, distance: Tensor) -> Tensor:
     and Parrinello 2007; one derivative vanishes.
     """
     x = distance / config.cutoff
-    if config.envelope == "cosine":
-        value = 0.5 * (torch.cos(math.pi * x) + 1.0)
-    else:
-        # Two vanishing derivatives make forces (first) and their gradients (second) continuous as atoms cross the cutoff.
-        x_6 = x.square() * x.square() * x.square()
-        value = 1.0 - x_6 * (28.0 - 48.0 * x + 21.0 * x.square())
+    if config.envelope == "polynomial":
+        return polynomial_envelope(x)
+    return torch.where(x < 1.0, 0.5 * (torch.cos(math.pi * x) + 1.0), 0.0)
+
+
+def polynomial_envelope(x: Tensor) -> Tensor:
+    """Return 1 at x = 0 and exactly 0 from x = 1 on, where two derivatives vanish.
+
+    They make forces (first) and their gradients (second) continuous as atoms cross a cutoff.
+    """
+    x_6 = x.square() * x.square() * x.square()
+    value = 1.0 - x_6 * (28.0 - 48.0 * x + 21.0 * x.square())
     # Padded edges lie beyond the cutoff, where the polynomial grows without bound.
     return torch.where(x < 1.0, value, 0.0)
 

@@ -16,6 +16,7 @@ from phalanx.families.materials.model.backbones import backbone_of
 from phalanx.families.materials.model.geometry import NO_EXCHANGE, Exchange, Geometry
 from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, silu
 from phalanx.families.materials.model.losses import DatasetUnits, Predictions
+from phalanx.families.materials.model.repulsion import zbl_energy
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 
@@ -55,6 +56,8 @@ class Heads(nn.Module):
         if "energy" in raw:
             energy_N = raw["energy"].squeeze(1) * self.units.energy_scale(branch_N)
             energy_N = energy_N + self.units.reference_energy(geometry.species_N, branch_N)
+            if self.config.energy is not None and self.config.energy.repulsion == "zbl":
+                energy_N = energy_N + zbl_energy(geometry, self.config.cutoff)
             found |= {
                 "atom_energies_N": energy_N,
                 "energy_G": exchange.over_graphs(sum_by_graph(energy_N, graph_N, graphs)),
