@@ -36,10 +36,13 @@ def zbl_energy(geometry: Geometry, cutoff: float) -> Tensor:
     source_E = geometry.exchange.atoms(number_N1).squeeze(1).index_select(0, geometry.source_E)
     target_E = number_N1.squeeze(1).index_select(0, geometry.target_E)
     screening = 0.8854 * _BOHR / (source_E.pow(0.23) + target_E.pow(0.23))
-    screened_E = sum(weight * torch.exp(-decay * distance_E / screening) for weight, decay in _SCREENING)
+    screened_E = torch.zeros_like(distance_E)
+    for weight, decay in _SCREENING:
+        screened_E = screened_E + weight * torch.exp(-decay * distance_E / screening)
     radii = _RADII.on(distance_E.device, torch.float64)
     reach_E = radii.index_select(0, source_E.long()) + radii.index_select(0, target_E.long())
     fade_E = polynomial_envelope(distance_E / reach_E.clamp(max=cutoff))
     pair_E = _COULOMB * source_E * target_E / distance_E * screened_E * fade_E
     # Both directed edges of a pair bring half of it.
-    return pair_E.new_zeros(geometry.atoms).index_add(0, geometry.target_E, 0.5 * pair_E)
+    halves_N: Tensor = pair_E.new_zeros(geometry.atoms).index_add(0, geometry.target_E, 0.5 * pair_E)
+    return halves_N
