@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
+from phalanx.layout.place import as_place
 from phalanx.training.callbacks import Callback, TrainingContext
+from phalanx.training.metrics import StepMetrics
 
 CHANGES = {"open", "os.mkdir", "os.rename"}
 """What happens to files as a checkpoint is written."""
@@ -40,6 +42,7 @@ class FaultCallback(Callback):
         if self.rank < 0:
             self.rank = self.random.randrange(context.world_size)
         self.mine = context.rank == self.rank
+        self.parameters = context.parameters
         if self.kind == "save" and self.mine and self.may_happen():
             self.die_in_checkpoint(context.run_dir / "checkpoints", self.random.randrange(12))
 
@@ -68,9 +71,21 @@ class FaultCallback(Callback):
         """Have the fault happen, if it is time."""
         if self.kind == "slow" and self.mine and step >= self.step:
             time.sleep(self.seconds)
-        elif self.kind != "save" and self.mine and step == self.step and self.may_happen():
+        elif self.kind not in ("save", "flip") and self.mine and step == self.step and self.may_happen():
             self.mark()
             self.happen()
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Flip a bit after the update of a step, if it is time."""
+        if self.kind == "flip" and self.mine and metrics.step == self.step and self.may_happen():
+            self.mark()
+            self.flip_bit()
+
+    def flip_bit(self) -> None:
+        """Change one bit of one parameter in this rank's memory, low in its mantissa."""
+        parts = [as_place(parameter.detach()).local for parameter in self.parameters.values()]
+        bits = self.random.choice([part for part in parts if part.numel()]).view(-1).view(torch.int32)
+        bits[self.random.randrange(len(bits))] ^= 1 << self.random.randrange(8)
 
     def happen(self) -> None:
         """Do it."""

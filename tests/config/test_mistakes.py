@@ -13,7 +13,10 @@ LAYOUT_HAS = (
     "global_batch, recompute, precision, reshard_after_forward, gather, gather_blocks, gathers_ahead, "
     "branch_groups and peer_copies"
 )
-SECTIONS = "model, data, layout, optimizer, training, checkpoint, evaluation, restart, cluster, remote, search and tune"
+SECTIONS = (
+    "model, data, layout, optimizer, training, checkpoint, evaluation, restart, safeguards, cluster, remote, search "
+    "and tune"
+)
 PRESETS = "(phalanx config list shows them)"
 SOURCES = "a list of at least one, each a path or a mapping with path and weight"
 BETAS = "a list of 2, each a number of at least 0 and less than 1"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import phalanx_processes
 from distributed_ranks import run_ranks
 from phalanx.layout.place import as_place
-from phalanx.training.divergence import all_finite
+from phalanx.training.safeguards.divergence import all_finite
 from token_data import write_run_file, write_token_folder
 
 

@@ -206,9 +206,10 @@ class Training(Section):
     """Weight of the squared log-partition term that keeps logits small (PaLM, section 5)."""
     flops: Literal["causal", "palm"] = "causal"
     """Model FLOPs convention: causal counts half of the attention matrix, palm counts all of it."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a NaN or infinite loss or gradient does: stop the run before the update, or skip that update. Of fp16, whose loss
-    scale is found by overflowing gradients, only a loss stops it."""
+    on_nonfinite: Literal["stop", "skip", "rewind"] = "stop"
+    """What a NaN or infinite loss or gradient does: stop the run before the update, skip that update, or rewind the run to
+    its newest checkpoint and pass over the samples since. Of fp16, whose loss scale is found by overflowing gradients, only
+    a loss stops or rewinds it."""
     max_skipped_steps: PositiveInt = 20
     """Steps in a row without an update that end the run, whatever `on_nonfinite` says."""
     timeout_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 600.0
@@ -268,6 +269,22 @@ class Restart(Section):
     """The same for what takes unforeseen time: start and first step (which compiles), a checkpoint, an evaluation."""
 
 
+class Safeguards(Section):
+    """What a run does about wrong numbers that are finite."""
+
+    on_spike: Literal["warn", "skip", "rewind"] = "warn"
+    """What a loss or gradient norm far above those of the last 64 steps does: a warning, the update left out, or the run
+    rewound to its newest checkpoint, from where it passes over the samples since."""
+    spike_deviations: Annotated[float, Field(ge=1.0, le=1e6)] = 20.0
+    """Robust standard deviations (1.4826 times the median absolute deviation; at least 1% of the median loss, 50% of the
+    median gradient norm) above the median that make a spike."""
+    max_rewinds: Annotated[int, Field(ge=0, le=1000)] = 3
+    """Rewinds to the same checkpoint that a run may take; one more ends it."""
+    compare_replicas: PositiveInt | None = None
+    """Steps between comparisons of the parameters that several ranks hold alike, by a hash of their bits; each checkpoint
+    has one before it. Where they differ, the run is rewound and the steps are done again. null compares nothing."""
+
+
 class Evaluation(Section):
     """Held-out scores during training."""
 
@@ -310,6 +327,7 @@ class Run(Section):
     checkpoint: Checkpoint = Checkpoint()
     evaluation: Evaluation = Evaluation()
     restart: Restart = Restart()
+    safeguards: Safeguards = Safeguards()
     cluster: Cluster = Cluster()
     remote: Remote = Remote()
     search: Search = Search()

@@ -253,7 +253,14 @@ def list_notes(log: RunLog, summary: Summary) -> list[str]:
             f"step {bad[0]:,}; the charts show these as gaps with a shaded mark."
         )
     if summary.skipped_updates:
-        found.append(f"{summary.skipped_updates:,} steps left the parameters alone: their gradient was not finite.")
+        found.append(
+            f"{summary.skipped_updates:,} steps left the parameters alone: not finite, or far above those before."
+        )
+    rewinds = log.of_kind("rewind")
+    if rewinds:
+        passed = sum(event.fields.get("passed_batches", 0) for event in rewinds)
+        found.append(f"{len(rewinds):,} rewinds to a checkpoint; {passed:,} batches were passed over.")
+    found += [f"Step {event.step:,}: replicas of parameters differed." for event in log.of_kind("replicas_differ")]
     warnings = log.of_kind("warning")
     found += [f"Warning at step {event.step:,}: {_describe_event(event)}" for event in warnings[:MOST_WARNINGS]]
     if len(warnings) > MOST_WARNINGS:

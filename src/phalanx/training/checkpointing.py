@@ -7,6 +7,7 @@ written is refused as damage.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from phalanx import __version__
 from phalanx.checkpoint import (
     Checkpoint,
     CheckpointDamaged,
+    CheckpointReader,
     CheckpointStore,
     RngState,
     TensorReader,
@@ -35,8 +37,9 @@ from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.layout.apply import ParallelModel
 from phalanx.remote_files import weights_path
-from phalanx.training.divergence import all_finite
 from phalanx.training.inputs import Inputs, TrainableModel
+from phalanx.training.safeguards.divergence import all_finite
+from phalanx.training.safeguards.wrong_numbers import SafeguardState
 from phalanx.training.step import TrainStep
 from phalanx.training.weight_average import AVERAGES
 
@@ -78,9 +81,13 @@ class TrainingState(BaseModel):
     rng: RngState
     run: Annotated[str, Field(min_length=1)]
     """The resolved run file."""
+    safeguards: SafeguardState = SafeguardState()
+    """Absent in checkpoints of runs before there were safeguards."""
 
 
-def collect_state(model: TrainableModel, number: int, step: TrainStep, inputs: Inputs) -> dict[str, Any]:
+def collect_state(
+    model: TrainableModel, number: int, step: TrainStep, inputs: Inputs, safeguards: SafeguardState
+) -> dict[str, Any]:
     """Return all that a checkpoint after step `number` holds beside tensors, as JSON values; see `TrainingState`."""
     return {
         "step": number,
@@ -88,6 +95,7 @@ def collect_state(model: TrainableModel, number: int, step: TrainStep, inputs: I
         "scaler": None if step.scaler is None else step.scaler.state_dict(),
         "rng": rng_state(),
         "run": dump_run(model.run),
+        "safeguards": safeguards.model_dump(),
         **inputs.saved,
         **inputs.state(),
         "phalanx": __version__,
@@ -112,8 +120,17 @@ def require_checkpoint(model: TrainableModel, run_dir: Path) -> None:
         raise _no_weights(weights_path(training.init_from), model.how_to_import)
 
 
-def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, inputs: Inputs) -> int:
-    """Load the checkpoint the run resumes from, if any; return the last step already done.
+@dataclass(frozen=True)
+class Restored:
+    """Where a run begins."""
+
+    step: int
+    """The last step already done."""
+    safeguards: SafeguardState
+
+
+def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, inputs: Inputs) -> Restored:
+    """Load the checkpoint the run resumes from, if any; return where it begins.
 
     Raises CheckpointError where there is none but `training.resume` asks for one, or where none is usable, and ConfigError
     where the checkpoint's run read other samples.
@@ -135,6 +152,24 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
         # Pages of fresh memory cost several times the copy: they are touched while the model loads and compiles.
         store.reserve(tensors)
 
+    restored = load_newest(model, source, step, inputs)
+    if restored is not None:
+        return restored
+    if elsewhere is not None or resume == "must":
+        raise _nothing_to_resume(model, elsewhere or store.root)
+    if run.training.init_from is not None:
+        load_weights(weights_path(run.training.init_from), applied, model.how_to_import)
+    _begin_average(step)
+    return Restored(0, SafeguardState())
+
+
+def load_newest(model: TrainableModel, source: CheckpointReader, step: TrainStep, inputs: Inputs) -> Restored | None:
+    """Load the newest sound checkpoint of `source`; return where the run continues, None where there is no checkpoint.
+
+    Raises CheckpointError where none is usable, and ConfigError where the checkpoint's run read other samples.
+    """
+    tensors = step.saved_tensors()
+
     # Called for each checkpoint in turn, newest first, until one is sound: a damaged one is passed over with a warning.
     def check(checkpoint: Checkpoint, state: dict[str, Any]) -> None:
         check_state(checkpoint, state)
@@ -145,24 +180,19 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
     # A run file may begin or end to ask for an average in mid-run.
     loaded = source.load_newest_usable(tensors, optional=AVERAGES, check=check)
     if loaded is None:
-        if elsewhere is not None or resume == "must":
-            raise _nothing_to_resume(model, elsewhere or store.root)
-        if run.training.init_from is not None:
-            load_weights(weights_path(run.training.init_from), applied, model.how_to_import)
-        _begin_average(step)
-        return 0
+        return None
     checkpoint, fields = loaded
     if step.average is not None and not has_average(checkpoint.path):
         _begin_average(step)
     # Only now: a checkpoint of other samples is sound, so an older one must not be tried in its place.
     state = check_state(checkpoint, fields)
-    _check_same_run(run, state, inputs.stream.fingerprint, str(checkpoint.path))
+    _check_same_run(model.run, state, inputs.stream.fingerprint, str(checkpoint.path))
     inputs.restore(fields)
     if step.scaler is not None and state.scaler is not None:
         step.scaler.load_state_dict(state.scaler.model_dump(by_alias=True))
     # Last: building the model and loading may have drawn from the global generators.
     set_rng_state(fields["rng"])
-    return state.step
+    return Restored(state.step, state.safeguards)
 
 
 def _begin_average(step: TrainStep) -> None:

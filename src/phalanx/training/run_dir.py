@@ -4,6 +4,7 @@
     machine.json    where it ran               events.jsonl    starts, resumes, checkpoints, evaluations, samples
     checkpoints/    see phalanx.checkpoint     tokenizer/      of the data, where it has one
     tensorboard/  profile/  memory/            when asked for
+    bad_batches/    samples of steps that went wrong
     trackers.json   its identity in W&B and MLflow, where it logs to them
     statistics.json, elements.json, balance.json   what a family says of its data, see `Inputs.write`
 
@@ -45,7 +46,7 @@ OWN_FILES = (
     "balance.json",
 )
 """Files that a run writes into its folder."""
-OWN_FOLDERS = ("checkpoints", "tokenizer", "tensorboard", "profile", "memory")
+OWN_FOLDERS = ("checkpoints", "tokenizer", "tensorboard", "profile", "memory", "bad_batches")
 """Folders that it writes there."""
 
 

@@ -149,10 +149,11 @@ def _train_in_directory(
         store = opened.enter_context(_open_store(run, directory))
         applied = apply_layout(model, place.layout, place.mesh, device, attention)
         step = build_step(model, applied, device)
-        first_step = restore_run(model, store, step, inputs)
+        restored = restore_run(model, store, step, inputs)
+        first_step = restored.step
         # Loading filled the main parameters; what the model computes with follows them.
         applied.refresh()
-        inputs.stream.seek(first_step)
+        inputs.stream.seek(first_step + restored.safeguards.skipped_batches)
         inputs.watch(applied)
         peaks = find_peaks(model, device)
         machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
@@ -185,7 +186,7 @@ def _train_in_directory(
         )
         step.report_to(heartbeat)
         heartbeat.begin(first_step)
-        trainer = Trainer(parts, first_step, until)
+        trainer = Trainer(parts, restored, until)
         trainer.train()
 
 

@@ -25,6 +25,17 @@ from phalanx.training.weight_average import AVERAGES, WeightAverage
 
 
 @dataclass(frozen=True)
+class StepLimits:
+    """Figures of a step above which it leaves the parameters alone."""
+
+    loss: float = math.inf
+    grad_norm: float = math.inf
+
+
+NO_LIMITS = StepLimits()
+
+
+@dataclass(frozen=True)
 class StepResult:
     """Figures of one optimizer step, over the whole global batch."""
 
@@ -33,15 +44,16 @@ class StepResult:
     grad_norm: float
     """2-norm of the gradient before clipping."""
     updated: bool
-    """False where a loss or gradient that is not finite made the step leave the parameters alone."""
+    """False where a loss or gradient that is not finite or above its limit made the step leave the parameters alone."""
     expert_figures: Sequence[float] = ()
     """What mixtures of experts did, for `training.expert_use`; empty for a model without."""
 
     @classmethod
-    def from_figures(cls, figures: Sequence[float]) -> StepResult:
-        """Return the result that the figures of `TrainStep.enqueue` stand for."""
+    def from_figures(cls, figures: Sequence[float], limits: StepLimits = NO_LIMITS) -> StepResult:
+        """Return the result that the figures of `TrainStep.enqueue` stand for. limits: those it was launched with."""
         loss, norm, *others = figures
-        return cls(loss, norm, math.isfinite(loss) and math.isfinite(norm), others)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        return cls(loss, norm, finite and loss <= limits.loss and norm <= limits.grad_norm, others)
 
 
 def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
@@ -90,6 +102,8 @@ class TrainStep:
         self.scaler = scaler
         self.average = average
         self.heartbeat: Heartbeat = SILENT
+        self.limits = NO_LIMITS
+        """Of the next step's loss and gradient norm; the same on all ranks."""
 
     def report_to(self, heartbeat: Heartbeat) -> None:
         """Tell `heartbeat` from now on what each step is doing."""
@@ -98,9 +112,9 @@ class TrainStep:
     def run(self, step: int, batch: Batch) -> StepResult:
         """Run optimizer step `step` (from 1) on this rank's samples of the global batch.
 
-        The update is left out, on all ranks alike, when the loss or the gradient norm is not finite.
+        The update is left out, on all ranks alike, when the loss or the gradient norm is not finite or above `limits`.
         """
-        return StepResult.from_figures(self.enqueue(step, batch).tolist())
+        return StepResult.from_figures(self.enqueue(step, batch).tolist(), self.limits)
 
     def enqueue(self, step: int, batch: Batch) -> Tensor:
         """Launch the same step without waiting for the device; return its figures, float64 (see `update_parameters`)."""
@@ -114,7 +128,7 @@ class TrainStep:
         loss = self._sum_over_ranks(self.executor.forward_backward(step, batch, scale))
         figures = self.update_parameters((loss / targets).sum())
         if self.average is not None:
-            self.average.add_step(step, figures)
+            self.average.add_step(step, ~self._is_left_out(figures[0], figures[1]))
         return figures
 
     def saved_tensors(self) -> dict[str, Place]:
@@ -133,7 +147,7 @@ class TrainStep:
         scale = None if self.scaler is None else self.scaler.scale(torch.ones_like(norm))
         if scale is not None:
             norm = norm / scale
-        divisor, skip = clip_or_skip(loss, norm, self.config.grad_clip)
+        divisor, skip = clip_or_skip(loss, norm, self.config.grad_clip, self.limits)
         # The update divides by the loss scale and by what clips at once: every precision reads gradients as often.
         self.kind.update(self.optimizer, divisor if scale is None else divisor * scale, skip)
         if self.scaler is not None:
@@ -145,6 +159,9 @@ class TrainStep:
         self.applied.refresh(self.kind.written_copies(self.optimizer))
         figures = torch.stack((loss.double(), norm.double()))
         return figures if experts is None else torch.cat((figures, experts.flatten()))
+
+    def _is_left_out(self, loss: Tensor, norm: Tensor) -> Tensor:
+        return clip_or_skip(loss, norm, None, self.limits)[1].bool()
 
     def relaid(self, executor: Executor) -> TrainStep:
         """Return steps of the same optimizer on the same parameters, run by another executor."""
@@ -165,12 +182,18 @@ class TrainStep:
         return value
 
 
-def clip_or_skip(loss: Tensor, norm: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
+def clip_or_skip(
+    loss: Tensor, norm: Tensor, limit: float | None, limits: StepLimits = NO_LIMITS
+) -> tuple[Tensor, Tensor]:
     """Return what to divide gradients by, so that their norm is at most `limit`, and whether to skip the update (1 or 0).
 
-    An update is skipped where loss or norm is not finite. loss, norm: 0-dim; the results are 0-dim float32 tensors.
+    An update is skipped where loss or norm is not finite or above its limit in `limits`. loss, norm: 0-dim; the results are
+    0-dim float32 tensors.
     """
     # Computed on the device throughout: asking for a value here would make the host wait for the whole step.
     divisor = torch.ones_like(norm) if limit is None else (norm / limit).clamp(min=1.0)
     skip = ~torch.isfinite(norm.double() + loss)
+    if limits != NO_LIMITS:
+        # In float64, as the host compares: a limit rounded to the norm's format could fall on the other side of it.
+        skip = skip | (norm.double() > limits.grad_norm) | (loss.double() > limits.loss)
     return torch.where(skip, 1.0, divisor).float(), skip.float()

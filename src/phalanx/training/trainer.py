@@ -25,14 +25,15 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.optimizers import LearningRateSchedule, set_learning_rate
 from phalanx.remote_files import StoreUnavailable
 from phalanx.training.callbacks import CallbackList, TrainingContext
-from phalanx.training.checkpointing import collect_state
+from phalanx.training.checkpointing import Restored, collect_state, load_newest
 from phalanx.training.dead_experts import DeadExperts
-from phalanx.training.divergence import Divergence, DivergenceGuard, all_finite
 from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.logs import RunLog, format_duration
 from phalanx.training.metrics import RankTimes, StepMeter, StepMetrics
 from phalanx.training.run_dir import SAVE_EVENT, RunDirectory
-from phalanx.training.step import StepResult, TrainStep
+from phalanx.training.safeguards.divergence import Divergence, DivergenceGuard, all_finite
+from phalanx.training.safeguards.wrong_numbers import WrongNumbers
+from phalanx.training.step import StepLimits, StepResult, TrainStep
 from phalanx.training.stopping import DIRECTORY_GONE, StopRequest
 from phalanx.training.straggler_log import StragglerLog
 
@@ -73,21 +74,24 @@ class RunParts:
 
 
 class Trainer:
-    """Trains from `first_step` (the last step already done) to step `until`, by default the run's last one."""
+    """Trains from where a run begins to step `until`, by default the run's last one."""
 
-    def __init__(self, parts: RunParts, first_step: int, until: int | None = None) -> None:
+    def __init__(self, parts: RunParts, restored: Restored, until: int | None = None) -> None:
         self.parts = parts
         self.run = run = parts.model.run
         self.heartbeat = parts.heartbeat
         self.stragglers = StragglerLog(parts.heartbeat, parts.log)
         self.until = run.training.steps if until is None else min(until, run.training.steps)
-        self.step = first_step
+        self.step = first_step = restored.step
         """The last step whose observations were read."""
         self.schedule = LearningRateSchedule(run.optimizer, run.training.steps)
         scales_loss = parts.step.scaler is not None
         self.guard = DivergenceGuard(run, parts.store, parts.log, scales_loss=scales_loss, first_step=first_step)
+        self.wrong = WrongNumbers(
+            run, parts.step.applied, self.guard, parts.log, parts.directory.path, restored.safeguards
+        )
         self.dead_experts = DeadExperts(parts.log)
-        self.checkpointer = Checkpointer(parts, self.guard, first_step)
+        self.checkpointer = Checkpointer(parts, self.guard, self.wrong, first_step)
         self.checkpoint_waits = False
         """Whether a checkpoint is due, and waits for a step that shows that the weights are good."""
         self.remote = "://" in run.data.model_dump_json()
@@ -120,11 +124,18 @@ class Trainer:
         start = time.perf_counter()
         # In this order: a signal that comes while callbacks end is still a request, not the end of the process.
         with self.stop, self.parts.attention.active(), self._called_back():
-            for step in range(self.step + 1, self.until + 1):
+            step = self.step
+            while step < self.until:
+                step += 1
                 self.launched.append(self._launch(step))
                 # A step that is launched already computes while the host reads the one before it.
                 while len(self.launched) > self._steps_ahead(step):
                     self._finish(self.launched.popleft())
+                if self._is_compared(step):
+                    self.wrong.compare_replicas(step)
+                if self._rewind_if_wanted():
+                    step = self.step
+                    continue
                 self._stop_if_asked()
                 if not self.launched and step < self.until:
                     self._save_and_evaluate(step)
@@ -174,10 +185,12 @@ class Trainer:
         began, asked = Moment(self.parts.place.device), time.perf_counter()
         batch = self._next_batch()
         wait = time.perf_counter() - asked
+        limits = self.wrong.limits()
+        self.parts.step.limits = self.wrong.enforced(limits)
         found = self.parts.step.enqueue(step, batch)
         observations = self.asynchronous.share(found, self.stop.signal_number, self.seconds)
         stall, self.stall = self.stall, 0.0
-        return LaunchedStep(step, rate, observations, began, wait, stall)
+        return LaunchedStep(step, rate, observations, began, wait, stall, limits, batch.sample_indices)
 
     def _next_batch(self) -> Batch:
         """Return this rank's batch of the next step; where a store fails any rank, keep the last step and end, on all ranks.
@@ -209,14 +222,64 @@ class Trainer:
             step == self.until
             or _is_due(step, self.run.checkpoint.every)
             or _is_due(step, self.run.evaluation.every)
+            or _is_due(step, self.run.safeguards.compare_replicas)
             or any(self.parts.callbacks.call_each("needs_finished", lambda callback: callback.needs_finished(step)))
         )
         return int(self.asynchronous.ahead and not looked_at and not self.checkpoint_waits)
 
+    def _is_compared(self, step: int) -> bool:
+        """Return whether replicas are compared after `step`: when it is due, and before whatever is saved."""
+        if not self.wrong.compares or self.launched:
+            return False
+        saved = _is_due(step, self.run.checkpoint.every) or self.checkpoint_waits or step == self.until
+        return saved or _is_due(step, self.run.safeguards.compare_replicas)
+
+    def _rewind_if_wanted(self) -> bool:
+        """Return to the newest checkpoint where the last step asks for it; return whether the run did.
+
+        Raises PhalanxError where there is none but the run cannot go on, and after too many rewinds.
+        """
+        parts, wanted = self.parts, self.wrong.wanted
+        if wanted is None:
+            return False
+        parts.store.wait()
+        newest = parts.store.newest()
+        if newest is None:
+            self.wrong.wanted = None
+            if wanted.vital:
+                raise PhalanxError(
+                    f"step {wanted.step}: {wanted.reason}. There is no checkpoint to rewind to; set a smaller "
+                    f"checkpoint.every"
+                )
+            parts.log.note("there is no checkpoint to rewind to: the update was left out")
+            return False
+        self.wrong.take_rewind(wanted, newest.step)
+        with self.heartbeat.during("checkpoint"):
+            restored = self._return_to_newest()
+        self.wrong.rewound(wanted, restored.step, restored.safeguards.recent)
+        self.heartbeat.begin(restored.step)
+        return True
+
+    def _return_to_newest(self) -> Restored:
+        """Load the newest checkpoint, and make data and logs continue from there."""
+        parts = self.parts
+        # What the device may still compute belongs to steps that never were.
+        while self.launched:
+            self.asynchronous.read(self.launched.popleft().observations)
+        self.unlogged, self.last, self.checkpoint_waits = None, None, False
+        restored = load_newest(parts.model, parts.store, parts.step, parts.inputs)
+        assert restored is not None
+        self.step = self.checkpointer.saved_step = restored.step
+        parts.step.applied.refresh()
+        parts.inputs.stream.seek(restored.step + self.wrong.skipped_batches)
+        RankGroup.default().on_first(lambda: parts.directory.rewind(restored.step))
+        return restored
+
     def _finish(self, launched: LaunchedStep) -> None:
         """Wait for a step, and measure, check and log it."""
         self.heartbeat.enter("collective")
-        result = StepResult.from_figures(self.asynchronous.read(launched.observations))
+        figures = self.asynchronous.read(launched.observations)
+        result = StepResult.from_figures(figures, self.wrong.enforced(launched.limits))
         # The device goes from step to step, whenever the host comes to read; one launched behind nothing begins at once.
         before = launched.launched if self.last is None else self.last.observations.made
         self.seconds = launched.observations.made.seconds_since(before) + launched.stall
@@ -232,13 +295,13 @@ class Trainer:
         # Data are verified in the background: an altered file ends the run at the first step read after it was found.
         self.parts.inputs.verification.raise_if_failed()
         self._log_unlogged()
+        self.wrong.judge_step(metrics, launched.limits, launched.samples)
         divergence = self.guard.judge_step(metrics)
         if divergence is not None:
             self._log(metrics)
             self.guard.give_up(divergence, self.step)
         self.step = launched.step
         self.heartbeat.finish_step(self.step)
-        self.guard.warn_of_spike(metrics)
         self.dead_experts.watch(metrics.step, metrics.experts)
         times = self.parts.inputs.after(launched.step)
         if times is None:
@@ -339,9 +402,10 @@ class Trainer:
 class Checkpointer:
     """Saves the state of a run, once a step."""
 
-    def __init__(self, parts: RunParts, guard: DivergenceGuard, first_step: int) -> None:
+    def __init__(self, parts: RunParts, guard: DivergenceGuard, wrong: WrongNumbers, first_step: int) -> None:
         self._parts = parts
         self._guard = guard
+        self._wrong = wrong
         self.saved_step = first_step if first_step else -1
         self._written: SaveHandle | None = None
         """The last save whose time was not logged yet: one in the background takes its time."""
@@ -368,7 +432,7 @@ class Checkpointer:
             self._guard.give_up(Divergence(found, "or with optimizer.grad_clip"), step)
         try:
             RankGroup.default().on_first(lambda: self._sync_metrics(step))
-            state = collect_state(parts.model, step, parts.step, parts.inputs)
+            state = collect_state(parts.model, step, parts.step, parts.inputs, self._wrong.state())
             asynchronous = parts.model.run.checkpoint.asynchronous and not final
             handle = parts.store.save(step, tensors, state, asynchronous=asynchronous)
         except CheckpointError as error:
@@ -430,6 +494,10 @@ class LaunchedStep:
     """Seconds that the launch waited for the batch."""
     stall: float
     """Seconds of a checkpoint before."""
+    limits: StepLimits
+    """Of its loss and gradient norm, whether they were enforced or not."""
+    samples: Tensor
+    """Global sample numbers of this rank's batch, int64 [B], in host memory."""
 
 
 class AsynchronousSteps:

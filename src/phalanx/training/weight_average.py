@@ -30,15 +30,15 @@ class WeightAverage:
             local_part(self.tensors[name]).copy_(local_part(parameter))
 
     @torch.no_grad()
-    def add_step(self, step: int, figures: Tensor) -> None:
+    def add_step(self, step: int, updated: Tensor) -> None:
         """Add the weights after optimizer step `step`, where one is due and the step changed them.
 
-        figures: loss and gradient norm of the step, float64 [2], on the device; where one is not finite, it changed nothing.
+        updated: whether the step changed the weights, bool, 0-dim, on the device.
         """
         if step % self.config.every:
             return
-        # Computed on the device: asking for the figures here would make the host wait for the whole step.
-        weight = (1.0 - self.config.decay) * torch.isfinite(figures).all().double()
+        # Computed on the device: asking for the answer here would make the host wait for the whole step.
+        weight = (1.0 - self.config.decay) * updated.double()
         for name, parameter in self.parameters.items():
             average = local_part(self.tensors[name])
             average.lerp_(local_part(parameter.detach()), weight.to(average.dtype))

@@ -1,10 +1,8 @@
-"""Training that diverges: steps and weights that are not finite, and gradients far larger than those before."""
+"""Training that diverges: steps and weights that are not finite."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -18,14 +16,6 @@ from phalanx.errors import PhalanxError
 from phalanx.layout.place import Place
 from phalanx.training.logs import RunLog
 from phalanx.training.metrics import StepMetrics
-
-SPIKE_FACTOR = 30.0
-"""A gradient norm above this many times the median of those before is a spike. Norms of healthy runs stay within a few
-times their median; those of batches with hard samples reach ten."""
-WINDOW = 64
-"""Gradient norms that the median is taken over."""
-FEWEST_NORMS = 8
-"""Norms that make a median worth comparing with."""
 
 
 def all_finite(places: Iterable[Place], device: torch.device) -> bool:
@@ -42,25 +32,6 @@ def all_finite(places: Iterable[Place], device: torch.device) -> bool:
     if dist.is_initialized():
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
     return not bool(bad)
-
-
-class GradientSpikes:
-    """Tells gradient norms that stand out from those of the steps before."""
-
-    def __init__(self) -> None:
-        self._norms: deque[float] = deque(maxlen=WINDOW)
-        self._rising = False
-
-    def median_exceeded(self, norm: float) -> float | None:
-        """Add a step's gradient norm; return the median of those before if `norm` is the first of a spike, else None."""
-        # A NaN among the norms would make every later median NaN.
-        if not math.isfinite(norm):
-            return None
-        median = statistics.median(self._norms) if len(self._norms) >= FEWEST_NORMS else math.inf
-        # A higher level that stays becomes the median, and is no spike any more.
-        self._norms.append(norm)
-        before, self._rising = self._rising, norm > SPIKE_FACTOR * median > 0.0
-        return median if self._rising and not before else None
 
 
 @dataclass(frozen=True)
@@ -86,7 +57,6 @@ class DivergenceGuard:
         """The last step that changed the weights."""
         self.skipped = 0
         """Steps in a row, up to the last one, that left the weights alone."""
-        self._spikes = GradientSpikes()
 
     def judge_step(self, metrics: StepMetrics) -> Divergence | None:
         """Count steps without an update; return why the run ends where they are too many or may not be at all."""
@@ -94,11 +64,11 @@ class DivergenceGuard:
             self._updated_step, self.skipped = metrics.step, 0
             return None
         self.skipped += 1
-        # Gradients that overflow now and then are how a dynamic loss scale is found; no scale mends a loss.
-        overflow = self._scales_loss and math.isfinite(metrics.loss)
         training = self._run.training
-        found = f"step {metrics.step}: loss={metrics.loss} gradient norm={metrics.grad_norm} is not finite; "
-        if training.on_nonfinite == "stop" and not overflow:
+        finite = math.isfinite(metrics.loss) and math.isfinite(metrics.grad_norm)
+        what = "stands out" if finite else "is not finite"
+        found = f"step {metrics.step}: loss={metrics.loss} gradient norm={metrics.grad_norm} {what}; "
+        if training.on_nonfinite == "stop" and self.is_wrong(metrics):
             return Divergence(f"{found}stopped before the update", "or with training.on_nonfinite=skip")
         if self.skipped >= training.max_skipped_steps:
             return Divergence(
@@ -107,17 +77,14 @@ class DivergenceGuard:
             )
         return None
 
-    def warn_of_spike(self, metrics: StepMetrics) -> None:
-        """Say that the gradient norm of a step stands out from those before, where it is the first that does."""
-        # Told, not acted upon: most spikes pass, and which batch to leave out is for a person to decide.
-        median = self._spikes.median_exceeded(metrics.grad_norm)
-        if median is None:
-            return
-        self._log.event("gradient_spike", metrics.step, grad_norm=metrics.grad_norm, median=median)
-        self._log.note(
-            f"warning: step {metrics.step}: gradient norm {metrics.grad_norm:.3g} is {metrics.grad_norm / median:,.0f} "
-            f"times the median of the steps before ({median:.3g})"
-        )
+    def rewound(self, step: int) -> None:
+        """Take note that the weights are those of `step` again."""
+        self._updated_step, self.skipped = step, 0
+
+    def is_wrong(self, metrics: StepMetrics) -> bool:
+        """Return whether a step is not finite, beyond overflows by which a loss scale is found."""
+        # Gradients that overflow now and then are how a dynamic loss scale is found; no scale mends a loss.
+        return not math.isfinite(metrics.loss) or (not math.isfinite(metrics.grad_norm) and not self._scales_loss)
 
     def give_up(self, divergence: Divergence, step: int) -> NoReturn:
         """Set checkpoints of the present weights aside, and raise the PhalanxError that ends the run after `step`."""
