@@ -125,3 +125,22 @@ def test_an_empty_split_is_named(call: Call, trained: Path, tmp_path: Path) -> N
         1,
         f"{data}: the validation split is empty; prepare more text, or name another split",
     )
+
+
+def test_questions_are_scored_in_a_table_and_as_json(call: Call, tmp_path: Path) -> None:
+    save_run(tmp_path / "run", random_decoder(LLAMA.model_copy(update={"vocab_size": 300})))
+    rows = [{"query": f"{n} is", "choices": ["odd", "even"], "gold": (n + 1) % 2} for n in range(5)]
+    questions = tmp_path / "parity.jsonl"
+    questions.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    arguments = (str(tmp_path / "run"), "--tasks", str(questions), "--shots", "1", "--questions", "4")
+    facts = scores(call, *arguments)
+    (task,) = facts["tasks"]
+    assert (task["task"], task["kind"], task["shots"], task["questions"]) == ("parity", "multiple_choice", 1, 4)
+    assert task["accuracy"] in {0.0, 0.25, 0.5, 0.75, 1.0}
+    lines = call("evaluate", *arguments, "--device", "cpu").out.splitlines()
+    assert lines[0] == f"{tmp_path}/run/checkpoints/step-00000010 on 1 tasks"
+    assert lines[2].split()[:4] == ["parity", "1", "4", f"{100 * task['accuracy']:.2f}%"]
+    assert refusal(call, str(tmp_path / "run"), "--questions", "3") == (
+        2,
+        "--questions is for --tasks; leave it out to score held-out text",
+    )

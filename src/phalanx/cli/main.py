@@ -167,8 +167,11 @@ SUBCOMMANDS = (
         "evaluate",
         "models.evaluate",
         "models",
-        "Held-out loss and perplexity.",
-        ("phalanx evaluate runs/quickstart",),
+        "Held-out loss and perplexity, and scores on in-context tasks.",
+        (
+            "phalanx evaluate runs/quickstart",
+            "phalanx evaluate runs/quickstart --tasks tasks.yaml --nproc 2",
+        ),
     ),
     Subcommand(
         "generate",

@@ -1,20 +1,42 @@
-"""`phalanx evaluate`: held-out loss, perplexity and bits per byte."""
+"""`phalanx evaluate`: held-out loss, perplexity and bits per byte, or scores on in-context tasks."""
 
 from __future__ import annotations
 
 import math
 import time
 
-from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_pairs
+from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_pairs, print_table
 from phalanx.cli.options.models import EvaluateArguments
-from phalanx.families.language.evaluation.held_out import Scores, score_model
+from phalanx.cli.ranks import start_ranks, words_without_nproc
+from phalanx.errors import ConfigError
+from phalanx.families.language.evaluation.held_out import Scores, Sharing, score_model
+from phalanx.families.language.evaluation.icl_tasks import load_tasks
+from phalanx.families.language.evaluation.in_context import TaskScore, score_tasks
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
 from phalanx.hardware.device import choose_device
+from phalanx.layout.mesh import join_process_group, leave_process_group, ranks_from_environment
 from phalanx.nn.precision import find_number_format
+from phalanx.report.table import Column
+
+_COLUMNS: tuple[Column[TaskScore], ...] = (
+    Column("task", lambda score: score.task, align="left"),
+    Column("examples", lambda score: score.shots),
+    Column("questions", lambda score: f"{score.questions:,}"),
+    Column("accuracy", lambda score: _share(score.accuracy)),
+    Column("by sum", lambda score: _share(score.accuracy_sum), gives_way=1),
+    Column("by character", lambda score: _share(score.accuracy_per_character), gives_way=1),
+    Column("perplexity", lambda score: "" if score.perplexity is None else f"{score.perplexity:.4g}", gives_way=2),
+)
 
 
 def run_evaluate(asked: EvaluateArguments) -> None:
     """Run the subcommand."""
+    if asked.tasks:
+        _run_tasks(asked)
+        return
+    for name in ("shots", "questions", "nproc"):
+        if getattr(asked, name) is not None:
+            raise ConfigError(f"--{name} is for --tasks; leave it out to score held-out text")
     dtype = find_number_format(asked.precision, "--precision")
     loaded = load_for_inference(
         asked.checkpoint, choose_device(asked.device), dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema
@@ -69,3 +91,39 @@ def _print_scores(loaded: LoadedModel, scores: Scores) -> None:
     if total.bits_per_byte is not None:
         pairs.append(("bits per byte", f"{total.bits_per_byte:.4f} ({total.bytes:,} bytes of text)"))
     print_pairs([*pairs, ("tokens", f"{total.tokens:,}")])
+
+
+def _run_tasks(asked: EvaluateArguments) -> None:
+    tasks = load_tasks(asked.tasks or [], asked.shots)
+    if asked.nproc is not None:
+        start_ranks(words_without_nproc(), asked.nproc)
+        return
+    ranks = ranks_from_environment()
+    device = choose_device(asked.device, ranks.local_rank)
+    join_process_group(ranks, device)
+    dtype = find_number_format(asked.precision, "--precision")
+    loaded = load_for_inference(asked.checkpoint, device, dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema)
+    start = time.perf_counter()
+    with make_progress_bar() as bar:
+        task = bar.add_task("tasks", visible=ranks.first)
+        scores = score_tasks(
+            loaded,
+            tasks,
+            questions=asked.questions,
+            sharing=Sharing(ranks.rank, ranks.world_size),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    seconds = time.perf_counter() - start
+    leave_process_group()
+    if not ranks.first:
+        return
+    if asked.as_json:
+        tables = [score.as_dict() for score in scores]
+        print_json({"checkpoint": str(loaded.where), "step": loaded.step, "tasks": tables, "seconds": seconds})
+        return
+    print_lines([f"{loaded.where} on {len(scores)} tasks"])
+    print_table(_COLUMNS, scores)
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100.0 * value:.2f}%"

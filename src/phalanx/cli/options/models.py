@@ -23,12 +23,30 @@ from phalanx.families.language.huggingface.folder_files import DEFAULT_SHARD_BYT
 
 @dataclass(frozen=True)
 class EvaluateArguments:
-    """Score a checkpoint on held-out text: the newest one where a run directory is given.
+    """Score a checkpoint on held-out text or in-context tasks: the newest one where a run directory is given.
 
-    Each token of the split is a target once, given the tokens before it in its sample.
+    Each token of the split is a target once, given the tokens before it in its sample. With --tasks, questions are scored
+    as LLM Foundry scores them.
     """
 
     checkpoint: ModelPath
+    tasks: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Questions (.jsonl, .jsonl.gz), or a list of tasks as LLM Foundry has (.yaml); repeatable.",
+        ),
+    ] = None
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question, in place of what the list of tasks says.")
+    ] = None
+    questions: Annotated[
+        int | None, typer.Option(min=1, help="Ask this many questions of each task, from the first; by default all.")
+    ] = None
+    nproc: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Share the questions of --tasks among N ranks of this machine."),
+    ] = None
     data: Annotated[
         Path | None, typer.Option(help="Folder that phalanx data prepare wrote; by default the data of the run.")
     ] = None

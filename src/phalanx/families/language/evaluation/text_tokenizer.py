@@ -59,6 +59,12 @@ class TextTokenizer:
         begin = self.special.end[:1] if self.special.begin is None else (self.special.begin,)
         return ids or list(begin)
 
+    def encode(self, text: str) -> list[int]:
+        """Encode `text` alone, without special tokens."""
+        (encoded,) = encode_texts(self._tokenizer, [text], self._name)
+        ids: list[int] = encoded.ids
+        return ids
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode `ids`, special tokens left out."""
         return decode_ids(self._tokenizer, ids, self._name)
