@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 from moto.server import ThreadedMotoServer
 
+import phalanx_processes
 from cli.conftest import call
 from command_line import Call
 from field_files import field_data, write_year
 from graph_files import prepared_sources
 from phalanx import remote_files
+from phalanx.cli.main import main
 from phalanx.data.prepared_folder import MANIFEST
 from phalanx.errors import DataError
 from phalanx.families.language.data.open_tokens import open_source
@@ -274,3 +276,32 @@ def test_a_store_that_dies_while_training_costs_no_step(
     steps = len(_losses(tmp_path / "run"))
     assert 0 < steps < 40
     assert (tmp_path / "run" / "checkpoints" / f"step-{steps:08d}" / MANIFEST).exists()
+
+
+def _main_with_store(words: Sequence[str]) -> None:
+    """Run the command `words[1:]` with the settings of a store, `words[0]`."""
+    fsspec.config.conf["s3"] = json.loads(words[0])
+    main(words[1:])
+
+
+def test_a_store_that_dies_ends_all_ranks_behind_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mortal = S3()
+    # As many blocks of the real size as two ranks do not read within some steps.
+    address = mortal.put(write_token_folder(tmp_path / "large", train_tokens=4_000_000), "large")
+    file = write_run_file(tmp_path / "run.yaml", Path("ADDRESS"))
+    file.write_text(file.read_text().replace("ADDRESS", address))
+    run_dir = tmp_path / "run"
+    words = ["train", str(file), "--run-dir", str(run_dir), "data.prefetch=0", "training.steps=4000"]
+    words += ["checkpoint.every=null", *_changes(tmp_path / "cache")]
+    ranks = phalanx_processes.start([json.dumps(mortal.settings), *words], 2, _main_with_store)
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 100
+    while ranks.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    mortal.server.stop()
+    code, written = ranks.finish()
+    assert code == 1, written[-2000:]
+    steps = len(_losses(run_dir))
+    assert 2 <= steps < 4000
+    assert f"training ends after step {steps}, checkpoint written" in written
+    assert (run_dir / "checkpoints" / f"step-{steps:08d}" / MANIFEST).exists()
