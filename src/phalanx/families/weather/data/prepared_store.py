@@ -115,6 +115,7 @@ class PreparedStore(FieldStore):
         )
         self._starts = np.array([segment.first for segment in self.segments], dtype=np.int64)
         self._shards = [self._map_shard(segment) for segment in self.segments]
+        self._remote_files = [remote_file(segment.path) for segment in self.segments]
         self.fingerprint = hash_of(
             [self.manifest.arrays.sha256, *(shard.file.sha256 for shard in self.manifest.shards)],
             self._naming.describe((*variables, *statics)),
@@ -146,7 +147,7 @@ class PreparedStore(FieldStore):
 
     def _read_remote(self, places: Sequence[tuple[int, int]]) -> list[Float32Array] | None:
         """Return frames, each [variables, H, W], of a remote folder, by shard and place in it; None of a local one."""
-        files = [remote_file(segment.path) for segment in self.segments]
+        files = self._remote_files
         if not files or files[0] is None:
             return None
         shape = (len(self.manifest.variables), *self.grid.shape)
