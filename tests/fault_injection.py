@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from phalanx.layout.place import as_place
 from phalanx.training.callbacks import Callback, TrainingContext
@@ -30,10 +31,21 @@ class FaultCallback(Callback):
     """Does `kind` to rank `rank` (-1: a random one) before step `step`; see `happen`.
 
     marker: file that says that it has happened; empty for a fault that happens each time. seconds: of a slow rank, in every
-    step from `step` on. seed: chooses the rank where it is -1, and the place in a checkpoint.
+    step from `step` on. samples: what memory is enough for. seed: chooses the rank where it is -1, and
+    the place in a checkpoint.
     """
 
-    def __init__(self, kind: str, marker: str = "", rank: int = 1, step: int = 7, seconds: float = 0.0, seed: int = 0):
+    def __init__(
+        self,
+        kind: str,
+        marker: str = "",
+        rank: int = 1,
+        step: int = 7,
+        seconds: float = 0.0,
+        seed: int = 0,
+        samples: int = 0,
+    ) -> None:
+        self.now, self.samples = 0, samples
         self.kind, self.marker, self.rank, self.step, self.seconds = kind, marker, rank, step, seconds
         self.random = random.Random(seed)
 
@@ -43,6 +55,8 @@ class FaultCallback(Callback):
             self.rank = self.random.randrange(context.world_size)
         self.mine = context.rank == self.rank
         self.parameters = context.parameters
+        if self.kind == "full" and self.mine:
+            register_module_forward_pre_hook(self.refuse_memory)
         if self.kind == "save" and self.mine and self.may_happen():
             self.die_in_checkpoint(context.run_dir / "checkpoints", self.random.randrange(12))
 
@@ -69,6 +83,9 @@ class FaultCallback(Callback):
 
     def on_step_begin(self, step: int) -> None:
         """Have the fault happen, if it is time."""
+        self.now = step
+        if self.kind == "full":
+            return
         if self.kind == "slow" and self.mine and step >= self.step:
             time.sleep(self.seconds)
         elif self.kind not in ("save", "flip") and self.mine and step == self.step and self.may_happen():
@@ -80,6 +97,12 @@ class FaultCallback(Callback):
         if self.kind == "flip" and self.mine and metrics.step == self.step and self.may_happen():
             self.mark()
             self.flip_bit()
+
+    def refuse_memory(self, module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
+        """Run out of memory in a forward pass of `step` or later, as a device does, with more than `samples` samples."""
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.dim() > 1]
+        if self.now >= self.step and module.training and tensors and len(tensors[0]) > self.samples:
+            raise torch.OutOfMemoryError(f"out of memory. Tried to allocate {len(tensors[0])} samples")
 
     def flip_bit(self) -> None:
         """Change one bit of one parameter in this rank's memory, low in its mantissa."""

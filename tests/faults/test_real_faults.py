@@ -220,3 +220,24 @@ def test_a_suspended_rank_does_not_outlive_a_request_to_stop(run_file: Path, tmp
     assert code == 128 + signal.SIGTERM, errors
     print(f"\n| F11 SIGTERM to a run with a suspended rank | ended in {took:.1f} s, saved |")
     assert took < 15.0
+
+
+def test_memory_that_runs_out_halves_the_micro_batch_in_place(
+    run_file: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    run_dir = run_file.parent / "full"
+    # In every step, the first one too: only less memory helps.
+    code, errors = finish(start(run_file, run_dir, fault_words(kind="full", rank=1, step=1, samples=2)))
+    assert code == 0, errors
+    assert (
+        "memory ran out" in errors
+        and "layout.microbatch" in errors
+        and "restart 1" in errors
+        and "restart 2" not in errors
+    )
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    assert [event["microbatch"] for event in events if event["kind"] == "less_memory"] == [2]
+    found = final_weights(run_dir)
+    worst = max(float((found[name].double() - value.double()).abs().max()) for name, value in undisturbed.items())
+    print(f"out of memory in step 1: restarted once with micro-batches of 2; weights differ by at most {worst:.1e}")
+    assert worst < 1e-4

@@ -29,6 +29,13 @@ def test_memory_that_ran_out_is_said_with_place_and_way_out(error: Exception, tm
     assert ended(error, tmp_path, Ranks()).startswith("training is out of memory in step 7: ")
 
 
+def test_memory_that_ran_out_inside_a_pipeline_is_found_behind_its_error(tmp_path: Path) -> None:
+    wrapped = RuntimeError("[Stage 1] failed to run forward")
+    wrapped.__cause__ = MemoryError("8 bytes")
+    said = ended(wrapped, tmp_path, Ranks(1, 2))
+    assert said.startswith("rank 1 is out of memory in step 7: 8 bytes\n")
+
+
 def test_another_rank_that_is_gone_is_one_line(tmp_path: Path) -> None:
     said = ended(RuntimeError(PEER), tmp_path, Ranks(0, 2))
     assert said.startswith("rank 0 lost another rank in step 7: Connection closed by peer [127.0.0.1]:5\n")

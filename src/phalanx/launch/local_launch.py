@@ -35,7 +35,7 @@ from phalanx.launch.faults import (
     view_rank,
 )
 from phalanx.launch.parent import GRACE_S, ONE_WISH_S, PARENT, STOP_SIGNALS, STORE_SOCKET, is_ignored
-from phalanx.launch.restart import GIVEN_UP, RestartCount, RestartPolicy, is_worth_restart
+from phalanx.launch.restart import GIVEN_UP, RestartCount, RestartPolicy, is_worth_restart, read_memory_limit
 from phalanx.launch.stragglers import StragglerWatch
 from phalanx.printable import write_stderr
 
@@ -115,6 +115,7 @@ class RankProcesses:
         self._grace_s = grace_s
         self._policy = policy
         self._count = RestartCount(policy or RestartPolicy())
+        self._memory_limit = read_memory_limit(None if policy is None else policy.run_dir)
         # The kernel counts its kills for memory; a rank's exit code says only that it was signal 9.
         self._kills = KillCount()
         self._out_of_patience = False
@@ -295,7 +296,9 @@ class RankProcesses:
             return code
         self._count.note_fault(self._seen)
         backoff_s = self._count.backoff_s
-        again = self._policy.most > 0 and not self._asked and code != _BAD_USAGE and is_worth_restart(self._fault)
+        before, self._memory_limit = self._memory_limit, read_memory_limit(self._policy.run_dir)
+        worth = is_worth_restart(self._fault, needs_less=self._memory_limit != before)
+        again = self._policy.most > 0 and not self._asked and code != _BAD_USAGE and worth
         if again and self._count.pointless:
             code = GIVEN_UP
             action = (

@@ -61,9 +61,25 @@ class RestartCount:
         return 0.0 if self.vain < 2 else min(_LONGEST_BACKOFF_S, doubled)
 
 
-def is_worth_restart(fault: Fault) -> bool:
-    """Return whether ranks that began anew could get past `fault`."""
+MEMORY_FILE = "memory.json"
+"""File of a run directory: what a rank that ran out of memory left for the next start; see
+`training.safeguards.memory_limit`."""
+
+
+def read_memory_limit(run_dir: Path | None) -> str | None:
+    """Return what ranks left in `run_dir` after they ran out of memory, as text to compare; None where there is nothing."""
+    try:
+        return None if run_dir is None else (run_dir / MEMORY_FILE).read_text()[:4096]
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def is_worth_restart(fault: Fault, *, needs_less: bool = False) -> bool:
+    """Return whether ranks that began anew could get past `fault`.
+
+    needs_less: whether they would take less memory than those that failed.
+    """
     if fault.cause in _NEVER:
         return False
-    # Memory that ran out before a step was done runs out again.
-    return fault.cause != "out of memory" or fault.phase not in ("start", "compile", None)
+    # Memory that ran out before a step was done runs out again, unless less is taken.
+    return needs_less or fault.cause != "out of memory" or fault.phase not in ("start", "compile", None)

@@ -4,6 +4,7 @@
     machine.json    where it ran               events.jsonl    starts, resumes, checkpoints, evaluations, samples
     checkpoints/    see phalanx.checkpoint     tokenizer/      of the data, where it has one
     tensorboard/  profile/  memory/            when asked for
+    memory.json     micro-batch to take after memory ran out
     bad_batches/    samples of steps that went wrong
     trackers.json   its identity in W&B and MLflow, where it logs to them
     statistics.json, elements.json, balance.json   what a family says of its data, see `Inputs.write`
@@ -33,6 +34,7 @@ from phalanx.errors import PhalanxError
 from phalanx.files import JsonLines, read_json_lines, require_own, write_atomically
 from phalanx.hardware.device import device_kind, device_name
 from phalanx.hardware.host import available_cores
+from phalanx.launch.restart import MEMORY_FILE
 from phalanx.training.metrics import GIB, Peaks
 
 OWN_FILES = (
@@ -44,6 +46,7 @@ OWN_FILES = (
     "statistics.json",
     "elements.json",
     "balance.json",
+    MEMORY_FILE,
 )
 """Files that a run writes into its folder."""
 OWN_FOLDERS = ("checkpoints", "tokenizer", "tensorboard", "profile", "memory", "bad_batches")

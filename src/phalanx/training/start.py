@@ -35,6 +35,7 @@ from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.logs import RunLog, check_trackers, open_sinks
 from phalanx.training.metrics import StepMeter, find_peaks
 from phalanx.training.run_dir import RunDirectory, describe_machine
+from phalanx.training.safeguards.memory_limit import heed_memory_limit, note_out_of_memory
 from phalanx.training.step import build_step
 from phalanx.training.stopping import explain_failures, report_failure
 from phalanx.training.trainer import Placement, RunParts, Trainer
@@ -89,7 +90,8 @@ def _train_on_ranks(
     join_process_group(ranks, device, timeout_s=run.training.timeout_s)
     heartbeat.answer(last_collectives)
     try:
-        layout = _fit_microbatch(model, layout, ranks, device)
+        chosen = _fit_microbatch(model, layout, ranks, device)
+        layout = heed_memory_limit(run_dir, chosen)
         place = Placement(ranks, layout, build_mesh(layout, device), device)
         model = model.settle(run_dir)
         # Before the run directory is made: missing data then leaves nothing behind.
@@ -99,7 +101,8 @@ def _train_on_ranks(
             directory = RunDirectory(run_dir)
             directory.create()
             with RunLock(run_dir):
-                _train_in_directory(model, place, directory, inputs, callbacks, heartbeat, until)
+                spared = chosen.microbatch - layout.microbatch
+                _train_in_directory(model, place, directory, inputs, callbacks, heartbeat, until, spared)
                 heartbeat.enter("end")
     except Interrupted:
         heartbeat.enter("end")
@@ -134,8 +137,12 @@ def _train_in_directory(
     callbacks: dict[str, Callback],
     heartbeat: Heartbeat,
     until: int | None,
+    spared: int,
 ) -> None:
-    """Build the parts of the run, load what it resumes from, and train, in a run directory that no other process has."""
+    """Build the parts of the run, load what it resumes from, and train, in a run directory that no other process has.
+
+    spared: samples by which micro-batches are smaller than the run file says, since memory ran out before.
+    """
     run, ranks, device = model.run, place.ranks, place.device
     trainer: Trainer | None = None
 
@@ -143,7 +150,9 @@ def _train_in_directory(
         return "building the model" if trainer is None else f"step {trainer.step + 1}"
 
     # Closed in the reverse order: the store may still write events while it finishes its last save.
-    with explain_failures(ranks, place.stage_words, directory.path, name_moment), ExitStack() as opened:
+    save_memory = partial(note_out_of_memory, directory.path, place.layout)
+    explained = explain_failures(ranks, place.stage_words, directory.path, name_moment, save_memory)
+    with explained, ExitStack() as opened:
         opened.callback(directory.close)
         attention = _agree_on_attention(model, place)
         store = opened.enter_context(_open_store(run, directory))
@@ -162,6 +171,11 @@ def _train_in_directory(
             for text in directory.rewind(first_step):
                 _warn_user(directory, text)
             describe()
+            if spared:
+                now = place.layout
+                directory.event(
+                    "less_memory", first_step, microbatch=now.microbatch, accumulation=now.accumulation, spared=spared
+                )
             words = place.layout.in_words(run.layout.gather_blocks)
             directory.event("resume" if first_step else "start", first_step, attention=attention.name, layout=words)
         log = RunLog(directory, open_sinks(model, directory.path, first_step) if ranks.first else [])

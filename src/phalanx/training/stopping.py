@@ -95,15 +95,21 @@ def lost_a_rank(error: BaseException) -> bool:
 
 def name_failure(error: BaseException) -> Cause:
     """Return what kind of failure `error` is, by itself or by what it was raised from."""
-    chain: list[BaseException] = [error]
-    while (cause := chain[-1].__cause__) is not None:
-        chain.append(cause)
+    chain = _chain_causes(error)
     if any(ran_out_of_memory(one) for one in chain):
         return "out of memory"
     # Of the store too, which the first rank takes with it: its errors are all of one kind.
     if any(lost_a_rank(one) or isinstance(one, dist.DistError) for one in chain):
         return "lost link"
     return "refused" if isinstance(error, PhalanxError) else "exception"
+
+
+def _chain_causes(error: BaseException) -> list[BaseException]:
+    """Return `error` and what it was raised from, the last cause last."""
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    return chain
 
 
 @contextmanager
@@ -119,11 +125,17 @@ def report_failure(heartbeat: Heartbeat) -> Iterator[None]:
 
 
 @contextmanager
-def explain_failures(ranks: Ranks, stage: str, run_dir: Path, moment: Callable[[], str]) -> Iterator[None]:
+def explain_failures(
+    ranks: Ranks,
+    stage: str,
+    run_dir: Path,
+    moment: Callable[[], str],
+    save_memory: Callable[[], str] = lambda: LESS_MEMORY,
+) -> Iterator[None]:
     """Turn lack of memory and a lost rank into PhalanxErrors that say where they happened and what to change.
 
-    stage: where this rank is in a pipeline, in words, or empty. moment: says what is being done. The traceback goes to a
-    file of this rank in `run_dir`.
+    stage: where this rank is in a pipeline, in words, or empty. moment: says what is being done. save_memory: does something
+    about lack of memory, and says what. The traceback goes to a file of this rank in `run_dir`.
     """
     try:
         yield
@@ -131,17 +143,19 @@ def explain_failures(ranks: Ranks, stage: str, run_dir: Path, moment: Callable[[
     except PhalanxError:
         raise
     except (RuntimeError, MemoryError) as error:
-        no_memory = ran_out_of_memory(error)
+        # A pipeline wraps what its stages raise.
+        cause = next((one for one in _chain_causes(error) if ran_out_of_memory(one)), error)
+        no_memory = ran_out_of_memory(cause)
         if not no_memory and not (ranks.world_size > 1 and lost_a_rank(error)):
             raise
         where = f"rank {ranks.rank}{stage}" if ranks.world_size > 1 else "training"
         log = write_traceback(run_dir, ranks.rank)
         # PyTorch's messages begin with the place in its own sources, and go on with a C++ stack.
-        said = re.sub(r"^\[[^\]]*\] *", "", (str(error) or type(error).__name__).strip().partition("\n")[0])
+        said = re.sub(r"^\[[^\]]*\] *", "", (str(cause) or type(cause).__name__).strip().partition("\n")[0])
         # Both messages name the traceback's file: the terminal shows the reason alone.
         if no_memory:
             raise PhalanxError(
-                f"{where} is out of memory in {moment()}: {said}\n{LESS_MEMORY}\ntraceback: {log}"
+                f"{where} is out of memory in {moment()}: {said}\n{save_memory()}\ntraceback: {log}"
             ) from error
         raise PhalanxError(
             f"{where} lost another rank in {moment()}: {said}\nthat one, or whoever started it, says what ended it; "

@@ -1,0 +1,88 @@
+"""Out of memory as an event: a run that starts again computes fewer samples at a time, and remembers that.
+
+The rank that runs out writes `memory.json` to the run directory: the layout and the next smaller micro-batch. Whoever starts
+the same layout again takes it. The global batch stays what it is, so that samples and gradients are the same; only
+accumulation grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from phalanx.checkpoint import RankGroup
+from phalanx.errors import PhalanxError
+from phalanx.files import write_atomically
+from phalanx.hardware.host import LESS_MEMORY
+from phalanx.launch.restart import MEMORY_FILE
+from phalanx.layout.legality.pipeline_rules import divides_batch, suits_schedule
+from phalanx.layout.spec import ResolvedLayout
+
+_MOST_BYTES = 100_000
+
+
+class MemoryLimit(BaseModel):
+    """What memory.json holds."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    layout: str
+    """The layout that ran out, in all but the micro-batch."""
+    microbatch: Annotated[int, Field(ge=1, le=10**9)]
+    """Largest micro-batch to try."""
+
+
+def smaller_microbatch(layout: ResolvedLayout) -> ResolvedLayout | None:
+    """Return `layout` with the largest legal micro-batch of at most half the size; None where there is none."""
+    sizes = range(1, layout.microbatch // 2 + 1)
+    if not sizes:
+        return None
+    sized = layout.table.vary("microbatch", sizes)
+    possible = sized.take(divides_batch(sized) & suits_schedule(sized))
+    return possible.row(len(possible) - 1) if len(possible) else None
+
+
+def note_out_of_memory(run_dir: Path, layout: ResolvedLayout) -> str:
+    """Have the next start of the run in `layout` take a smaller micro-batch; return in words what follows."""
+    smaller = smaller_microbatch(layout)
+    if smaller is None:
+        return LESS_MEMORY
+    limit = MemoryLimit(layout=_name_layout(layout), microbatch=smaller.microbatch)
+    try:
+        write_atomically(run_dir / MEMORY_FILE, limit.model_dump_json() + "\n")
+    except OSError as error:
+        return f"{LESS_MEMORY} ({run_dir / MEMORY_FILE} cannot be written: {error.strerror})"
+    return (
+        f"started again, the run computes {smaller.microbatch} x {smaller.accumulation} samples in place of "
+        f"{layout.microbatch} x {layout.accumulation}, which changes no gradient; otherwise {LESS_MEMORY}"
+    )
+
+
+def heed_memory_limit(run_dir: Path, layout: ResolvedLayout) -> ResolvedLayout:
+    """Return `layout` with the micro-batch that the run in `run_dir` was left to take, the same on all ranks.
+
+    Raises PhalanxError for a memory.json that Phalanx cannot have written.
+    """
+    limit = RankGroup.default().from_first(lambda: _read_limit(run_dir / MEMORY_FILE))
+    if limit is None or limit.layout != _name_layout(layout) or limit.microbatch >= layout.microbatch:
+        return layout
+    return replace(layout, microbatch=limit.microbatch)
+
+
+def _read_limit(path: Path) -> MemoryLimit | None:
+    if not path.is_file() or path.is_symlink():
+        return None
+    try:
+        with path.open("rb") as file:
+            return MemoryLimit.model_validate_json(file.read(_MOST_BYTES))
+    except (OSError, ValidationError) as error:
+        raise PhalanxError(f"{path} is damaged; remove it") from error
+
+
+def _name_layout(layout: ResolvedLayout) -> str:
+    fields = asdict(layout)
+    del fields["microbatch"]
+    return " ".join(f"{name}={value}" for name, value in fields.items())

@@ -1,0 +1,90 @@
+"""Runs that get out of memory start again with smaller micro-batches: same samples, same losses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import phalanx_processes
+from fault_injection import fault_words, offer_callback
+from phalanx.errors import PhalanxError
+from phalanx.hardware.host import LESS_MEMORY
+from phalanx.launch.faults import Fault
+from phalanx.launch.restart import MEMORY_FILE, is_worth_restart, read_memory_limit
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.training.safeguards.memory_limit import heed_memory_limit, note_out_of_memory, smaller_microbatch
+from token_data import write_run_file, write_token_folder
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("memory")
+    offer_callback(folder / "package")
+    return write_run_file(folder / "run.yaml", write_token_folder(folder / "data"))
+
+
+def train(run_file: Path, run_dir: Path, *words: str) -> tuple[int, str]:
+    return phalanx_processes.start(["train", str(run_file), "--run-dir", str(run_dir), *words], 2).finish()
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run_file: Path) -> list[float]:
+    code, errors = train(run_file, run_file.parent / "undisturbed", "training.steps=8")
+    assert code == 0, errors[-2000:]
+    return losses(run_file.parent / "undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("layout", "step"), [("layout.dp_shard=2", 7), ("layout.tp=2", 1), ("layout.pp=2", 7)], ids=["dp", "tp", "pp"]
+)
+def test_the_same_command_continues_with_half_the_micro_batch(
+    layout: str, step: int, run_file: Path, tmp_path: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(run_file.parent / "package"))
+    words = ("training.steps=8", layout, fault_words(kind="full", rank=1, step=step, samples=2))
+    code, errors = train(run_file, tmp_path / "run", *words)
+    assert code == 1 and "rank 1" in errors and "is out of memory in step" in errors, errors[-3000:]
+    assert "started again, the run computes 2 x " in errors
+    code, errors = train(run_file, tmp_path / "run", *words)
+    assert code == 0, errors[-3000:]
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["kind"] == "less_memory"]
+    assert event["microbatch"] == 2 and event["spared"] == 2 and event["step"] == (5 if step == 7 else 0)
+
+
+def test_the_next_smaller_micro_batch_is_legal_and_none_is_below_one() -> None:
+    # Of 24 samples a rank, 4 micro-batches of 6 suit both stages; so do 8 of 3.
+    smaller = smaller_microbatch(ResolvedLayout(24, 6, pp=2))
+    assert smaller is not None and (smaller.microbatch, smaller.accumulation) == (3, 8)
+    odd = smaller_microbatch(ResolvedLayout(10, 5, dp_shard=2))
+    assert odd is not None and odd.microbatch == 1
+    assert smaller_microbatch(ResolvedLayout(8, 1)) is None
+
+
+def test_other_layouts_do_not_heed_the_limit(tmp_path: Path) -> None:
+    layout = ResolvedLayout(16, 8)
+    assert "computes 4 x 4 samples in place of 8 x 2" in note_out_of_memory(tmp_path, layout)
+    assert heed_memory_limit(tmp_path, layout).microbatch == 4
+    for other in (ResolvedLayout(16, 8, recompute="full"), ResolvedLayout(32, 8), ResolvedLayout(16, 2)):
+        assert heed_memory_limit(tmp_path, other) == other
+    assert note_out_of_memory(tmp_path, ResolvedLayout(16, 1)) == LESS_MEMORY
+    (tmp_path / MEMORY_FILE).write_text('{"layout": 3}')
+    with pytest.raises(PhalanxError, match="is damaged; remove it"):
+        heed_memory_limit(tmp_path, layout)
+
+
+def test_a_launcher_starts_again_what_takes_less(tmp_path: Path) -> None:
+    fault = Fault.__new__(Fault)
+    object.__setattr__(fault, "cause", "out of memory")
+    object.__setattr__(fault, "phase", "compile")
+    assert not is_worth_restart(fault) and is_worth_restart(fault, needs_less=True)
+    assert read_memory_limit(tmp_path) is None
+    note_out_of_memory(tmp_path, ResolvedLayout(16, 8))
+    first = read_memory_limit(tmp_path)
+    note_out_of_memory(tmp_path, ResolvedLayout(16, 4))
+    assert first is not None and read_memory_limit(tmp_path) != first
