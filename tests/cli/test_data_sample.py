@@ -13,6 +13,7 @@ import pytest
 from ase import Atoms
 from ase.calculators.emt import EMT
 
+from phalanx.families.language.evaluation.icl_tasks import load_tasks
 from weather_runs import EXAMPLES
 
 if TYPE_CHECKING:
@@ -89,6 +90,13 @@ def test_tasks_have_the_forms_of_llm_foundry(call: Call, tmp_path: Path) -> None
         path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in tmp_path.glob("*.jsonl")
     }
     assert all(len(lines) == 30 for lines in rows.values()) and len(rows) == 4
+    kinds = {task.settings.label: task.settings.icl_task_type for task in load_tasks(sorted(tmp_path.glob("*.jsonl")))}
+    assert kinds == {
+        "last_word": "language_modeling",
+        "which_module": "multiple_choice",
+        "which_function": "schema",
+        "sums": "generation_task_with_answers",
+    }
     assert all(row["context"] and " " not in row["continuation"] for row in rows["last_word"])
     for row in rows["which_module"]:
         assert len(set(row["choices"])) == 4 and row["query"].endswith(" is")
