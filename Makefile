@@ -1,10 +1,11 @@
 # Every target makes and uses VENV. Settings, each as `make TARGET NAME=value`:
 #   VENV         where packages are installed, .venv; `make test-torch` takes one of its own for each PyTorch
 #   PYTHON       interpreter to build VENV from (3.11 or newer)
-#   TORCH        which PyTorch to install, 2.11 to 2.13
+#   TORCH        which PyTorch to install, 2.10 to 2.13
 #   TRITON       which Triton the tests compile kernels with, where PyTorch comes without one (188 MB, Linux on x86-64 alone)
 #   TORCH_INDEX  package index to take PyTorch from: give the address that pytorch.org's install page shows for your
 #                ROCm, CUDA or CPU build; empty takes the build your pip is set up for
+#   RUN_DIR      where `make quickstart` trains; OVERRIDES are fields of its run file to change
 #   JOBS         tests that run at once; auto is one a core
 #   GPU_JOBS     processes of `make test-gpu` that share the device
 #   TESTS        files or folders of tests to run; empty runs all
@@ -16,6 +17,7 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 TORCH_INDEX ?=
 RUN_DIR ?= runs/quickstart
+OVERRIDES ?=
 JOBS ?= auto
 GPU_JOBS ?= 8
 INTERPRETER ?=
@@ -33,7 +35,7 @@ TEST_NEEDS := $(if $(INTERPRETER),,$(VENV)/dev)
 
 quickstart: $(VENV)/installed
 	$(PHALANX) data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02
-	$(PHALANX) train examples/quickstart.yaml --run-dir $(RUN_DIR)
+	$(PHALANX) train examples/quickstart.yaml --run-dir $(RUN_DIR) $(OVERRIDES)
 	$(PHALANX) generate $(RUN_DIR) --prompt "def " --tokens 120 --temperature 0.7 --seed 1
 	$(PHALANX) report $(RUN_DIR)
 
@@ -61,10 +63,14 @@ test-gpu: $(TEST_NEEDS)
 test-faults: $(TEST_NEEDS)
 	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest -m faults --numprocesses 0 -s $(or $(TESTS),tests/faults)
 
-# With another PyTorch, such as TORCH=torch==2.11.0, on the CPU: what meets the most of its private and moving parts.
+# With another PyTorch, such as TORCH=2.10.0, on the CPU: what meets the most of its private and moving parts, and a short
+# quickstart.
+TORCH_VERSION = $(patsubst torch==%,%,$(TORCH))
+WITH_TORCH = $(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH_VERSION) TORCH=torch==$(TORCH_VERSION) INTERPRETER=
 test-torch:
-	$(MAKE) --no-print-directory units VENV=.venv-$(subst ==,-,$(TORCH)) INTERPRETER= \
-		TESTS="tests/verification tests/checkpoint tests/torch_compat tests/test_counter_random.py"
+	$(WITH_TORCH) units TESTS="tests/verification tests/checkpoint tests/torch_compat tests/test_counter_random.py"
+	$(WITH_TORCH) quickstart RUN_DIR=runs/torch-$(TORCH_VERSION) \
+		OVERRIDES="training.steps=20 evaluation.every=20 evaluation.samples=8"
 
 # Wheel and source archive: checked, installed into an empty environment, and used there outside the repository.
 dist: $(VENV)/dev
