@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from importlib import import_module
 from itertools import groupby
@@ -12,7 +13,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from phalanx.cli.arguments import Json, Overrides, RunFile, show_examples
-from phalanx.cli.console import open_output, print_json, print_pairs, print_table, short_count
+from phalanx.cli.console import open_output, print_json, print_pairs, print_table, print_warning, short_count
 from phalanx.config.check import global_batch_samples
 from phalanx.config.document import show_value
 from phalanx.config.families import DEFAULT_FAMILY, FAMILIES, check_parameter_count, find_family, sizes_of
@@ -38,6 +39,8 @@ config_app = typer.Typer(
 
 _UNLIKE = 0.045
 """Share by which a count differs from what a name says before the list says so: names are rounded."""
+_FEWEST_TOKENS = 0.1
+"""Training tokens a parameter below which a check warns: a 200th of the compute-optimal number."""
 Language = tuple[Preset, LanguageModel]
 Other = tuple[Preset, Model]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print a Markdown table, as in the guide.")]
@@ -143,6 +146,11 @@ def check_run(
         return
     open_output().print(f"{run} is sound", style="green")
     print_pairs(_describe_summary(loaded, summary))
+    if summary.get("tokens_per_parameter", math.inf) < _FEWEST_TOKENS:
+        print_warning(
+            f"{summary['tokens_per_parameter']:.2g} tokens a parameter: a model that learns from its size takes about 20 "
+            f"(Hoffmann et al. 2022, arXiv:2203.15556); raise training.steps, or take a smaller model"
+        )
 
 
 @config_app.command(
