@@ -65,7 +65,9 @@ def _smaller(run: Run) -> list[str]:
         sizes["n_kv_heads"] = 2
     words = [f"model.{name}={size}" for name, size in sizes.items()]
     if model.experts is not None:
-        words += ["model.experts.count=4", "model.experts.active=2", "model.experts.d_ff=32"]
+        words += ["model.experts.count=16", "model.experts.active=8", "model.experts.d_ff=32"]
+        # Blocks in front without experts are a part of some models: one of the two is left to them.
+        words += ["model.experts.dense_layers=1"] if model.experts.dense_layers else []
     return [*words, "data.sequence_length=64"]
 
 
