@@ -339,6 +339,8 @@ class Summary:
     `step_seconds`."""
     step_seconds: float
     """Sum of the seconds of all steps."""
+    redone_seconds: float
+    """Seconds of steps that were done again after a restart or a rewind; what the steps dropped from the log took."""
     data_wait_share: float
     """Share of `step_seconds` spent waiting for data."""
     checkpoint_stall_share: float
@@ -379,6 +381,7 @@ def summarise_run(log: RunLog) -> Summary:
         flops_convention=str(convention) if convention is not None else None,
         wall_seconds=_measure_wall_time(log),
         step_seconds=_sum_finite(seconds),
+        redone_seconds=sum(s for event in log.events if math.isfinite(s := event.number("redone_seconds"))),
         data_wait_share=_share_of(log.column("data_wait_seconds"), seconds),
         checkpoint_stall_share=_share_of(log.column("checkpoint_stall_seconds"), seconds),
         rank_wait_share=_share_of(log.column("rank_wait_seconds"), seconds),

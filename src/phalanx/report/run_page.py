@@ -261,11 +261,35 @@ def list_notes(log: RunLog, summary: Summary) -> list[str]:
         passed = sum(event.fields.get("passed_batches", 0) for event in rewinds)
         found.append(f"{len(rewinds):,} rewinds to a checkpoint; {passed:,} batches were passed over.")
     found += [f"Step {event.step:,}: replicas of parameters differed." for event in log.of_kind("replicas_differ")]
+    found += _describe_goodput(summary)
     warnings = log.of_kind("warning")
     found += [f"Warning at step {event.step:,}: {_describe_event(event)}" for event in warnings[:MOST_WARNINGS]]
     if len(warnings) > MOST_WARNINGS:
         found.append(f"{len(warnings) - MOST_WARNINGS:,} more warnings stand among the events.")
     return found
+
+
+def _describe_goodput(summary: Summary) -> list[str]:
+    """Return what the wall time of a run went to that had to do steps again; nothing for one that had not."""
+    wall = summary.wall_seconds
+    if not summary.redone_seconds > 0.0 or not wall > 0.0:
+        return []
+    stall = summary.step_seconds * (
+        summary.checkpoint_stall_share if math.isfinite(summary.checkpoint_stall_share) else 0
+    )
+    wait = summary.step_seconds * (summary.data_wait_share if math.isfinite(summary.data_wait_share) else 0)
+    # Clocks of two logs: what is left is never below nothing.
+    between = max(0.0, wall - summary.step_seconds - summary.redone_seconds)
+    parts = {
+        "training": summary.step_seconds - stall - wait,
+        "waiting for data": wait,
+        "checkpoints": stall,
+        "steps done again": summary.redone_seconds,
+        "between steps (start, compilation, evaluation, restart, pauses)": between,
+    }
+    total = sum(parts.values())
+    words = ", ".join(f"{seconds / total:.1%} {name}" for name, seconds in parts.items())
+    return [f"Of {format_duration(total)} wall time: {words}."]
 
 
 def list_facts(log: RunLog, summary: Summary) -> list[str]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator
@@ -60,6 +61,8 @@ class RunDirectory:
         self.path = path
         self._identity: tuple[int, int] | None = None
         """Device and inode of the folder that was made or found."""
+        self.redone_seconds = 0.0
+        """Seconds of the steps that the last `rewind` dropped: they are done again."""
         self.metrics = JsonLines(path / "metrics.jsonl")
         self.events = JsonLines(path / "events.jsonl")
 
@@ -131,6 +134,7 @@ class RunDirectory:
         """
         # A new run has no event of step 0 before its own start, not even one that an earlier attempt wrote.
         last = step if step else -1
+        self.redone_seconds = _sum_step_seconds(self.metrics.path, step)
         with self.written():
             warnings = [log.drop_after(last) for log in (self.metrics, self.events)]
         return [text for text in warnings if text is not None]
@@ -176,6 +180,16 @@ def measured_save_seconds(run_dir: Path) -> float | None:
         return None
     taken = [event.get("seconds") for event in events if event.get("kind") == SAVE_EVENT]
     return max((float(one) for one in taken if isinstance(one, int | float)), default=None)
+
+
+def _sum_step_seconds(metrics: Path, after: int) -> float:
+    """Return the seconds of the logged steps after step `after`; damaged lines count nothing."""
+    try:
+        rows = read_json_lines(metrics).records
+    except OSError:
+        return 0.0
+    taken = [row.get("step_seconds") for row in rows if isinstance(row.get("step"), int) and row["step"] > after]
+    return sum(float(one) for one in taken if isinstance(one, int | float) and math.isfinite(one))
 
 
 def _identify_folder(folder: Path) -> tuple[int, int]:

@@ -177,7 +177,13 @@ def _train_in_directory(
                     "less_memory", first_step, microbatch=now.microbatch, accumulation=now.accumulation, spared=spared
                 )
             words = place.layout.in_words(run.layout.gather_blocks)
-            directory.event("resume" if first_step else "start", first_step, attention=attention.name, layout=words)
+            directory.event(
+                "resume" if first_step else "start",
+                first_step,
+                attention=attention.name,
+                layout=words,
+                redone_seconds=round(directory.redone_seconds, 3),
+            )
         log = RunLog(directory, open_sinks(model, directory.path, first_step) if ranks.first else [])
         opened.callback(log.close)
         if first_step < run.training.steps:

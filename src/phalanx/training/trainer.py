@@ -256,7 +256,7 @@ class Trainer:
         self.wrong.take_rewind(wanted, newest.step)
         with self.heartbeat.during("checkpoint"):
             restored = self._return_to_newest()
-        self.wrong.rewound(wanted, restored.step, restored.safeguards.recent)
+        self.wrong.rewound(wanted, restored.step, restored.safeguards.recent, parts.directory.redone_seconds)
         self.heartbeat.begin(restored.step)
         return True
 

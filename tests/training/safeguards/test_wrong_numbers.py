@@ -1,6 +1,8 @@
 """Runs with spikes, steps that are not finite, and replicas that differ."""
 
 import json
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from phalanx.checkpoint import open_checkpoints, read_state, read_tensors
 from phalanx.config.load import load_run
 from phalanx.data.batch_stream import Batch
 from phalanx.errors import PhalanxError
+from phalanx.report.run_log import RunLog, summarise_run
+from phalanx.report.run_page import list_notes
 from phalanx.training.start import train
 from phalanx.training.step import TrainStep, build_step
 from token_data import write_run_file, write_token_folder
@@ -197,3 +201,24 @@ def test_a_bit_flipped_in_one_replica_is_found_named_and_undone(
     # Without a marker it happens each time that the steps are done, each time elsewhere.
     code, errors = train_replicas(run_file, tmp_path / "again", fault_words(**fault, step=8))
     assert code == 1 and "a persistent fault of rank 1 (" in errors and "Traceback" not in errors, errors[-3000:]
+
+
+def test_steps_that_a_rewind_undoes_are_counted_as_time(
+    run_file: Path, tmp_path: Path, disturb: Callable[..., None]
+) -> None:
+    def slow_at_13(step: int, _: list[int]) -> float:
+        time.sleep(0.3 if step == 13 else 0.0)
+        return spike(step, _)
+
+    spike = once(15, 1e4)
+    disturb(slow_at_13)
+    train(load_run(run_file, ["training.steps=16", "safeguards.on_spike=rewind"]), tmp_path / "run")
+    (event,) = events(tmp_path / "run", "rewind")
+    # Steps 11 to 15 are done again, and step 13 was slow.
+    assert 0.3 < event["redone_seconds"] < 20.0
+    log = RunLog.read(tmp_path / "run")
+    summary = summarise_run(log)
+    assert summary.redone_seconds == event["redone_seconds"]
+    (line,) = [note for note in list_notes(log, summary) if "wall time: " in note]
+    shares = [float(share) for share in re.findall(r"([0-9.]+)% ", line)]
+    assert len(shares) == 5 and sum(shares) == pytest.approx(100.0, abs=0.3) and shares[3] > 0.0

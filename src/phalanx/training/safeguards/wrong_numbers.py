@@ -156,13 +156,14 @@ class WrongNumbers:
             # By what was read up to now: an earlier rewind to the same checkpoint passed samples over as well.
             self.skipped_batches += wanted.step - checkpoint
 
-    def rewound(self, wanted: Rewind, checkpoint: int, recent: RecentFigures) -> None:
-        """Continue from what the checkpoint of step `checkpoint` kept, and report the rewind."""
+    def rewound(self, wanted: Rewind, checkpoint: int, recent: RecentFigures, redone_seconds: float) -> None:
+        """Continue from what the checkpoint of step `checkpoint` kept, and report the rewind with what it costs."""
         self._watch.restore(recent)
         self._guard.rewound(checkpoint)
         self._spiking = False
         passed = wanted.step - checkpoint if wanted.passes_samples else 0
-        self._log.event(REWIND, checkpoint, wrong_step=wanted.step, reason=wanted.reason, passed_batches=passed)
+        fields = {"wrong_step": wanted.step, "reason": wanted.reason, "passed_batches": passed}
+        self._log.event(REWIND, checkpoint, **fields, redone_seconds=round(redone_seconds, 3))
         samples = f"passing over {passed} batches" if passed else "the same steps again"
         self._log.note(f"rewound from step {wanted.step} to the checkpoint of step {checkpoint}, {samples}")
 
