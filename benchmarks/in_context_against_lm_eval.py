@@ -148,7 +148,8 @@ def harness_config(task: Task, questions: int) -> dict[str, Any]:
         kind = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "gold"}
     else:
         names = ["acc", "perplexity"]
-        kind = {"output_type": "loglikelihood", "doc_to_target": lambda row: row["choices"][0]}
+        # The harness puts its delimiter before choices, not before a lone target.
+        kind = {"output_type": "loglikelihood", "doc_to_target": lambda row: " " + row["choices"][0]}
     metrics = [
         {
             "metric": n,
