@@ -12,6 +12,6 @@ empty/bin/pip install --quiet "$dist"/*.whl
 tar --extract --gzip --file "$dist"/*.tar.gz --strip-components 1 --wildcards '*/examples/quickstart.yaml'
 empty/bin/phalanx --version
 empty/bin/phalanx data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02
-empty/bin/phalanx train examples/quickstart.yaml --run-dir runs/quickstart training.steps=5 evaluation.every=5 evaluation.samples=4
+empty/bin/phalanx train examples/quickstart.yaml --run-dir runs/quickstart training.steps=5 optimizer.warmup_steps=2 evaluation.every=5 evaluation.samples=4
 empty/bin/phalanx generate runs/quickstart --prompt "def " --tokens 16
 empty/bin/phalanx report runs/quickstart
