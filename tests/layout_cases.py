@@ -55,8 +55,23 @@ MIXTURES: dict[str, dict[str, Any]] = {
             "balance_weight": 0.1,
         },
     },
+    "sliced": {
+        **SIZE,
+        "n_kv_heads": 4,
+        "dropout": 0.1,
+        "experts": {
+            "count": 2,
+            "active": 1,
+            "d_ff": 32,
+            "shared": 1,
+            "shared_d_ff": 32,
+            "scoring": "sigmoid",
+            "z_loss": 0.01,
+            "balance_weight": 0.1,
+        },
+    },
 }
-"""Mixtures of experts; see `verification/test_expert_parity.py`."""
+"""Mixtures of experts, the last one of so few that ranks may share out each; see `verification/test_expert_parity.py`."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "olmo": {
@@ -138,7 +153,10 @@ def features(layout: ResolvedLayout) -> set[str]:
         found.add(f"zero {layout.zero}")
     if layout.ep > 1:
         # The experts' own shards and replicas are other groups than those of the rest.
-        found |= {"ep", f"ep, {'several' if layout.table.expert_ranks[0] > layout.ep else 'one'} of each"}
+        several = layout.world_size // layout.pp // layout.dp_replicate > layout.ep * layout.expert_tp
+        found |= {"ep", f"ep, {'several' if several else 'one'} of each"}
+    if layout.expert_tp > 1:
+        found.add("expert_tp")
     if layout.reshard_after_forward and layout.shards > 1:
         found.add("reshard")
     if layout.recompute != "none":
@@ -202,6 +220,14 @@ def expert_cases(model: str, world: int) -> list[ResolvedLayout]:
     recompute among them; on eight ranks the pairs that need so many."""
     held = pairs_of_all(layout for fewer in (2, 4) if world == 8 for layout in expert_cases(model, fewer))
     return [in_few_microbatches(layout, others=False) for layout in covering(spread_layouts(model, world), held)]
+
+
+@cache
+def sliced_cases(world: int) -> list[ResolvedLayout]:
+    """Few layouts on `world` ranks that share out each expert: on four every pair of features, on eight every feature."""
+    found = [layout for layout in spread_layouts("sliced", world) if layout.expert_tp > 1]
+    count = pairs if world < 8 else lambda layout: {(feature,) for feature in features(layout)}
+    return [in_few_microbatches(layout, others=False) for layout in covering(found, count=count)]
 
 
 @cache

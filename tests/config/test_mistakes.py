@@ -9,8 +9,8 @@ from phalanx.config.load import load_run, parse_run
 from phalanx.errors import ConfigError
 
 LAYOUT_HAS = (
-    "dp_replicate, dp_shard, tp, cp, pp, ep, zero, schedule, stages_per_rank, context, tp_across_nodes, microbatch, "
-    "global_batch, recompute, precision, reshard_after_forward, gather, gather_blocks, gathers_ahead, "
+    "dp_replicate, dp_shard, tp, cp, pp, ep, expert_tp, zero, schedule, stages_per_rank, context, tp_across_nodes, "
+    "microbatch, global_batch, recompute, precision, reshard_after_forward, gather, gather_blocks, gathers_ahead, "
     "branch_groups and peer_copies"
 )
 SECTIONS = (

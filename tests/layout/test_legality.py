@@ -10,6 +10,8 @@ from phalanx.layout.resolve import resolve_layout
 
 ZERO_BUBBLE: Fields = {"pp": 2, "schedule": "interleaved_zero_bubble"}
 
+TWO_EXPERTS: Fields = {"model.experts": {"count": 2, "active": 1, "d_ff": 30}}
+
 RULES: dict[str, tuple[Fields, Fields, int, list[str]]] = {
     "product of the degrees": (
         {"dp_shard": 2, "tp": 2, "pp": 2},
@@ -36,6 +38,45 @@ RULES: dict[str, tuple[Fields, Fields, int, list[str]]] = {
         [
             "layout.reshard_after_forward=true frees gathered parameters, which layout.zero=2 never shares out",
             "nearest legal: reshard_after_forward=auto, or zero=3",
+        ],
+    ),
+    "slices of several experts": (
+        {"dp_shard": 4, "expert_tp": 2},
+        TWO_EXPERTS,
+        4,
+        [
+            "layout.expert_tp=2 shares out single experts, but layout.ep=1 leaves several of model.experts.count=2 on a "
+            "rank: a larger layout.ep keeps as little on each rank, and sends each row once",
+            "nearest legal: expert_tp=1",
+        ],
+    ),
+    "slices of an expert": (
+        {"dp_shard": 8, "ep": 2, "expert_tp": 4},
+        TWO_EXPERTS,
+        8,
+        [
+            "layout.expert_tp=4 does not divide model.experts.d_ff (30 parts)",
+            "nearest legal: expert_tp=1, or ep=1 expert_tp=1",
+        ],
+    ),
+    "ranks for slices": (
+        {"dp_shard": 2, "ep": 2, "expert_tp": 2},
+        TWO_EXPERTS,
+        2,
+        [
+            "layout.ep=2 x layout.expert_tp=2 = 4 does not divide layout.dp_shard=2 x layout.cp=1 x layout.tp=1 = 2 ranks, "
+            "which it takes its ranks from",
+            "nearest legal: expert_tp=1, or ep=1 expert_tp=1",
+        ],
+    ),
+    "capacity of experts": (
+        {"dp_shard": 2, "tp": 2},
+        {"model.experts": {"count": 2, "active": 1, "d_ff": 30, "capacity_factor": 1.5}},
+        4,
+        [
+            "model.experts.capacity_factor=1.5 counts the tokens of whole sequences, of which ranks of layout.tp=2 and "
+            "layout.cp=1 have parts; spread experts over layout.dp_shard",
+            "nearest legal: dp_shard=4 tp=1, or dp_replicate=2 dp_shard=2 tp=1",
         ],
     ),
     "heads": (

@@ -1,7 +1,7 @@
 """Mixtures of experts in layouts of every kind give the loss, gradients and updated parameters of one rank.
 
-Two mixtures: one that balances over sequences, with softmax scores that are normalised; one like that of DeepSeek-V3, with
-groups, selection biases that move, a shared network and a dense first layer.
+Three mixtures: one that balances over sequences, with softmax scores that are normalised; one like that of DeepSeek-V3, with
+groups, selection biases that move, a shared network and a dense first layer; one of two experts of which ranks hold slices.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distributed_ranks import run_ranks
-from layout_cases import expert_cases, pairs_of_all, run_of, spread_layouts
+from layout_cases import expert_cases, pairs_of_all, run_of, sliced_cases, spread_layouts
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.spec import ResolvedLayout
@@ -18,11 +18,14 @@ from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier
 
 WORLDS = (2, 4, 8)
-MIXTURES = ("mixtral", "deepseek")
+MIXTURES = ("mixtral", "deepseek", "sliced")
 
 
 def layouts_of(model: str, world: int) -> list[ResolvedLayout]:
-    """The layouts of a mixture: both share those of two and four ranks; on eight there is one."""
+    """The layouts of a mixture: the first two share those of two and four ranks; on eight there is one of them. The third
+    is for those that share out each expert."""
+    if model == "sliced":
+        return sliced_cases(world)
     shared = expert_cases(model, world)
     if world == 8:
         return shared if model == "deepseek" else []

@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from distributed_ranks import run_ranks
-from layout_cases import covering, in_few_microbatches, option_cases, pairs, plain_layouts, run_of, spread_layouts
+from layout_cases import (
+    covering,
+    in_few_microbatches,
+    option_cases,
+    pairs,
+    plain_layouts,
+    run_of,
+    sliced_cases,
+    spread_layouts,
+)
 from phalanx.config.schema import Optimizer
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
@@ -27,6 +36,7 @@ OPTIMIZERS = {
     "lion": {"name": "lion", "betas": (0.9, 0.98), "lr": 1e-3},
 }
 CASES = [(2, "muon", "llama"), (4, "muon", "llama"), (4, "muon", "deepseek"), (4, "lion", "llama")]
+CASES += [(4, "muon", "sliced")]
 CASES += [(8, "muon", "llama"), (8, "muon", "deepseek")]
 LIMIT = 1e-9
 """Largest relative error of any gradient or parameter, in float64."""
@@ -34,6 +44,8 @@ LIMIT = 1e-9
 
 def layouts_of(world: int, optimizer: str, model: str) -> list[ResolvedLayout]:
     """Layouts with every pair of features on two and four ranks, in one schedule; two with many features on eight."""
+    if model == "sliced":
+        return sliced_cases(world)[::3]
     if world < 8 and model == "deepseek":
         # What is computed again changes no gradient, so nothing that an optimizer sees.
         spread = [x for x in spread_layouts(model, world) if x.schedule == "1f1b" and x.recompute == "none"]

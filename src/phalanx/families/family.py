@@ -124,6 +124,15 @@ class BoundModel(DeclaredModel):
         """Return the experts of each mixture; by default None: there are none."""
         return None
 
+    def expert_slices(self) -> SplitCount:
+        """Return the parts of each expert that stay together, which `expert_tp` shares out; by default 1."""
+        return SplitCount("experts", 1)
+
+    def counts_sequences(self) -> str:
+        """Return the field, with its value, that has blocks count over whole sequences, none of whose positions may be
+        elsewhere; by default none."""
+        return ""
+
     def expert_parameters(self) -> int:
         """Return the parameters of all experts that `ep` shares out; by default 0."""
         return 0

@@ -237,6 +237,7 @@ def make_context(
         attention,
         SequenceShare(mesh.cp, mesh.tp, layout.context),
         ep=mesh.ep,
+        expert_tp=layout.expert_tp,
         branches=None if groups is None else groups.of_rank(mesh.data_rank).branches,
         sharding=sharding,
         gathered=layout.zero == 3 and mesh.shards.size > 1,

@@ -247,7 +247,7 @@ class Mesh:
     tie: Axis
     """First and last stage, for a parameter that both hold."""
     ep: Axis = Axis("ep")
-    """Ranks that share out the experts of a mixture."""
+    """Ranks that share out the experts of a mixture; `expert_tp` neighbours among them share out each expert."""
     expert_shards: Axis = Axis("expert_shards")
     """Ranks that share one copy of what `zero` shards of the same experts."""
     expert_replicas: Axis = Axis("expert_replicas")
@@ -354,7 +354,7 @@ def _expert_axes(
     if layout.ep == 1:
         return (Axis("ep"), Axis("expert_shards"), Axis("expert_replicas")), None
     # [replicas of everything, copies of the experts, ranks with different experts]: neighbours exchange tokens.
-    grid = ranks.reshape(layout.dp_replicate, -1, layout.ep)
+    grid = ranks.reshape(layout.dp_replicate, -1, layout.ep * layout.expert_tp)
     replica, copy, place = (int(i) for i in (grid == dist.get_rank()).nonzero()[0])
     # Copies share what ZeRO shards, as dp_shard and cp do elsewhere; without ZeRO all are replicas.
     members = grid[:, :, place] if layout.zero else grid[:, :, place].reshape(-1, 1)

@@ -10,13 +10,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorSplit:
-    """The part of a parameter that this rank keeps, over `tp`."""
+    """The part of a parameter that this rank keeps, over `tp` or `ep`."""
 
     dim: int
     start: int
     """First element along `dim` in the whole parameter."""
     whole: int
     """Elements along `dim` in the whole parameter."""
+    across: TensorSplit | None = None
+    """What it keeps of that along another dim; None is all."""
 
 
 TensorSplits = dict[str, TensorSplit]
@@ -43,9 +45,10 @@ def place_of(tensor: Tensor, split: TensorSplit | None = None) -> Place:
     local, begins = local_part(tensor)
     offsets = list(begins)
     # FSDP2 cuts the tensor-parallel part further: its offsets count within that part.
-    if split is not None:
+    while split is not None:
         offsets[split.dim] += split.start
         shape[split.dim] = split.whole
+        split = split.across
     return Place(local, tuple(offsets), tuple(shape))
 
 

@@ -99,6 +99,7 @@ def with_degrees(model: BoundModel, degrees: Degrees, fits: MemoryFits | None = 
         microbatch=1 if chosen.microbatch == "auto" else chosen.microbatch,
         **degrees,
         ep=chosen.ep,
+        expert_tp=chosen.expert_tp,
         zero=chosen.zero,
         schedule=chosen.schedule,
         stages_per_rank=per_rank if pp > 1 else 1,
@@ -165,8 +166,11 @@ def _vary_choices(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
         levels.append((0, False))
     contexts = CONTEXTS if layout.cp > 1 and not layout.cuts_structures else ("ring",)
     ranks = int(layout.table.expert_ranks[0])
-    spreads = [ep for ep in range(1, ranks + 1) if ranks % ep == 0]
-    for (schedule, per_rank), (zero, reshard), context, ep in itertools.product(schedules, levels, contexts, spreads):
+    # An expert is shared out where ranks are left that have one each.
+    spreads = [(ep, slices) for ep in list_divisors(ranks) for slices in list_divisors(ranks // ep if ep > 1 else 1)]
+    for (schedule, per_rank), (zero, reshard), context, (ep, slices) in itertools.product(
+        schedules, levels, contexts, spreads
+    ):
         yield replace(
             layout,
             schedule=schedule,
@@ -175,6 +179,7 @@ def _vary_choices(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
             reshard_after_forward=reshard,
             context=context,
             ep=ep,
+            expert_tp=slices,
         )
 
 

@@ -33,6 +33,7 @@ EXPERT_AXES = ("dp_shard", "cp", "tp")
 ONE_RANK_FIELDS: dict[str, int | str] = {
     **dict.fromkeys(DEGREES, 1),
     "ep": 1,
+    "expert_tp": 1,
     "zero": 3,
     "reshard_after_forward": "auto",
     "schedule": "1f1b",
@@ -74,6 +75,8 @@ class ResolvedLayout:
     pp: int = 1
     ep: int = 1
     """Ranks of EXPERT_AXES that share out the experts of a mixture; no factor of the world size."""
+    expert_tp: int = 1
+    """Ranks of EXPERT_AXES that share out each expert; neighbours, and no factor of the world size either."""
     zero: int = 3
     schedule: str = "1f1b"
     """Pipeline schedule; has no effect where `pp` is 1."""
@@ -153,6 +156,8 @@ class ResolvedLayout:
         chosen = [(name, getattr(self, name)) for name in DEGREES]
         if everything or self.ep > 1:
             chosen.append(("ep", self.ep))
+        if everything or self.expert_tp > 1:
+            chosen.append(("expert_tp", self.expert_tp))
         sharded = self.dp_shard * self.cp > 1
         if everything or (sharded and self.zero != 3) or (self.zero == 0 and self.dp_replicate > 1):
             chosen.append(("zero", self.zero))
@@ -190,6 +195,7 @@ class LayoutTable:
     tp: Ints
     pp: Ints
     ep: Ints
+    expert_tp: Ints
     zero: Ints
     schedule: Ints
     """Positions in SCHEDULES."""
@@ -300,7 +306,9 @@ class LayoutTable:
     def group_sizes(self) -> tuple[Ints, ...]:
         """Ranks of each kind of process group, beside that of all ranks; 1 where there is no such group."""
         spread = self.ep > 1
-        experts = (np.where(spread, ranks, 1) for ranks in (self.ep, self.expert_shards, self.expert_replicas))
+        experts = (
+            np.where(spread, ranks, 1) for ranks in (self.experts_over, self.expert_shards, self.expert_replicas)
+        )
         return self.tp, self.cp, self.shards, self.replicas, self.pp, *experts
 
     @cached_property
@@ -309,14 +317,19 @@ class LayoutTable:
         return self.dp_shard * self.cp * self.tp
 
     @cached_property
+    def experts_over(self) -> Ints:
+        """Ranks that hold one copy of all experts: they share these out, and each expert."""
+        return self.ep * self.expert_tp
+
+    @cached_property
     def expert_shards(self) -> Ints:
         """Ranks that share one copy of what `zero` shards of an expert."""
-        return np.where(self.zero > 0, self.expert_ranks // self.ep, 1)
+        return np.where(self.zero > 0, self.expert_ranks // self.experts_over, 1)
 
     @cached_property
     def expert_replicas(self) -> Ints:
         """Ranks that hold the same shard of the same experts."""
-        return self.dp_replicate * self.expert_ranks // (self.ep * self.expert_shards)
+        return self.dp_replicate * self.expert_ranks // (self.experts_over * self.expert_shards)
 
     @cached_property
     def lone_experts(self) -> Bools:

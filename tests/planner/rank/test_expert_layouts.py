@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from layout_runs import run_with
+from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
@@ -41,6 +42,12 @@ def test_experts_are_spread_over_whole_multiples_of_tensor_parallel_ranks() -> N
 def test_a_fixed_degree_is_the_only_one() -> None:
     found = enumerate_layouts(bind(run_with(EXPERTS)), 8, fixed={"ep": 4}, limits=Limits(1, 1, 32, 1))
     assert len(found) and set(found.ep.tolist()) == {4}
+
+
+def test_shared_out_experts_are_not_planned() -> None:
+    model = bind(run_with({"model.experts": {"count": 2, "active": 1, "d_ff": 32}}, dp_shard=4, ep=2, expert_tp=2))
+    with pytest.raises(ConfigError, match=r"layout\.expert_tp=2: plans and searches know no costs"):
+        enumerate_layouts(model, 4)
 
 
 def test_no_rank_holds_less_than_its_experts_without_zero() -> None:

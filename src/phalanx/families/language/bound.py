@@ -17,6 +17,7 @@ from phalanx.families.language.inputs import LanguageInputs
 from phalanx.families.language.layout import LanguageLayout
 from phalanx.families.language.sizes import model_flops_per_token
 from phalanx.families.language.verification import LanguageVerification
+from phalanx.nn.layers import gate_block
 from phalanx.nn.splits import SplitCount
 
 
@@ -47,6 +48,18 @@ class BoundLanguage(
         """Return the experts of each mixture; None for dense models."""
         mixture = self.model.experts
         return None if mixture is None else SplitCount("model.experts.count", mixture.count)
+
+    def expert_slices(self) -> SplitCount:
+        """Return the groups of gate and up rows of an expert; 1 for dense models."""
+        hidden = next((x.mlp.hidden for x in self.model.layer_kinds() if isinstance(x.mlp, MixtureConfig)), 1)
+        return SplitCount("model.experts.d_ff", hidden // gate_block(hidden), gate_block(hidden))
+
+    def counts_sequences(self) -> str:
+        """Return the capacity of experts: who comes first is known where the whole sequence is; see `BoundModel`."""
+        experts = self.model.experts
+        if experts is None or experts.capacity_factor is None:
+            return ""
+        return f"model.experts.capacity_factor={experts.capacity_factor}"
 
     def expert_parameters(self) -> int:
         """Return the parameters of the routed experts of all layers."""

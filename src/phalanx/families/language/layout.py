@@ -122,7 +122,7 @@ class LanguageLayout(LayoutModel):
                 part=part,
             )
         splits = building.sharding.split_parameters(model, self.splits(), building.share.tp)
-        splits |= split_experts(model, building.ep)
+        splits |= split_experts(model, building.ep, slices=building.expert_tp)
         split_context(model, building.share, building.attention.core)
         return model, splits
 

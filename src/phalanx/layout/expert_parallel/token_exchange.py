@@ -7,6 +7,7 @@ other how many, then the rows follow, sorted by expert within each sender. What 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -20,11 +21,14 @@ from phalanx.nn.experts import ExpertNetworks, MixtureOfExperts, OwnExperts
 from phalanx.torch_compat import common as compat
 
 
-def split_experts(model: nn.Module, ep: Axis, exchange: TokenExchange | None = None) -> TensorSplits:
+def split_experts(
+    model: nn.Module, ep: Axis, exchange: TokenExchange | None = None, *, slices: int = 1
+) -> TensorSplits:
     """Keep this rank's experts of every mixture in `model`, still on meta, and let their rows be exchanged over `ep`.
 
-    Returns which part of which parameter this rank keeps. `ep.size` divides the number of experts. exchange: how rows
-    travel; None lets them travel as the routers say.
+    Returns which part of which parameter this rank keeps. exchange: how rows travel; None lets them travel as the routers
+    say. slices: neighbours of `ep` that share out each expert, of which there are `ep.size / slices` then; where it is 1,
+    `ep.size` divides the number of experts.
     """
     kept: TensorSplits = {}
     if ep.size == 1:
@@ -32,16 +36,28 @@ def split_experts(model: nn.Module, ep: Axis, exchange: TokenExchange | None = N
     for name, module in model.named_modules():
         if not isinstance(module, MixtureOfExperts):
             continue
-        module.exchange = exchange or TokenExchange(ep)
-        for parameter_name, parameter in list(module.experts.named_parameters()):
-            # Experts follow each other in the rows of a parameter: whole experts are whole parts of the rows.
-            whole = parameter.shape[0]
-            assert whole % ep.size == 0 and parameter.device.type == "meta"
-            each = whole // ep.size
-            part = nn.Parameter(parameter.detach().narrow(0, ep.rank * each, each).contiguous())
-            setattr(module.experts, parameter_name, part)
-            kept[f"{name}.experts.{parameter_name}"] = TensorSplit(0, ep.rank * each, whole)
+        module.exchange = exchange or TokenExchange(ep, slices)
+        experts, place = module.experts, ep.rank // slices
+        # Experts follow each other in the rows of a parameter: whole experts are whole parts of the rows, and so is a
+        # slice of one expert's gate and up rows. Of `down` a slice is some columns.
+        gate_up, rows = _keep_part(experts.gate_up, 0, ep.rank, ep.size)
+        down, down_rows = _keep_part(experts.down, 0, place, ep.size // slices)
+        if slices > 1:
+            down, columns = _keep_part(down, 1, ep.rank % slices, slices)
+            down_rows = replace(down_rows, across=columns)
+        experts.gate_up, experts.down = gate_up, down
+        experts.d_ff //= slices
+        kept |= {f"{name}.experts.gate_up": rows, f"{name}.experts.down": down_rows}
     return kept
+
+
+def _keep_part(parameter: nn.Parameter, dim: int, place: int, parts: int) -> tuple[nn.Parameter, TensorSplit]:
+    """Return the part of number `place`, of equal `parts` along `dim`, and where it is."""
+    whole = parameter.shape[dim]
+    assert whole % parts == 0 and parameter.device.type == "meta"
+    each = whole // parts
+    part = nn.Parameter(parameter.detach().narrow(dim, place * each, each).contiguous())
+    return part, TensorSplit(dim, place * each, whole)
 
 
 class Trip:
@@ -72,10 +88,17 @@ class Dispatched:
 
 
 class TokenExchange(OwnExperts):
-    """Has rows computed by the experts of all ranks of `ep`."""
+    """Has rows computed by the experts of all ranks of `ep`.
 
-    def __init__(self, ep: Axis) -> None:
+    Where neighbours share out each expert, a row goes to all of them, as if each had an expert of a part of the hidden
+    features, and what these give is summed on arrival: what Megatron-LM's expert tensor parallelism gathers and reduces
+    among neighbours is a part of the exchange here.
+    """
+
+    def __init__(self, ep: Axis, slices: int = 1) -> None:
+        """Exchange over `ep`. slices: as of `split_experts`."""
         self.ep = ep
+        self.slices = slices
 
     # What arrives has a size that only the routers know: a compiled program ends before it and begins anew behind it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -85,15 +108,19 @@ class TokenExchange(OwnExperts):
         rows: sorted by expert, over all experts. ends: int32 [E], one past each expert's last row. complete: whether every
         row has an expert; all ranks say the same.
         """
-        size = self.ep.size
+        size, slices = self.ep.size, self.slices
         starts_E = torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
-        sent_PE = (ends_E - starts_E).view(size, -1)
+        sent_PE = (ends_E - starts_E).view(size // slices, -1).repeat_interleave(slices, 0)
         arriving_PE = compat.all_to_all(sent_PE.long(), self.ep.group_name, size)
         # The one wait for the device: memory for what arrives cannot be had without its size.
         send, receive = self.read_sizes(sent_PE, arriving_PE, rows_RD.shape[0])
-        chosen_RD = rows_RD if complete else rows_RD[: sum(send)]
+        chosen = sum(send) // slices
+        chosen_RD = rows_RD if complete else rows_RD[:chosen]
+        if slices > 1:
+            parts = chosen_RD.split(send[::slices])
+            chosen_RD = torch.cat([part for part in parts for _ in range(slices)])
         trip = Trip(send, receive, self.ep.group_name)
-        return Dispatched(BeginTrip.apply(chosen_RD, trip), trip, arriving_PE, rows_RD.shape[0] - sum(send))
+        return Dispatched(BeginTrip.apply(chosen_RD, trip), trip, arriving_PE, rows_RD.shape[0] - chosen)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, networks: ExpertNetworks, begun: Dispatched) -> Tensor:
@@ -105,6 +132,13 @@ class TokenExchange(OwnExperts):
         as_arrived_RD = SortRows.apply(out_RD, by_expert, source_R[:, None].int())
         back = begun.trip.back()
         back_RD: Tensor = AwaitTrip.apply(BeginTrip.apply(as_arrived_RD, back), back)
+        if self.slices > 1:
+            parts = back_RD.split(begun.trip.send)
+            # In the order of the slices, and rounded once.
+            sums = [
+                torch.stack(parts[first : first + self.slices]).sum(0) for first in range(0, len(parts), self.slices)
+            ]
+            back_RD = torch.cat(sums)
         if not begun.left:
             return back_RD
         return torch.cat((back_RD, back_RD.new_zeros((begun.left, back_RD.shape[1]))))
@@ -121,14 +155,16 @@ class TokenExchange(OwnExperts):
 class BalancedExchange(TokenExchange):
     """The exchange as cost models and dry runs see it: no router has chosen, every rank gets an equal part."""
 
-    def __init__(self, ep: Axis, load: Fraction = Fraction(1)) -> None:
-        """Exchange over `ep`. load: rows that arrive here, over those that leave."""
-        super().__init__(ep)
+    def __init__(self, ep: Axis, load: Fraction = Fraction(1), slices: int = 1) -> None:
+        """Exchange over `ep`. load: rows that arrive here, over those that leave. slices: as of `split_experts`."""
+        super().__init__(ep, slices)
         self.load = load
 
     def read_sizes(self, sent_PE: Tensor, arriving_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
         """Return equal parts of all rows, and `load` times as many that arrive."""
-        return even_parts(rows, self.ep.size), even_parts(int(rows * self.load), self.ep.size)
+        places = even_parts(rows, self.ep.size // self.slices)
+        send = [part for part in places for _ in range(self.slices)]
+        return send, even_parts(int(rows * self.slices * self.load), self.ep.size)
 
 
 def even_parts(total: int, parts: int) -> list[int]:

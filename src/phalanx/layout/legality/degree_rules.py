@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.layout.data_parallel import task_heads
-from phalanx.layout.legality.rule import Requirements, Rule
+from phalanx.layout.legality.rule import Fix, Requirements, Rule
 from phalanx.layout.spec import DEGREES, Bools, LayoutTable, ResolvedLayout
 
 
@@ -78,28 +78,57 @@ def _explain_positions(needs: Requirements, layout: ResolvedLayout) -> str:
 
 def _explain_experts(needs: Requirements, layout: ResolvedLayout) -> str:
     if needs.experts is None:
-        return f"layout.ep={layout.ep} shares out the experts of a mixture, and this model has none (model.experts)"
+        wrong = f"layout.ep={layout.ep}" if layout.ep > 1 else f"layout.expert_tp={layout.expert_tp}"
+        return f"{wrong} shares out the experts of a mixture, and this model has none (model.experts)"
+    if layout.expert_tp > 1 and layout.ep != needs.experts.count:
+        return (
+            f"layout.expert_tp={layout.expert_tp} shares out single experts, but layout.ep={layout.ep} leaves several of "
+            f"{needs.experts.field}={needs.experts.count} on a rank: a larger layout.ep keeps as little on each rank, and "
+            "sends each row once"
+        )
+    if layout.expert_tp > 1 and needs.expert_slices.count % layout.expert_tp:
+        count = needs.expert_slices.count
+        return f"layout.expert_tp={layout.expert_tp} does not divide {needs.expert_slices.field} ({count} parts)"
     if needs.experts.count % layout.ep:
         return f"layout.ep={layout.ep} does not divide {needs.experts.field}={needs.experts.count}"
     ranks = layout.dp_shard * layout.cp * layout.tp
     product = f"layout.dp_shard={layout.dp_shard} x layout.cp={layout.cp} x layout.tp={layout.tp} = {ranks} ranks"
-    if ranks % layout.ep:
-        return f"layout.ep={layout.ep} does not divide {product}, which it takes its ranks from"
-    return f"layout.ep={layout.ep} is not a multiple of layout.tp={layout.tp}: tensor-parallel ranks share out experts first"
+    over, named = layout.ep * layout.expert_tp, f"layout.ep={layout.ep}"
+    if layout.expert_tp > 1:
+        named += f" x layout.expert_tp={layout.expert_tp} = {over}"
+    if ranks % over:
+        return f"{named} does not divide {product}, which it takes its ranks from"
+    return f"{named} is not a multiple of layout.tp={layout.tp}: tensor-parallel ranks share out experts first"
 
 
 def _spreads_wrongly(needs: Requirements, layouts: LayoutTable) -> Bools:
     count = 1 if needs.experts is None else needs.experts.count
-    fits = (count % layouts.ep == 0) & (layouts.expert_ranks % layouts.ep == 0) & (layouts.ep % layouts.tp == 0)
-    return np.asarray((layouts.ep > 1) & ~fits)
+    over, slices = layouts.experts_over, layouts.expert_tp
+    fits = (count % layouts.ep == 0) & (layouts.expert_ranks % over == 0) & (over % layouts.tp == 0)
+    whole = slices == 1
+    fits &= whole | ((layouts.ep == count) & (needs.expert_slices.count % slices == 0))
+    return np.asarray((over > 1) & ~fits)
+
+
+def _fix_experts(layout: ResolvedLayout) -> list[Fix]:
+    whole: Fix = {"layout.expert_tp": 1} if layout.expert_tp > 1 else {}
+    together: Fix = {"layout.ep": 1} if layout.ep > 1 else {}
+    return [fix for fix in (whole, together | whole) if fix]
 
 
 SPLIT_RULES = (
     Rule(
-        reads=("ep", "dp_shard", "cp", "tp"),
+        reads=("ep", "expert_tp", "dp_shard", "cp", "tp"),
         broken=_spreads_wrongly,
         message=_explain_experts,
-        fixes=({"layout.ep": 1},),
+        fixes=_fix_experts,
+    ),
+    # Ranks of `tp` and `cp` have parts of a sequence: each would drop what its own part has too much of.
+    Rule(
+        reads=("tp", "cp"),
+        broken=lambda needs, t: (t.tp * t.cp > 1) & (needs.counts_sequences != ""),
+        message="{needs.counts_sequences} counts the tokens of whole sequences, of which ranks of layout.tp={x.tp} and "
+        "layout.cp={x.cp} have parts; spread experts over layout.dp_shard",
     ),
     Rule(
         reads=("tp",),

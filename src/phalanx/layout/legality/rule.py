@@ -26,6 +26,10 @@ class Requirements:
     """Degrees that may be more than 1."""
     experts: SplitCount | None
     """Experts of each mixture, which `ep` shares out; None where there are none."""
+    expert_slices: SplitCount
+    """Parts of an expert that stay together, which `expert_tp` shares out; 1 where there are no experts."""
+    counts_sequences: str
+    """The field of the model, with its value, that needs whole sequences on a rank; empty where there is none."""
     streams_weights: bool
     """Whether the model has projection pairs to stream."""
     unstreamable: str
@@ -55,6 +59,8 @@ class Requirements:
             devices_per_node=model.run.cluster.devices_per_node or devices_per_node,
             axes=model.axes,
             experts=model.experts(),
+            expert_slices=model.expert_slices(),
+            counts_sequences=model.counts_sequences(),
             streams_weights=model.streams_weights,
             unstreamable=model.unstreamable(),
             split_counts=model.split_counts(),

@@ -287,7 +287,7 @@ def expected_exchanges(layout: ResolvedLayout, load: Fraction) -> Iterator[None]
 
     load: rows that arrive over those that leave.
     """
-    expected = BalancedExchange(Axis("ep", size=layout.ep), load)
+    expected = BalancedExchange(Axis("ep", size=layout.ep * layout.expert_tp), load, layout.expert_tp)
     # The exchange is made by the code that trains, which asks this method for all that it cannot know here.
     with patch.object(TokenExchange, "read_sizes", staticmethod(expected.read_sizes)):
         yield

@@ -17,6 +17,7 @@ import yaml
 from phalanx.config.check import global_batch_samples
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
+from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.layout.legality import is_legal
 from phalanx.layout.legality.rule import Requirements
@@ -76,6 +77,11 @@ def enumerate_layouts(
     the fields in CHOSEN is not looked at. devices_per_node: as for `layout.resolve.resolve_layout`.
     """
     fixed, limits = fixed or {}, limits or Limits()
+    if model.run.layout.expert_tp > 1:
+        raise ConfigError(
+            f"layout.expert_tp={model.run.layout.expert_tp}: plans and searches know no costs of shared-out experts yet; "
+            "leave it at 1 to plan"
+        )
     needs = Requirements.of_model(model, world_size, devices_per_node)
     batch, length = global_batch_samples(model.run), needs.positions.count
     # Where these have no effect they stay as they are fixed; others are normalized below.
@@ -93,7 +99,7 @@ def enumerate_layouts(
             and ("cp" in fixed or split["cp"] == 1 or length // split["cp"] >= limits.positions)
         ]
     )
-    decided = {"global_batch", "cuts_structures", "branch_groups", *DEGREES}
+    decided = {"global_batch", "cuts_structures", "branch_groups", "expert_tp", *DEGREES}
     # Before anything else is chosen: every choice multiplies what is left.
     table = table.take(is_legal(needs, table, decided))
 
