@@ -224,10 +224,15 @@ def expert_cases(model: str, world: int) -> list[ResolvedLayout]:
 
 @cache
 def sliced_cases(world: int) -> list[ResolvedLayout]:
-    """Few layouts on `world` ranks that share out each expert: on four every pair of features, on eight every feature."""
-    found = [layout for layout in spread_layouts("sliced", world) if layout.expert_tp > 1]
-    count = pairs if world < 8 else lambda layout: {(feature,) for feature in features(layout)}
-    return [in_few_microbatches(layout, others=False) for layout in covering(found, count=count)]
+    """Few layouts on `world` ranks that share out each expert, in one schedule: on four every pair of features, on eight the
+    features that need so many."""
+    found = [x for x in spread_layouts("sliced", world) if x.expert_tp > 1 and (x.pp == 1 or x.schedule == "1f1b")]
+    chosen = covering(found) if world < 8 else covering(found, _each(sliced_cases(4)), lambda layout: _each([layout]))
+    return [in_few_microbatches(layout, others=False) for layout in chosen]
+
+
+def _each(layouts: list[ResolvedLayout]) -> set[tuple[str, ...]]:
+    return {(feature,) for layout in layouts for feature in features(layout)}
 
 
 @cache
