@@ -38,8 +38,11 @@ heart.begin(10 * attempt if scenario.startswith("progress") else 10)
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 def fails(kind):
-    error = ValueError("the batch is bad")
-    heart.fail(kind, error)
+    # Raised, as in a real rank: only so has it a traceback.
+    try:
+        raise ValueError("the batch is bad")
+    except ValueError as error:
+        heart.fail(kind, error)
     sys.exit(1)
 
 for step in range(11, 31):

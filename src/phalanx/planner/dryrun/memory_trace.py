@@ -171,6 +171,10 @@ class StepTrace(TorchDispatchMode):
         keywords = kwargs or {}
         if func is RING_ATTENTION or func is RING_GRADIENTS:
             return self._open_ring(func, args)
+        in_fake = self._fake is not None and compat_fake.active_fake_mode() is self._fake
+        if in_fake and func is torch.ops._c10d_functional.wait_tensor.default:
+            # What was awaited is the tensor itself; the fake operation would make another, which no rank has.
+            return args[0]
         result = func(*args, **keywords)
         # Shape propagation runs operations on fake tensors of its own, which stand for no memory of this rank.
         if compat_fake.active_fake_mode() is not self._fake:
