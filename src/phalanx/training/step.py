@@ -128,7 +128,7 @@ class TrainStep:
         loss = self._sum_over_ranks(self.executor.forward_backward(step, batch, scale))
         figures = self.update_parameters((loss / targets).sum())
         if self.average is not None:
-            self.average.add_step(step, ~self._is_left_out(figures[0], figures[1]))
+            self.average.add_step(step, ~is_left_out(figures[0], figures[1], self.limits))
         return figures
 
     def saved_tensors(self) -> dict[str, Place]:
@@ -160,9 +160,6 @@ class TrainStep:
         figures = torch.stack((loss.double(), norm.double()))
         return figures if experts is None else torch.cat((figures, experts.flatten()))
 
-    def _is_left_out(self, loss: Tensor, norm: Tensor) -> Tensor:
-        return clip_or_skip(loss, norm, None, self.limits)[1].bool()
-
     def relaid(self, executor: Executor) -> TrainStep:
         """Return steps of the same optimizer on the same parameters, run by another executor."""
         step = TrainStep(
@@ -187,13 +184,18 @@ def clip_or_skip(
 ) -> tuple[Tensor, Tensor]:
     """Return what to divide gradients by, so that their norm is at most `limit`, and whether to skip the update (1 or 0).
 
-    An update is skipped where loss or norm is not finite or above its limit in `limits`. loss, norm: 0-dim; the results are
-    0-dim float32 tensors.
+    See `is_left_out`. loss, norm: 0-dim; the results are 0-dim float32 tensors.
     """
     # Computed on the device throughout: asking for a value here would make the host wait for the whole step.
     divisor = torch.ones_like(norm) if limit is None else (norm / limit).clamp(min=1.0)
+    skip = is_left_out(loss, norm, limits)
+    return torch.where(skip, 1.0, divisor).float(), skip.float()
+
+
+def is_left_out(loss: Tensor, norm: Tensor, limits: StepLimits) -> Tensor:
+    """Return whether a step leaves the parameters alone: its loss or norm is not finite, or above its limit; bool, 0-dim."""
     skip = ~torch.isfinite(norm.double() + loss)
     if limits != NO_LIMITS:
         # In float64, as the host compares: a limit rounded to the norm's format could fall on the other side of it.
         skip = skip | (norm.double() > limits.grad_norm) | (loss.double() > limits.loss)
-    return torch.where(skip, 1.0, divisor).float(), skip.float()
+    return skip

@@ -202,12 +202,12 @@ class Trainer:
             batch = self.parts.inputs.stream.next()
         except StoreUnavailable as error:
             lost = error
-        # Only where data come from a store: the exchange makes the hosts wait for each other, though not the devices.
-        flag = torch.tensor([lost is not None], dtype=torch.uint8)
-        if lost is None and not (self.remote and RankGroup.default().any(flag).item()):
+        failed = lost is not None
+        if self.remote:
+            # Only where data come from a store: the exchange makes the hosts wait for each other, though not the devices.
+            failed = bool(RankGroup.default().any(torch.tensor([failed], dtype=torch.uint8)).item())
+        if not failed:
             return batch
-        if lost is not None and self.remote:
-            RankGroup.default().any(flag)
         while self.launched:
             self._finish(self.launched.popleft())
         if self.step:
