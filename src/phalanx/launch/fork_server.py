@@ -36,7 +36,7 @@ PRELOADED = (
 
 
 class RanksFailed(Exception):
-    """Raised where a rank does not return; the text holds the traceback of each rank that failed."""
+    """Raised where a rank does not return; the text holds the traceback of each rank that failed, the first to fail last."""
 
 
 def fork_server(preload: Sequence[str] = PRELOADED) -> ForkServerContext:
@@ -142,5 +142,6 @@ def _collect_results(ranks: list[tuple[ForkServerProcess, Connection]], deadline
             failures |= dict.fromkeys(waiting.values(), "still running")
             break
     if failures:
-        raise RanksFailed("\n".join(f"rank {rank} failed: {text}" for rank, text in failures.items()))
+        # The first to fail is the cause of the others, and comes last: the end of a log is what is read and kept.
+        raise RanksFailed("\n".join(f"rank {rank} failed: {text}" for rank, text in reversed(failures.items())))
     return [results[rank] for rank in range(len(ranks))]
