@@ -133,9 +133,9 @@ def test_check_knows_the_heads_of_every_family(call: Call) -> None:
 
 def test_check_says_the_layout_of_so_many_ranks(call: Call) -> None:
     alone = json.loads(call("config", "check", str(QUICKSTART), "--no-data", "--json").out)
-    assert (alone["ranks"], alone["layout"], alone["data"]) == (1, "one rank microbatch=16 x 1", None)
+    assert (alone["ranks"], alone["layout"], alone["data"]) == (1, "one rank microbatch=16 x 1 (auto)", None)
     shown = call("config", "check", str(QUICKSTART), "--no-data", "--nproc", "8", "tp=2").out
-    assert "  layout        8 ranks: dp_shard=4 tp=2 reshard_after_forward=True microbatch=4 x 1\n" in shown
+    assert "  layout        8 ranks: dp_shard=4 tp=2 reshard_after_forward=True microbatch=4 x 1 (auto)\n" in shown
     # The fewest ranks over which this batch divides are not the fewest that the degrees allow.
     words = ["global_batch=11", "microbatch=1", "pp=2", "schedule=interleaved_1f1b", "layout.stages_per_rank=2"]
     assert json.loads(call("config", "check", str(QUICKSTART), "--no-data", "--json", *words).out)["ranks"] == 22

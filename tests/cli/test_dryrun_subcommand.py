@@ -30,7 +30,9 @@ def test_one_rank_of_each_kind_of_stage(run_file: str, call: Call) -> None:
     outcome = call("dryrun", run_file, "layout.pp=4", "layout.tp=2", "--devices", "512", "--devices-per-node", "8")
     assert outcome.code == 0, outcome.err
     lines = outcome.out.splitlines()
-    assert lines[0].startswith("512 ranks: dp_shard=64 tp=2 pp=4 ") and lines[0].endswith("; 8 micro-batches a step")
+    assert lines[0].startswith("512 ranks: dp_shard=64 tp=2 pp=4 ") and lines[0].endswith(
+        "; 8 micro-batches of 1 a step"
+    )
     assert [line for line in lines if line.startswith("rank ")] == [
         "rank 0 (stage 0)",
         "rank 256 (stage 2)",

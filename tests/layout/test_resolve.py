@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layout_runs import Fields, refusal, run_from_words, run_with
-from phalanx.config.load import parse_run
+from phalanx.config.load import load_run, parse_run
 from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.layout.legality import reasons_against
-from phalanx.layout.resolve import all_factorisations, every_layout, legal_layouts, resolve_layout
+from phalanx.layout.resolve import all_factorisations, every_layout, legal_layouts, resolve_layout, stated_ranks
 from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
 
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 GPT_175B = """
 model: {preset: gpt-175b}
 data: {sources: [nowhere], sequence_length: 2048}
@@ -121,6 +123,17 @@ def test_a_number_in_the_run_file_stays() -> None:
 def test_auto_is_the_largest_that_fits_else_the_smallest(room: int, expected: int) -> None:
     run = run_with(microbatch="auto", global_batch=16)
     assert resolve_layout(bind(run), 1, fits=lambda layout: layout.microbatch <= room).microbatch == expected
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_twice_the_ranks_need_no_other_override(example: Path) -> None:
+    """A layout that is asked for on the command line is enough: micro-batches and their number follow."""
+    stated = load_run(example)
+    ranks = max(stated_ranks(stated), stated.layout.ep)
+    once = resolve_layout(bind(stated), ranks)
+    twice = resolve_layout(bind(load_run(example, [f"dp_shard={2 * once.dp_shard}"])), 2 * ranks)
+    assert twice.dp_shard == 2 * once.dp_shard and twice.global_batch == once.global_batch
+    assert twice.microbatch * twice.accumulation * twice.data_ranks == twice.global_batch
 
 
 def test_auto_meets_what_schedules_ask_for() -> None:

@@ -63,8 +63,8 @@ def test_two_sharded_ranks_train_as_one_does_and_one_goes_on_from_their_checkpoi
     # Other ranks, another micro-batch: the run file leaves it to each start, which writes down what it took.
     begun = [line for line in events(run_dir) if line["kind"] in ("start", "resume")]
     assert [line["layout"] for line in begun] == [
-        "dp_shard=2 reshard_after_forward=True microbatch=4 x 1",
-        "one rank microbatch=8 x 1",
+        "dp_shard=2 reshard_after_forward=True microbatch=4 x 1 (auto)",
+        "one rank microbatch=8 x 1 (auto)",
     ]
 
 

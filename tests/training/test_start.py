@@ -45,7 +45,7 @@ def test_what_is_trained_is_said_before_the_first_step(tmp_path: Path, capsys: p
     train(load_run(write_run_file(tmp_path / "run.yaml", data), words), tmp_path / "run")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "model   2 layers x 32, 4 heads (2 kv), vocabulary 264; 27,040 parameters"
-    assert lines[1] == "layout  one rank microbatch=8 x 1; fp32, attention sdpa"
+    assert lines[1] == "layout  one rank microbatch=8 x 1 (auto); fp32, attention sdpa"
     assert lines[2] == "device  1 x cpu"
     assert lines[3].endswith(" tokens; steps 1 to 6 of 8 samples = 256 tok each")
     assert lines[4].startswith("step 1/6  loss ") and lines[5].startswith("step 6/6  loss ")
@@ -59,7 +59,7 @@ def test_a_device_bounds_the_micro_batch(tmp_path: Path, monkeypatch: pytest.Mon
     train(run, tmp_path / "large")
     monkeypatch.setattr("phalanx.training.start.memory_bytes", lambda _: 2**20)
     train(run, tmp_path / "small")
-    chosen = ['microbatch=8 x 1"', 'microbatch=1 x 8"']
+    chosen = ['microbatch=8 x 1 (auto)"', 'microbatch=1 x 8 (auto)"']
     losses = []
     for folder, words in zip(("large", "small"), chosen, strict=True):
         assert words in (tmp_path / folder / "events.jsonl").read_text()

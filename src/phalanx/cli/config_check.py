@@ -29,7 +29,7 @@ def check_layout_and_data(run: Run, ranks: int | None, *, data: bool) -> dict[st
     wrong: list[str] = []
     try:
         layout = resolve_layout(model, ranks) if ranks is not None else _resolve_on_fewest(model)
-        words = layout.in_words(run.layout.gather_blocks)
+        words = layout.in_words(run.layout)
         count = layout.world_size
         summary |= {"ranks": count, "layout": words if count == 1 else f"{count:,} ranks: {words}"}
     except PhalanxError as error:

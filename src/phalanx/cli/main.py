@@ -109,7 +109,7 @@ SUBCOMMANDS = (
         "planning",
         "Prove that a layout equals one rank.",
         (
-            "phalanx verify examples/quickstart.yaml tp=2 pp=2 microbatch=4",
+            "phalanx verify examples/quickstart.yaml tp=2 pp=2",
             "phalanx verify examples/quickstart.yaml --all 4",
             "torchrun --nproc-per-node 8 -m phalanx verify run.yaml --full --precision fp32",
         ),

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.config.schema import Layout
+
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Recompute = Literal["none", "selective", "full"]
@@ -137,14 +139,19 @@ class ResolvedLayout:
         words = [f"{name}={_write_value(value)}" for name, value in self._chosen()]
         return " ".join(words) or "one rank"
 
-    def in_words(self, gather_blocks: int = 1) -> str:
+    def in_words(self, stated: Layout) -> str:
         """Return the layout in one line with its micro-batches and, where these are not plain, its recompute and the blocks
-        that the run file gathers together."""
+        that are gathered together.
+
+        stated: what the run file says; a micro-batch that it leaves to Phalanx is marked as such.
+        """
         words = [str(self), f"microbatch={self.microbatch} x {self.accumulation}"]
+        if stated.microbatch == "auto":
+            words.append("(auto)")
         if self.recompute != "none":
             words.append(f"recompute={self.recompute}")
-        if gather_blocks != 1:
-            words.append(f"gather_blocks={gather_blocks}")
+        if stated.gather_blocks != 1:
+            words.append(f"gather_blocks={stated.gather_blocks}")
         return " ".join(words)
 
     def overrides(self) -> list[str]:

@@ -176,7 +176,7 @@ def _train_in_directory(
                 directory.event(
                     "less_memory", first_step, microbatch=now.microbatch, accumulation=now.accumulation, spared=spared
                 )
-            words = place.layout.in_words(run.layout.gather_blocks)
+            words = place.layout.in_words(run.layout)
             directory.event(
                 "resume" if first_step else "start",
                 first_step,
@@ -244,7 +244,7 @@ def _opening_lines(
     run, sizes, layout = model.run, sizes_of(model.run.model), place.layout
     positions, unit = model.positions().count, model.position_unit
     yield f"model   {sizes.in_words(run.model)}; {sizes.parameter_count(run.model):,} parameters"
-    words = layout.in_words(run.layout.gather_blocks)
+    words = layout.in_words(run.layout)
     yield f"layout  {words}; {run.layout.precision}, attention {attention.name}"
     yield f"device  {layout.world_size} x {device_name(place.device)}"
     batch = f"{layout.global_batch:,} samples"

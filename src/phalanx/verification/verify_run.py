@@ -257,7 +257,7 @@ class Verifier:
         checks = compare_records(mine, self.reference, bound, gain, model.vanishing)
         # Ranks' clocks differ, and all must return one verdict.
         seconds = from_first(time.perf_counter() - start)
-        return Verdict(str(layout), layout.in_words(run.layout.gather_blocks), str(bound), checks, seconds)
+        return Verdict(str(layout), layout.in_words(run.layout), str(bound), checks, seconds)
 
 
 def _send_choices(routing: StepRouting | None) -> Choices:

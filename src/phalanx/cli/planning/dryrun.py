@@ -112,9 +112,10 @@ def _print_reports(
     run: Run, layout: ResolvedLayout, reports: list[RankReport], per_node: int | None, compiled: bool, timeline: bool
 ) -> None:
     count, sizes = reports[0].microbatches, sizes_of(run.model)
+    each = f"{layout.microbatch}{' (auto)' if run.layout.microbatch == 'auto' else ''}"
     print_lines(
         [
-            f"{layout.world_size:,} ranks: {layout}; {count} micro-batch{'es' if count > 1 else ''} a step",
+            f"{layout.world_size:,} ranks: {layout}; {count} micro-batch{'es' if count > 1 else ''} of {each} a step",
             f"{sizes.in_words(run.model)}; {sizes.parameter_count(run.model):,} parameters",
         ]
     )
