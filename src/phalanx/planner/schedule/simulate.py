@@ -75,8 +75,10 @@ def simulate(table: ScheduleTable, times: StageTimes) -> Simulation:
     """Place every action of `table` in time, for one candidate: `times` holds arrays of [stages]."""
     program = _compile_one(table)
     costs = _action_costs(program, [times])
+    # Without the row of time zero, and of the one candidate there is.
     end = _run(program, costs)[:-1, 0]
     busy_time = costs.duration(slice(None))[:, 0]
+    # Back from the order of the program to that of the table.
     whole = np.empty((2, *table.kind.shape))
     whole[0].ravel()[program.order] = end - busy_time
     whole[1].ravel()[program.order] = end
@@ -91,6 +93,7 @@ def makespans(table: ScheduleTable, times: StageTimes) -> FloatArray:
     program = _compile_one(table)
     costs = _action_costs(program, [times])
     results = []
+    # Every action of every candidate has a time: of a million candidates that would be more than the memory.
     for lot in costs.lots(_AT_ONCE // len(program.order) + 1):
         end = _run(program, lot)
         results.append(end[program.last[0]])
@@ -117,6 +120,7 @@ def _lots(pipelines: Sequence[tuple[ScheduleTable, StageTimes]]) -> Iterator[lis
     sizes = [(table.stages_per_rank > 1, table.kind.shape[1] + table.pp) for table, _ in pipelines]
     lot: list[int] = []
     actions = candidates = 0
+    # From long to short: a lot takes as many rounds as its longest pipeline, so equally long ones waste the least.
     for place in sorted(range(len(pipelines)), key=sizes.__getitem__, reverse=True):
         table, times = pipelines[place]
         actions, candidates = actions + table.kind.size, max(candidates, _candidates(times))
@@ -168,8 +172,10 @@ def _compile(tables: Sequence[ScheduleTable]) -> _Program:
     stages = np.cumsum([0, *(table.n_stages for table in tables)]).tolist()
     actions = [_actions(*each, n) for each in zip(tables, starts[:-1], stages[:-1], strict=True)]
     rank, column, before, source, link = (np.concatenate(part) for part in zip(*actions, strict=True))
+    # The groups follow from the tables alone, whatever the times: computed once, all candidates run through them together.
     groups = list(_groups(tables, source))
     order = np.concatenate(groups)
+    # Positions in the tables become positions in that order; time zero stays behind the last.
     place = np.empty(n + 1, dtype=np.int64)
     place[order] = np.arange(n)
     place[n] = n
@@ -200,6 +206,7 @@ def _actions(table: ScheduleTable, start: int, first_stage: int, none: int) -> t
     flat = start + np.arange(table.kind.size).reshape(table.kind.shape)
     before = np.concatenate([np.full((table.pp, 1), none), flat[:, :-1]], axis=1)
     here = table.rank_of_stage[stage]
+    # Activations come from the stage before, gradients from the one behind.
     neighbour = np.clip(np.where(kind == Pass.FORWARD, stage - 1, stage + 1), 0, table.n_stages - 1)
     travels = waits & (table.rank_of_stage[neighbour] != here)
     link = np.where(travels, np.minimum(stage, neighbour), table.n_stages - 1)
@@ -217,10 +224,12 @@ def _sources(table: ScheduleTable) -> IntArray:
     ranks = table.rank_of_stage[None, :, None]
     place = positions(table)
     flat = np.where(place >= 0, ranks * table.kind.shape[1] + place, table.kind.size)
+    # Where weight gradients are computed apart, the stage before needs only the gradient of the input.
     gradient = flat[Pass.INPUT if table.split_backward else Pass.BACKWARD]
     none = np.full((1, table.microbatches), table.kind.size)
     forward = np.concatenate([none, flat[Pass.FORWARD][:-1]])
     backward = np.concatenate([gradient[1:], none])
+    # Weight gradients need only what their own rank has computed before.
     nothing = np.full_like(backward, table.kind.size)
     of_kind = np.stack([forward, backward, backward, nothing])
     return np.asarray(of_kind[table.kind, table.stage, table.microbatch])
@@ -238,6 +247,7 @@ def _groups(tables: Sequence[ScheduleTable], waits_for: IntArray) -> Iterator[In
     waiting = np.insert(waits_for, ends, never)
     coming = ends - each + np.arange(len(each))
     while left:
+        # The next action of each rank, if the action that it waits for is in an earlier group.
         ready = np.flatnonzero(done.take(waiting.take(coming)))
         assert len(ready), f"{', '.join({t.schedule for t in tables})}: ranks wait for each other for ever"
         # Rows are shorter by one without that column.
@@ -290,6 +300,7 @@ def _stage_costs(table: ScheduleTable, times: StageTimes) -> tuple[FloatArray, F
     weight = np.atleast_2d(0.0 if times.weight is None else times.weight)
     shape = (_candidates(times), table.n_stages)
     apart = np.broadcast_to(weight, shape).copy()
+    # Nobody needs the gradient of the first stage's input, so PyTorch computes all of its backward pass with the weights'.
     apart[:, 0] = backward[:, 0]
     compute = [np.broadcast_to(part, shape) for part in (forward, backward, backward - apart, apart)]
     links = np.zeros(shape)
@@ -310,11 +321,14 @@ def _run(program: _Program, costs: _Costs) -> FloatArray:
     in_advance = program.tables[0].stages_per_rank > 1
     for first, stop in pairwise(program.bounds):
         group = slice(first, stop)
+        # An action begins when its rank has ended the one before and the neighbour's result is there.
         mine, theirs = end.take(program.before[group], axis=0), end.take(program.source[group], axis=0)
         if waits and in_advance:
+            # The receive was posted long ago: the transfer began as soon as the neighbour was done.
             theirs += costs.transfer.take(program.link[group], axis=0)
         np.maximum(mine, theirs, out=mine)
         if waits and not in_advance:
+            # The transfer begins when both are ready, and its time is lost to the receiver.
             mine += costs.transfer.take(program.link[group], axis=0)
         np.add(mine, costs.duration(group), out=end[group])
     return end
