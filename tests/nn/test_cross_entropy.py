@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from phalanx.config.layers import NormConfig
 from phalanx.nn.cross_entropy import IGNORED, linear_cross_entropy
+from phalanx.nn.vocabulary import OutputHead
 
 N, D, V = 23, 8, 31
 
@@ -71,3 +73,18 @@ def test_bfloat16_activations_with_a_float32_weight_sum_in_float32() -> None:
     assert weight.grad is not None and weight.grad.dtype == torch.float32
     expected = reference(low.detach().float(), weight.detach().bfloat16().float(), targets, 0.0)
     torch.testing.assert_close(result.total.detach(), expected, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_scores_of_each_target_are_those_of_its_logits(softcap: float | None) -> None:
+    hidden, weight, targets = inputs()
+    norm = NormConfig(width=D, kind="rmsnorm", eps=1e-6, bias=False)
+    head = OutputHead(V, norm, chunk_tokens=4, z_loss=0.0, owns_weight=False, softcap=softcap).double()
+    torch.nn.init.ones_(head.norm.weight)
+    nats, likeliest = head(hidden[None], targets[None], weight, apart=True)
+    logits = head.logits(hidden[None], weight)[0].detach()
+    kept = targets != IGNORED
+    expected = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+    torch.testing.assert_close(nats[0], expected)
+    assert likeliest[0][kept].tolist() == logits.argmax(-1)[kept].tolist()
+    assert not likeliest[0][~kept].any()

@@ -420,3 +420,41 @@ def test_the_legend_shows_curves_as_they_are_drawn() -> None:
     style = read_template("page.css")
     widths = {name: float(width) for name, width in re.findall(r"^\.curve(\S*) \{ stroke-width: ([\d.]+)", style, re.M)}
     assert widths[".faint"] < widths[""] and not re.search(r"\.legend \.curve", style)
+
+
+def task_event(step: int, accuracy: float, at: float, *damaged: object) -> dict[str, Any]:
+    """An evaluation on five tasks, of which the first is right with `accuracy`."""
+    names = ("<b>first</b>", "second", "third", "fourth", "fifth")
+    tasks = [
+        {
+            "task": name,
+            "kind": "multiple_choice",
+            "shots": number,
+            "questions": 1200,
+            "accuracy": accuracy if number == 0 else 0.5,
+            "accuracy_sum": 0.25,
+            "accuracy_per_character": None,
+            "perplexity": 12.5,
+        }
+        for number, name in enumerate(names)
+    ]
+    return event("tasks", step, at, mean_accuracy=(accuracy + 2.0) / 5, tasks=[*tasks, *damaged])
+
+
+def test_scores_on_tasks_are_a_table_and_a_curve(tmp_path: Path) -> None:
+    damage = [7, {"task": "odd"}, {"task": "odd", "shots": 0, "questions": 1, "accuracy": "high"}]
+    evaluated = [task_event(10, 0.0, 6), task_event(40, 1.0, 114, *damage)]
+    page = _page(write_run(tmp_path, events=[*EVENTS, *evaluated, event("tasks", 20, 8, tasks="lost")]))
+    section = Page(page.html.split('id="tasks"')[1].split("</h2>")[1].split("</section>")[0])
+    heads, cells = ([cell.text for cell in section.all(tag)] for tag in ("th", "td"))
+    assert heads == ["task", "examples", "questions", "accuracy", "at first", "by sum", "by character", "perplexity"]
+    assert cells[:8] == ["<b>first</b>", "0", "1,200", "100.00%", "0.00 %", "25.00%", "", "12.50"]
+    assert len(cells) == 5 * len(heads)
+    assert "2 more tasks stand in the table." in page.text
+    assert _readout(page)["columns"]["tasks.mean"][-1] == "0.6000"
+    assert len(page.paths("tasks", "dots")) == 3 * 4
+
+
+def test_a_run_without_tasks_says_nothing_of_them(tmp_path: Path) -> None:
+    page = _page(write_run(tmp_path))
+    assert "In-context" not in page.text

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from families.language.evaluation.test_in_context import ANSWERS, CHOICES, SCHEMA, TEXTS, write
+from phalanx.families.language.evaluation.icl_tasks import load_tasks
+from phalanx.families.language.evaluation.in_context import score_tasks
+from phalanx.families.language.evaluation.load_weights import load_for_inference
 from phalanx_processes import train
 from token_data import write_run_file, write_token_folder
 
@@ -39,14 +46,44 @@ def curve(run_file: Path, run_dir: Path, steps: int, ranks: int, *words: str) ->
     return train(run_file, run_dir, steps, ranks, *COMMON, *words).steps
 
 
+def asked_tasks(folder: Path) -> list[Path]:
+    """A file of each kind of task."""
+    kinds = {"choices": CHOICES, "schema": SCHEMA, "texts": TEXTS, "answers": ANSWERS}
+    return [write(folder / f"{name}.jsonl", rows) for name, rows in kinds.items()]
+
+
+def task_scores(run_dir: Path) -> dict[int, list[dict[str, Any]]]:
+    """The scores of each evaluation on tasks, by step."""
+    events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
+    return {event["step"]: event["tasks"] for event in events if event["kind"] == "tasks"}
+
+
+def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """The same names, and figures that are apart by rounding at most."""
+    for one, other in zip(found, expected, strict=True):
+        figures = [{name: x for name, x in scores.items() if isinstance(x, int | float)} for scores in (one, other)]
+        assert (one["task"], one["kind"]) == (other["task"], other["kind"])
+        assert figures[0] == pytest.approx(figures[1], rel=1e-4)
+
+
 def test_a_run_goes_through_layouts_as_if_nothing_had_happened(run_file: Path) -> None:
-    straight = curve(run_file, run_file.parent / "straight", STEPS * len(LAYOUTS), 1)
+    files = asked_tasks(run_file.parent)
+    asked = (f"evaluation.tasks.files=[{', '.join(map(str, files))}]", f"evaluation.tasks.every={STEPS}")
+    straight = curve(run_file, run_file.parent / "straight", STEPS * len(LAYOUTS), 1, *asked)
     run_dir = run_file.parent / "matrix"
     for number, (ranks, *words) in enumerate(LAYOUTS, 1):
-        found = curve(run_file, run_dir, STEPS * number, ranks, *words)
+        found = curve(run_file, run_dir, STEPS * number, ranks, *words, *asked)
     for (loss, norm), (expected_loss, expected_norm) in zip(found, straight, strict=True):
         assert loss == pytest.approx(expected_loss, abs=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
+    # Tasks are scored where the run has come to, by all of its ranks; and as by one that loads the checkpoint.
+    scored = task_scores(run_dir)
+    assert list(scored) == [STEPS * number for number in range(1, len(LAYOUTS) + 1)]
+    for step, expected in task_scores(run_file.parent / "straight").items():
+        assert_close(scored[step], expected)
+    loaded = load_for_inference(run_dir, torch.device("cpu"))
+    alone = [score.as_dict() for score in score_tasks(loaded, load_tasks(files))]
+    assert_close(scored[max(scored)], alone)
 
 
 def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
+from phalanx.training.inputs import Finding
 from phalanx.training.logs import ConsoleSink, TensorBoardSink, format_duration, open_sinks
 from phalanx.training.metrics import StepMetrics
 from phalanx.training.start import train
@@ -102,11 +103,15 @@ def test_durations() -> None:
 def test_tensorboard_files_hold_the_loss(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path, first_step=0)
     sink.step(metrics())
+    finding = Finding("tasks", {"mean_accuracy": 0.5, "tasks": []}, "", {"one 0-shot": 0.25})
+    sink.scores(7, finding.curves)
     sink.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
 
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(7, 3.25)]
+    assert [(e.step, e.value) for e in events.Scalars("tasks/mean_accuracy")] == [(7, 0.5)]
+    assert [(e.step, e.value) for e in events.Scalars("tasks/one 0-shot")] == [(7, 0.25)]
     assert "train/memory_now_gib" not in events.Tags()["scalars"]
 
 

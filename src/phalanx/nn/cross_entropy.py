@@ -20,6 +20,9 @@ from phalanx.torch_compat import common as compat
 ChunkLoss = Callable[[Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 """The signature of `chunk_loss`."""
 
+TokenScores = Callable[[Tensor, Tensor], Tensor]
+"""The signature of `token_scores`."""
+
 IGNORED = -100
 """Target value that takes no part in the loss."""
 
@@ -96,6 +99,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (scale,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
         return (grad_hidden * scale).to(grad_hidden.dtype), grad_weight * scale, None, None, None, None, None
+
+
+def token_scores(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Return each target's loss in nats and the likeliest token under its logits, float64 [2, N]; every target counts."""
+    # In float64: of many candidates some lie closer together than the rounding of a sum.
+    wide = logits_NV.double()
+    nats_N = torch.logsumexp(wide, dim=-1) - wide.gather(1, targets_N[:, None]).squeeze(1)
+    return torch.stack((nats_N, wide.argmax(-1).double()))
 
 
 def _capped_chunk_loss(

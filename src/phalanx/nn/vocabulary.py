@@ -8,7 +8,15 @@ from torch import Tensor, nn
 
 from phalanx.config.layers import NormConfig
 from phalanx.counter_random import CounterDropout, DropoutContext
-from phalanx.nn.cross_entropy import ChunkLoss, LossSum, chunk_loss, linear_cross_entropy
+from phalanx.nn.cross_entropy import (
+    IGNORED,
+    ChunkLoss,
+    LossSum,
+    TokenScores,
+    chunk_loss,
+    linear_cross_entropy,
+    token_scores,
+)
 from phalanx.nn.layers import build_norm, soft_cap
 
 
@@ -88,11 +96,20 @@ class OutputHead(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.z_loss = z_loss
         self.softcap = softcap
-        # An attribute, so that a compiled or a vocabulary-parallel form can take its place.
+        # Attributes, so that compiled or vocabulary-parallel forms can take their places.
         self.loss_kernel: ChunkLoss = chunk_loss
+        self.score_kernel: TokenScores = token_scores
 
-    def forward(self, x_BSD: Tensor, targets_BS: Tensor, tied_weight_VD: Tensor | None = None) -> LossSum:
-        """Return summed loss of the targets, [B, S] int64, under the logits of [B, S, D]; z-loss only in training mode."""
+    def forward(
+        self, x_BSD: Tensor, targets_BS: Tensor, tied_weight_VD: Tensor | None = None, *, apart: bool = False
+    ) -> LossSum | Tensor:
+        """Return summed loss of the targets, [B, S] int64, under the logits of [B, S, D]; z-loss only in training mode.
+
+        apart: return the scores of each target instead, see `score_targets`.
+        """
+        # Here too: sharded parameters are gathered for a call of the module, not for one of another method.
+        if apart:
+            return self.score_targets(x_BSD, targets_BS, tied_weight_VD)
         return linear_cross_entropy(
             self.norm(x_BSD).flatten(0, 1),
             self._weight(tied_weight_VD),
@@ -103,6 +120,25 @@ class OutputHead(nn.Module):
             softcap=self.softcap,
             kernel=self.loss_kernel,
         )
+
+    @torch.no_grad()
+    def score_targets(self, x_BSD: Tensor, targets_BS: Tensor, tied_weight_VD: Tensor | None = None) -> Tensor:
+        """Return what `token_scores` gives of each target, float64 [2, B, S]; 0 where there is none."""
+        kept_N = targets_BS.flatten() != IGNORED
+        # Few positions have a target: logits of the others are not computed.
+        hidden_ND, targets_N = self.norm(x_BSD).flatten(0, 1)[kept_N], targets_BS.flatten()[kept_N]
+        weight = self._weight(tied_weight_VD).to(hidden_ND.dtype)
+        scores_2N = torch.zeros((2, len(kept_N)), dtype=torch.float64, device=x_BSD.device)
+        found = []
+        for start in range(0, len(hidden_ND), self.chunk_tokens):
+            rows = slice(start, start + self.chunk_tokens)
+            logits = hidden_ND[rows] @ weight.T
+            logits = logits if self.softcap is None else soft_cap(logits, self.softcap)
+            found.append(self.score_kernel(logits, targets_N[rows]))
+        if found:
+            scores_2N[:, kept_N] = torch.cat(found, dim=1)
+        scores: Tensor = scores_2N.unflatten(1, targets_BS.shape)
+        return scores
 
     def logits(self, x_BSD: Tensor, tied_weight_VD: Tensor | None = None) -> Tensor:
         """Return logits [B, S, V] in the activation format."""

@@ -11,9 +11,12 @@ from phalanx.report.drawing import Scale
 from phalanx.report.formatting import format_count, format_duration, format_number
 from phalanx.report.interactive_chart import AXES, Chart, Marks, Positions, Series, reduce_points
 from phalanx.report.run_log import FloatArray, RunLog
+from phalanx.report.task_scores import accuracy_by_task
 
 MOST_DOTS = 60
 """Evaluations that are drawn with a dot each."""
+MOST_TASKS = 3
+"""In-context tasks that have curves of their own."""
 SHORT_CURVE = 10
 """Points of a curve of which no average is worth drawing."""
 
@@ -38,6 +41,7 @@ def chart_run(log: RunLog) -> RunCharts:
     charts = [
         _chart_loss(log, positions),
         _chart_skill(log, positions),
+        _chart_tasks(log, positions),
         _chart_learning_rate(log, positions),
         _chart_gradient_norm(log, positions),
         _chart_throughput(log, positions),
@@ -156,6 +160,25 @@ def _chart_skill(log: RunLog, positions: Positions) -> Chart | None:
         "negative where these are better."
     )
     return Chart("skill", "Forecast skill", "", explanation, tuple(series), scales=("linear",))
+
+
+def _chart_tasks(log: RunLog, positions: Positions) -> Chart | None:
+    """Chart the accuracy on in-context tasks: their mean, and each of the first ones."""
+    evaluated = accuracy_by_task(log)
+    if not evaluated:
+        return None
+    at = positions.at_steps(np.asarray(list(evaluated), dtype=np.float64))
+    means = np.asarray([float(np.mean(list(tasks.values()))) for tasks in evaluated.values()])
+    series = [_make_series("mean", "mean of all", 1, at, means, "dotted")]
+    names = list(dict.fromkeys(name for tasks in evaluated.values() for name in tasks))
+    for number, name in enumerate(names[:MOST_TASKS]):
+        values = np.asarray([tasks.get(name, math.nan) for tasks in evaluated.values()])
+        series.append(_make_series(f"task-{number}", name, number + 2, at, values, "dotted"))
+    others = len(names) - MOST_TASKS
+    explanation = "Share of questions answered right." + (
+        f" {others:,} more tasks stand in the table." if others > 0 else ""
+    )
+    return Chart("tasks", "In-context accuracy", "", explanation, tuple(series), scales=("linear",), from_zero=True)
 
 
 def _chart_learning_rate(log: RunLog, positions: Positions) -> Chart:

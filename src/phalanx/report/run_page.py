@@ -36,6 +36,7 @@ from phalanx.report.page import Tile, read_template, render_page, write_script_j
 from phalanx.report.run_charts import chart_run, format_value, read_out
 from phalanx.report.run_log import Event, RunLog, Summary, summarise_run
 from phalanx.report.table import Column
+from phalanx.report.task_scores import TASK_COLUMNS, describe_tasks
 
 Item = TypeVar("Item")
 
@@ -50,7 +51,7 @@ LONGEST_CONFIG = 100_000
 _CONVENTIONS = {"causal": "causal half of attention", "palm": "PaLM, attention not halved"}
 _COUNTED = {"weather": "attention sees all pairs", "materials": "of a structure of mean size"}
 """FLOPs convention of the families for which `training.flops` makes no difference."""
-_ROUTINE = ("checkpoint", "evaluation")
+_ROUTINE = ("checkpoint", "evaluation", "tasks")
 _MACHINE_LABELS = {
     "device": "Device",
     "device_type": "Device type",
@@ -105,6 +106,8 @@ def render_run(log: RunLog) -> str:
         *(["figures.css"] if experts else []),
         experts=experts,
         layer_columns=LAYER_COLUMNS,
+        tasks=describe_tasks(log),
+        task_columns=TASK_COLUMNS,
         name=log.run_dir.resolve().name,
         headline=", ".join(headline),
         state={"name": "finished", "label": "Finished"} if summary.finished else {"name": "unfinished", "label": label},
@@ -379,9 +382,11 @@ def pick_events(log: RunLog) -> EventTable:
 
 
 def _describe_event(event: Event) -> str:
+    # Scores of each task stand in a table of their own.
+    fields = {name: value for name, value in event.fields.items() if (event.kind, name) != ("tasks", "tasks")}
     parts = (
         _format_plain(value) if name in ("text", "message") else f"{name.replace('_', ' ')} {_format_plain(value)}"
-        for name, value in event.fields.items()
+        for name, value in fields.items()
     )
     return _clip(" · ".join(parts))
 

@@ -34,6 +34,14 @@ class Finding:
     """Fields of the event, ready for JSON."""
     words: str
     """The result in words."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Scores of parts of the evaluation by name, for trackers, beside the numbers among the fields."""
+
+    @property
+    def curves(self) -> dict[str, float]:
+        """Return every number by the name that trackers draw it under."""
+        plain = {name: value for name, value in self.fields.items() if type(value) in (int, float)}
+        return {f"{self.kind}/{name}": float(value) for name, value in {**plain, **self.parts}.items()}
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,15 @@ class Evaluator(Protocol):
 
     def evaluate(self, executor: Executor) -> list[Finding]:
         """Return what the present parameters give. Every rank calls it."""
+
+
+@dataclass(frozen=True)
+class ScheduledEvaluator:
+    """An evaluator with an interval of its own."""
+
+    every: int | None
+    """Steps between evaluations; None evaluates after the last step only."""
+    evaluator: Evaluator
 
 
 class Verifiable(Protocol):
@@ -72,6 +89,8 @@ class Inputs:
     """Facts of the data for every checkpoint, as JSON values."""
     in_words: str = ""
     """Amount of training data, for a person."""
+    others: tuple[ScheduledEvaluator, ...] = ()
+    """Evaluators beside `evaluator`, which `evaluation.every` calls."""
 
     def write(self, run_dir: Path) -> None:
         """Put beside the run what using the model will need of its data; by default nothing."""

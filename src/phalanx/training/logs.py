@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import re
 import sys
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.files import write_atomically
 from phalanx.printable import plain_console, write_stderr
+from phalanx.training.inputs import Finding
 from phalanx.training.metrics import StepMetrics
 from phalanx.training.run_dir import RunDirectory
 
@@ -34,6 +36,9 @@ class Sink:
 
     def step(self, metrics: StepMetrics) -> None:
         """Take one step's metrics."""
+
+    def scores(self, step: int, curves: Mapping[str, float]) -> None:
+        """Take the scores of an evaluation after `step`, by name; by default not."""
 
     def note(self, text: str) -> None:
         """Take one line about something that is no step; by default not, since notes are for people at a terminal."""
@@ -68,6 +73,13 @@ class RunLog:
         """Write one line to events.jsonl."""
         if self._sinks:
             self._directory.event(kind, step, **fields)
+
+    def log_finding(self, step: int, finding: Finding) -> None:
+        """Log what an evaluation after `step` found, and hand its scores to the trackers."""
+        self.event(finding.kind, step, **finding.fields)
+        self.note(finding.words if finding.kind == "sample" else f"step {step}  {finding.words}")
+        for sink in self._sinks:
+            sink.scores(step, finding.curves)
 
     def note(self, text: str) -> None:
         """Print one line."""
@@ -172,19 +184,33 @@ class TensorBoardSink(Sink):
 
     def step(self, metrics: StepMetrics) -> None:
         """Write every number of the step."""
-        if self._failed:
-            return
-        try:
-            for name, value in metrics.numbers().items():
-                self._writer.add_scalar(f"train/{name}", value, metrics.step)
+        with self._until_full(metrics.step):
+            self._add_scalars(metrics.step, {f"train/{name}": value for name, value in metrics.numbers().items()})
             self._write_loads(metrics)
+
+    def scores(self, step: int, curves: Mapping[str, float]) -> None:
+        """Write the scores of an evaluation."""
+        with self._until_full(step):
+            self._add_scalars(step, curves)
+
+    def _add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if not self._failed:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+
+    @contextlib.contextmanager
+    def _until_full(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             # A full disk ends TensorBoard's writer for good; metrics.jsonl has all of it, and training is worth more.
             self._failed = True
-            write_stderr(f"warning: TensorBoard files end at step {metrics.step}: {error.strerror}")
+            write_stderr(f"warning: TensorBoard files end at step {step}: {error.strerror}")
 
     def _write_loads(self, metrics: StepMetrics) -> None:
         """Write the load of each expert, as a curve each where there are few enough, else as a histogram a layer."""
+        if self._failed:
+            return
         curves = sum(len(use.load) for use in metrics.experts) <= MOST_LOAD_CURVES
         for use in metrics.experts:
             name = f"train/experts/layer_{use.layer}/load"
@@ -220,6 +246,11 @@ class WandbSink(Sink):
         """Log the step."""
         self._run.log(metrics.numbers(), step=metrics.step)
 
+    def scores(self, step: int, curves: Mapping[str, float]) -> None:
+        """Log the scores of an evaluation, beside the figures of the step before it."""
+        if curves:
+            self._run.log(dict(curves), step=step)
+
     def close(self) -> None:
         """Finish the W&B run."""
         self._run.finish()
@@ -240,6 +271,13 @@ class MlflowSink(Sink):
     def step(self, metrics: StepMetrics) -> None:
         """Log the step's numbers."""
         self._mlflow.log_metrics({k: float(v) for k, v in metrics.numbers().items()}, step=metrics.step)
+
+    def scores(self, step: int, curves: Mapping[str, float]) -> None:
+        """Log the scores of an evaluation."""
+        # MLflow refuses other characters, which the name of a task may have.
+        named = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in curves.items()}
+        if named:
+            self._mlflow.log_metrics(named, step=step)
 
     def close(self) -> None:
         """Finish the MLflow run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -27,7 +27,7 @@ from phalanx.remote_files import StoreUnavailable
 from phalanx.training.callbacks import CallbackList, TrainingContext
 from phalanx.training.checkpointing import Restored, collect_state, load_newest
 from phalanx.training.dead_experts import DeadExperts
-from phalanx.training.inputs import Inputs, TrainableModel
+from phalanx.training.inputs import Inputs, ScheduledEvaluator, TrainableModel
 from phalanx.training.logs import RunLog, format_duration
 from phalanx.training.metrics import RankTimes, StepMeter, StepMetrics
 from phalanx.training.run_dir import SAVE_EVENT, RunDirectory
@@ -139,7 +139,7 @@ class Trainer:
                 self._stop_if_asked()
                 if not self.launched and step < self.until:
                     self._save_and_evaluate(step)
-            self._evaluate()
+            self._evaluate(self._evaluators())
             # Asked on the first rank for all: another host's view of a shared file system may lag behind.
             if RankGroup.default().from_first(self.parts.directory.is_gone):
                 self._end_without_directory()
@@ -221,7 +221,7 @@ class Trainer:
         looked_at = (
             step == self.until
             or _is_due(step, self.run.checkpoint.every)
-            or _is_due(step, self.run.evaluation.every)
+            or bool(self._due_evaluators(step))
             or _is_due(step, self.run.safeguards.compare_replicas)
             or any(self.parts.callbacks.call_each("needs_finished", lambda callback: callback.needs_finished(step)))
         )
@@ -334,16 +334,21 @@ class Trainer:
         if self.checkpoint_waits and not self.guard.skipped:
             self.stall = self.checkpointer.save(self.step)
             self.checkpoint_waits = False
-        if _is_due(step, self.run.evaluation.every):
-            self._evaluate()
+        self._evaluate(self._due_evaluators(step))
 
-    def _evaluate(self) -> None:
-        with self.heartbeat.during("evaluate"):
-            findings = self.parts.inputs.evaluator.evaluate(self.parts.step.executor)
-        for finding in findings:
-            self.parts.log.event(finding.kind, self.step, **finding.fields)
-            is_score = finding.kind == "evaluation"
-            self.parts.log.note(f"step {self.step}  {finding.words}" if is_score else finding.words)
+    def _evaluators(self) -> list[ScheduledEvaluator]:
+        inputs = self.parts.inputs
+        return [ScheduledEvaluator(self.run.evaluation.every, inputs.evaluator), *inputs.others]
+
+    def _due_evaluators(self, step: int) -> list[ScheduledEvaluator]:
+        return [one for one in self._evaluators() if _is_due(step, one.every)]
+
+    def _evaluate(self, evaluators: Sequence[ScheduledEvaluator]) -> None:
+        for one in evaluators:
+            with self.heartbeat.during("evaluate"):
+                findings = one.evaluator.evaluate(self.parts.step.executor)
+            for finding in findings:
+                self.parts.log.log_finding(self.step, finding)
 
     def _stop_if_asked(self) -> None:
         """End the run in good order where any rank was asked to stop. Raises Interrupted, on all ranks."""

@@ -11,22 +11,12 @@ from phalanx.cli.ranks import start_ranks, words_without_nproc
 from phalanx.errors import ConfigError
 from phalanx.families.language.evaluation.held_out import Scores, Sharing, score_model
 from phalanx.families.language.evaluation.icl_tasks import load_tasks
-from phalanx.families.language.evaluation.in_context import TaskScore, score_tasks
+from phalanx.families.language.evaluation.in_context import score_tasks
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
 from phalanx.hardware.device import choose_device
 from phalanx.layout.mesh import join_process_group, leave_process_group, ranks_from_environment
 from phalanx.nn.precision import find_number_format
-from phalanx.report.table import Column
-
-_COLUMNS: tuple[Column[TaskScore], ...] = (
-    Column("task", lambda score: score.task, align="left"),
-    Column("examples", lambda score: score.shots),
-    Column("questions", lambda score: f"{score.questions:,}"),
-    Column("accuracy", lambda score: _share(score.accuracy)),
-    Column("by sum", lambda score: _share(score.accuracy_sum), gives_way=1),
-    Column("by character", lambda score: _share(score.accuracy_per_character), gives_way=1),
-    Column("perplexity", lambda score: "" if score.perplexity is None else f"{score.perplexity:.4g}", gives_way=2),
-)
+from phalanx.report.task_scores import SCORE_COLUMNS
 
 
 def run_evaluate(asked: EvaluateArguments) -> None:
@@ -122,8 +112,4 @@ def _run_tasks(asked: EvaluateArguments) -> None:
         print_json({"checkpoint": str(loaded.where), "step": loaded.step, "tasks": tables, "seconds": seconds})
         return
     print_lines([f"{loaded.where} on {len(scores)} tasks"])
-    print_table(_COLUMNS, scores)
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{100.0 * value:.2f}%"
+    print_table(SCORE_COLUMNS, scores)

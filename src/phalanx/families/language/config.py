@@ -16,7 +16,7 @@ from phalanx.config.families import Family
 from phalanx.config.model import LanguageModel
 from phalanx.config.problems import Problem
 from phalanx.config.schema import Evaluation, Run
-from phalanx.config.section import PathText, Positions, Section, Words
+from phalanx.config.section import NonNegativeInt, PathText, Positions, PositiveInt, Section, Words
 from phalanx.errors import ConfigError
 
 
@@ -52,13 +52,28 @@ class Data(Section):
     """Whether checksums of all training data are compared in the background as training begins."""
 
 
+class TaskEvaluation(Section):
+    """Scores on in-context tasks during training, in whatever layout the run has."""
+
+    files: Annotated[list[PathText], Field(min_length=1), Words("a list of at least one path")]
+    """Task files (.jsonl, .jsonl.gz) and lists of tasks (.yaml) as LLM Foundry writes them."""
+    every: PositiveInt | None = None
+    """Steps between evaluations on tasks; null evaluates after the last step only."""
+    shots: NonNegativeInt | None = None
+    """Examples in front of each question; null takes what a list says, and 0 for a file alone."""
+    questions: PositiveInt | None = 256
+    """Questions of each task that are asked, from the first; null asks all."""
+
+
 class TextEvaluation(Evaluation):
-    """Held-out loss and sample text during training."""
+    """Held-out loss, scores on tasks and sample text during training."""
 
     prompt: str | None = None
     """Text the model continues after each evaluation, in a run of one rank whose data has a tokenizer."""
     prompt_tokens: Positions = 64
     """Tokens it may write."""
+    tasks: TaskEvaluation | None = None
+    """In-context tasks to score; null scores none."""
 
 
 class LanguageRun(Run):

@@ -160,6 +160,11 @@ class Decoder(nn.Module):
         loss: LossSum = self.head(x_BSD, targets_BS, self._tied_weight())
         return loss
 
+    def score_targets(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+        """Return each target's loss and the likeliest token, float64 [2, B, S], of activations behind the last block."""
+        scores: Tensor = self.head(x_BSD, targets_BS, self._tied_weight(), apart=True)
+        return scores
+
     @torch.no_grad()
     def logits(
         self, tokens_BS: Tensor, caches: list[KeyValueCache] | None = None, *, last_only: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from phalanx.families.language.data.token_batches import SampleReader, TokenBatc
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.language.evaluation.generation import generate_tokens
 from phalanx.families.language.evaluation.held_out import HeldOut, Sharing, score_split, spread_samples
+from phalanx.families.language.evaluation.layout_scores import TaskEvaluator, load_run_tasks
 from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
 from phalanx.families.language.huggingface.folder_files import (
     TOKENIZER,
@@ -28,7 +30,16 @@ from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.remote_files import is_kept_elsewhere, local_path
 from phalanx.report.formatting import shorten_blank_lines
-from phalanx.training.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
+from phalanx.training.inputs import (
+    ExpectedEvaluation,
+    Finding,
+    Inputs,
+    ScheduledEvaluator,
+    TrainableModel,
+    Verification,
+)
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,7 @@ class LanguageInputs(TrainableModel):
         """See `TrainableModel`."""
         run = self.run
         training, reader = _open_training(run)
+        tasks = load_run_tasks(run)
         stream = TokenBatchStream(
             reader,
             global_batch=layout.global_batch,
@@ -84,6 +96,12 @@ class LanguageInputs(TrainableModel):
             token_bytes_V=None if tokenizer is None else tokenizer.byte_counts(run.model.vocab_size),
             device=device,
         )
+        others: list[ScheduledEvaluator] = []
+        if run.evaluation.tasks is not None:
+            scorer = TaskEvaluator(
+                run.evaluation.tasks, tasks, _require_tokenizer(tokenizer, training), run.data.sequence_length, device
+            )
+            others.append(ScheduledEvaluator(run.evaluation.tasks.every, scorer))
         near = [source for source in training if not is_kept_elsewhere(source.path)]
         verification = Verification(near if run.data.verify and first else [])
         saved = {"special_tokens": files.special.as_config()}
@@ -93,6 +111,7 @@ class LanguageInputs(TrainableModel):
             verification,
             saved,
             _in_words(training),
+            tuple(others),
             tokenizer=files,
             max_positions=run.model.max_positions,
         )
@@ -101,6 +120,8 @@ class LanguageInputs(TrainableModel):
         """See `TrainableModel`."""
         run = self.run
         training, _ = _open_training(run)
+        if load_run_tasks(run):
+            _require_tokenizer(_tokenizer_files(training).files, training)
         return _in_words(training)
 
     def expected_evaluation(self) -> ExpectedEvaluation | None:
@@ -127,6 +148,16 @@ def _open_training(run: LanguageRun) -> tuple[list[TokenSource], SampleReader]:
     reader.require_vocabulary(run.model.vocab_size)
     check_same_tokenizer(run)
     return training, reader
+
+
+def _require_tokenizer(found: Found | None, training: list[TokenSource]) -> Found:
+    """Return `found`, which a source's tokenizer gave. Raises ConfigError where none has any, as tasks need one."""
+    if not found:
+        paths = " and ".join(str(source.path) for source in training)
+        raise ConfigError(
+            f"evaluation.tasks needs a tokenizer, and {paths} came without one; leave evaluation.tasks out"
+        )
+    return found
 
 
 def _in_words(training: list[TokenSource]) -> str:

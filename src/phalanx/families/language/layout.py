@@ -21,6 +21,9 @@ from phalanx.nn.experts import OTHER_FIGURES, ExpertNetworks, MixtureOfExperts, 
 from phalanx.nn.splits import ModelChunk
 from phalanx.torch_compat import common as compat
 
+EACH_TARGET = "each_target"
+"""Name of an input that asks a stage for the scores of each target; its value does not matter."""
+
 
 class LanguageStage(Stage):
     """Token ids in, hidden activations between stages, the summed loss of the next tokens out."""
@@ -34,7 +37,11 @@ class LanguageStage(Stage):
     def forward(
         self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Tensor
     ) -> Tensor:
-        """See `Stage`. x: token ids [B, S] in the first stage. inputs: targets_BS and, at will, document_ids_BS."""
+        """See `Stage`. x: token ids [B, S] in the first stage.
+
+        inputs: targets_BS and, at will, document_ids_BS. With one named `EACH_TARGET` the last stage returns the scores
+        of each target instead of the loss, float64 [2, B, S] of whole samples (`nn.cross_entropy.token_scores`).
+        """
         targets_BS = inputs["targets_BS"]
         positions = self.share.positions(targets_BS.shape[1], x.device)
         # Ranks of `cp` read whole samples, so that the order of data is that of any layout, and take their positions.
@@ -54,7 +61,16 @@ class LanguageStage(Stage):
         if not self.part.part.last:
             return hidden
         targets = targets_BS if whole else targets_BS[:, positions.tokens_S]
+        if EACH_TARGET in inputs:
+            scores = self.part.score_targets(hidden, targets)
+            return scores if whole else self._join_positions(scores, positions.tokens_S, targets_BS.shape)
         return torch.stack((self.part.loss(hidden, targets).total,))
+
+    def _join_positions(self, scores_2Bs: Tensor, tokens_S: Tensor, shape: torch.Size) -> Tensor:
+        """Return the scores of whole samples, [2, B, S], of which each rank of `cp` has those at `tokens_S`."""
+        joined = scores_2Bs.new_zeros((2, *shape))
+        joined[:, :, tokens_S] = scores_2Bs
+        return compat.all_reduce(joined, self.share.cp.group_name)
 
     def example_input(self, samples: int) -> Tensor:
         """Return token ids."""

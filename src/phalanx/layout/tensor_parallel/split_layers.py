@@ -76,6 +76,7 @@ def _split_module(module: nn.Module, split: Split, tp: Axis) -> TensorSplits:
     _change_class(module.norm, GatheredNorm, tp)
     start = _own_units(module.vocab_size, tp)[0]
     module.loss_kernel = partial(vocabulary_chunk_loss, tp, start)
+    module.score_kernel = partial(vocabulary_token_scores, tp, start)
     return {} if module.weight is None else {"weight": _keep_part(module, "weight", 0, 1, tp)}
 
 
@@ -190,11 +191,7 @@ def vocabulary_chunk_loss(
     """
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     kept_N = targets_N != IGNORED
-    local_N = targets_N - start
-    mine_N = kept_N & (local_N >= 0) & (local_N < wide.shape[1])
-    # Indices of other ranks' rows would be out of bounds: they read row 0, and count for nothing.
-    safe_N = torch.where(mine_N, local_N, 0)
-    picked_N = torch.where(mine_N, wide.gather(1, safe_N[:, None]).squeeze(1), 0.0)
+    picked_N, safe_N, mine_N = _pick_own(wide, targets_N, start)
     parts = gather_values(torch.stack((torch.logsumexp(wide, dim=-1), picked_N)), tp)
     log_z_N, picked_N = torch.logsumexp(parts[:, 0], dim=0), parts[:, 1].sum(dim=0)
     total = torch.where(kept_N, log_z_N - picked_N + z_loss * log_z_N.square(), 0.0).sum()
@@ -205,3 +202,27 @@ def vocabulary_chunk_loss(
     target_NV = (vocabulary == safe_N[:, None]) & mine_N[:, None]
     grad_NV = probability_NV - target_NV.to(wide.dtype)
     return total, torch.where(kept_N[:, None], grad_NV, 0.0).to(logits_NV.dtype)
+
+
+def vocabulary_token_scores(tp: Axis, start: int, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+    """Compute what `nn.cross_entropy.token_scores` does, for logits of the vocabulary's rows from `start` on.
+
+    Ranks exchange four numbers a token: those of `vocabulary_chunk_loss`, their largest logit and its token.
+    """
+    wide = logits_NV.double()
+    picked_N, _, _ = _pick_own(wide, targets_N, start)
+    largest_N, token_N = wide.max(-1)
+    mine = torch.stack((torch.logsumexp(wide, dim=-1), picked_N, largest_N, (token_N + start).double()))
+    parts = gather_values(mine, tp)
+    nats_N = torch.logsumexp(parts[:, 0], dim=0) - parts[:, 1].sum(dim=0)
+    likeliest_N = parts[:, 3].gather(0, parts[:, 2].argmax(0, keepdim=True)).squeeze(0)
+    return torch.stack((nats_N, likeliest_N))
+
+
+def _pick_own(wide_NV: Tensor, targets_N: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the targets' logits, 0 for those of other ranks, their columns here, and which are this rank's."""
+    local_N = targets_N - start
+    mine_N = (local_N >= 0) & (local_N < wide_NV.shape[1]) & (targets_N != IGNORED)
+    # Indices of other ranks' rows would be out of bounds: they read row 0, and count for nothing.
+    safe_N = torch.where(mine_N, local_N, 0)
+    return torch.where(mine_N, wide_NV.gather(1, safe_N[:, None]).squeeze(1), 0.0), safe_N, mine_N

@@ -145,26 +145,27 @@ class Task:
         return f"{self._question(row['context'], preamble)}{self.answer_text(row, row['answer'])}"
 
 
-def load_tasks(paths: Sequence[Path], shots: int | None = None) -> list[Task]:
+def load_tasks(paths: Sequence[Path], shots: int | None = None, *, named: str = "--tasks") -> list[Task]:
     """Read task files (.jsonl, .jsonl.gz) and lists of tasks (.yaml with `icl_tasks`, as Foundry has them).
 
     shots: examples in front of each question, in place of what a list says (0 for a file alone). A file alone is of the
-    kind that its fields say, with Foundry's default delimiters. Raises ConfigError for a list or a file that is not one.
+    kind that its fields say, with Foundry's default delimiters. named: the option or field that names the paths. Raises
+    ConfigError for a list or a file that is not one.
     """
     found: list[Task] = []
     for path in paths:
         if path.suffix in (".yaml", ".yml"):
-            for settings in _read_list(path):
-                found += _open_task(settings, _find_beside(path, settings.dataset_uri), shots)
+            for settings in _read_list(path, named):
+                found += _open_task(settings, _find_beside(path, settings.dataset_uri, named), shots, named)
         else:
-            rows = _read_rows(path)
+            rows = _read_rows(path, named)
             kind = _kind_of(rows[0], path)
             settings = TaskSettings(label=path.name.split(".")[0], dataset_uri=str(path), icl_task_type=kind)
             found += _split_task(settings, rows, shots)
     return found
 
 
-def _read_list(path: Path) -> list[TaskSettings]:
+def _read_list(path: Path, named: str) -> list[TaskSettings]:
     try:
         read = yaml.safe_load(path.read_text())
         tasks = read["icl_tasks"]
@@ -173,25 +174,25 @@ def _read_list(path: Path) -> list[TaskSettings]:
                 task["num_fewshot"] = [task["num_fewshot"]]
         return [TaskSettings(**task) for task in tasks]
     except OSError as error:
-        raise ConfigError(f"--tasks {path}: {error.strerror}; give a .jsonl file or a .yaml list of tasks") from None
+        raise ConfigError(f"{named} {path}: {error.strerror}; give a .jsonl file or a .yaml list of tasks") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the task"
-        raise ConfigError(f"--tasks {path}: {where}: {first['msg']}; write it as LLM Foundry's icl_tasks") from None
+        raise ConfigError(f"{named} {path}: {where}: {first['msg']}; write it as LLM Foundry's icl_tasks") from None
     except (yaml.YAMLError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"--tasks {path} has no list `icl_tasks`; write it as LLM Foundry does") from None
+        raise ConfigError(f"{named} {path} has no list `icl_tasks`; write it as LLM Foundry does") from None
 
 
-def _find_beside(listing: Path, uri: str) -> Path:
+def _find_beside(listing: Path, uri: str, named: str) -> Path:
     # Foundry's paths are relative to the folder it is started in, which lies above the list.
     for folder in listing.resolve().parents:
         if (folder / uri).is_file():
             return folder / uri
-    raise ConfigError(f"--tasks {listing}: dataset_uri={uri} is in no folder above the list; put the file there")
+    raise ConfigError(f"{named} {listing}: dataset_uri={uri} is in no folder above the list; put the file there")
 
 
-def _open_task(settings: TaskSettings, path: Path, shots: int | None) -> list[Task]:
-    rows = _read_rows(path)
+def _open_task(settings: TaskSettings, path: Path, shots: int | None, named: str) -> list[Task]:
+    rows = _read_rows(path, named)
     missing = [name for name in _NEEDED[settings.icl_task_type] if name not in rows[0]]
     if missing:
         raise DataError(f"{path}: rows of a {settings.icl_task_type} task need {', '.join(missing)}")
@@ -208,12 +209,12 @@ def _split_task(settings: TaskSettings, rows: Sequence[Row], shots: int | None) 
     return [Task(name, settings, count, part) for count in counts for name, part in parts.items()]
 
 
-def _read_rows(path: Path) -> list[Row]:
+def _read_rows(path: Path, named: str) -> list[Row]:
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             read = [json.loads(line) for line in lines if line.strip()]
     except OSError as error:
-        raise ConfigError(f"--tasks {path}: {error.strerror or error}; give a .jsonl file of questions") from None
+        raise ConfigError(f"{named} {path}: {error.strerror or error}; give a .jsonl file of questions") from None
     except ValueError as error:
         raise DataError(f"{path}: {error}; every line must be one JSON object") from None
     if not read or not all(isinstance(row, dict) for row in read):

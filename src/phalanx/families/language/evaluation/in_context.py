@@ -12,6 +12,7 @@ import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ _SPARE_TOKENS = 10
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
 Progress = Callable[[int, int], None]
+EndOfText = Callable[[Sequence[int]], bool]
+"""Whether an answer is over, by the tokens written so far."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,20 @@ class TaskScore:
         return asdict(self)
 
 
+class CandidateScorer(Protocol):
+    """A model that scores candidates and writes answers; all ranks call it alike and get the same."""
+
+    @property
+    def positions(self) -> int:
+        """Return the most tokens of a prompt and what follows it."""
+
+    def score(self, candidates: Sequence[Candidate]) -> tuple[Tensor, Tensor]:
+        """Return each candidate's summed loss in nats, float64 [N], and whether each of its tokens is the likeliest."""
+
+    def write(self, prompts: Sequence[Sequence[int]], most: int, has_ended: EndOfText) -> list[list[int]]:
+        """Return the likeliest tokens after each prompt, at most `most`, until `has_ended` or a token ends the text."""
+
+
 def score_tasks(
     loaded: LoadedModel,
     tasks: Sequence[Task],
@@ -88,20 +105,66 @@ def score_tasks(
     """
     if loaded.tokenizer is None:
         raise ConfigError(f"{loaded.where} came without a tokenizer; give one with --tokenizer")
+    scorer = WholeModelScorer(loaded.model, loaded.tokenizer.special.end, sharing)
+    return score_tasks_with(scorer, loaded.tokenizer, tasks, questions=questions, progress=progress)
+
+
+def score_tasks_with(
+    scorer: CandidateScorer,
+    tokenizer: TextTokenizer,
+    tasks: Sequence[Task],
+    *,
+    questions: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> list[TaskScore]:
+    """Return the scores that `scorer` gets on each task, in order; see `score_tasks`."""
     scores = []
     for done, task in enumerate(tasks):
         score = _score_generation if task.kind == "generation_task_with_answers" else _score_candidates
-        scores.append(score(loaded.model, loaded.tokenizer, task, task.prompts(questions), sharing))
+        scores.append(score(scorer, tokenizer, task, task.prompts(questions)))
         progress(done + 1, len(tasks))
     return scores
 
 
+@dataclass(frozen=True)
+class WholeModelScorer:
+    """A model that every rank holds whole: batches, or prompts, are shared among ranks."""
+
+    model: Decoder
+    ends: tuple[int, ...]
+    """Tokens that end a text."""
+    sharing: Sharing = WHOLE
+
+    @property
+    def positions(self) -> int:
+        """See `CandidateScorer`."""
+        return self.model.config.max_positions
+
+    def score(self, candidates: Sequence[Candidate]) -> tuple[Tensor, Tensor]:
+        """See `CandidateScorer`."""
+        return score_candidates(self.model, candidates, sharing=self.sharing)
+
+    def write(self, prompts: Sequence[Sequence[int]], most: int, has_ended: EndOfText) -> list[list[int]]:
+        """See `CandidateScorer`."""
+        # A rank's answers as numbers above 0, so that those of all ranks add up.
+        tokens_NL = torch.zeros((len(prompts), most), dtype=torch.int64)
+        for index in range(self.sharing.rank, len(prompts), self.sharing.shares):
+            written: list[int] = []
+            for token in generate_tokens(self.model, prompts[index], max_tokens=most, temperature=0.0, eod=self.ends):
+                written.append(token)
+                if has_ended(written):
+                    break
+            tokens_NL[index, : len(written)] = torch.tensor(written, dtype=torch.int64) + 1
+        tokens_NL = _add_over_ranks(tokens_NL, self.model.embedding.weight.device, self.sharing)
+        return [[token - 1 for token in row if token] for row in tokens_NL.tolist()]
+
+
 def _score_candidates(
-    model: Decoder, tokenizer: TextTokenizer, task: Task, prompts: Sequence[Prompt], sharing: Sharing
+    scorer: CandidateScorer, tokenizer: TextTokenizer, task: Task, prompts: Sequence[Prompt]
 ) -> TaskScore:
-    grouped = [tokenize_candidates(tokenizer, prompt, model.config.max_positions) for prompt in prompts]
+    grouped = [tokenize_candidates(tokenizer, prompt, scorer.positions) for prompt in prompts]
     flat = [candidate for group in grouped for candidate in group]
-    nats_N, greedy_N = score_candidates(model, flat, sharing=sharing)
+    nats_N, greedy_N = scorer.score(flat)
     tokens_N = torch.tensor([len(candidate.targets) for candidate in flat])
     characters_N = torch.tensor([candidate.characters for candidate in flat])
     ends = torch.tensor([len(group) for group in grouped]).cumsum(0).tolist()
@@ -196,33 +259,32 @@ def _batches_by_length(candidates: Sequence[Candidate], limit: int) -> list[list
 
 
 def _score_generation(
-    model: Decoder, tokenizer: TextTokenizer, task: Task, prompts: Sequence[Prompt], sharing: Sharing
+    scorer: CandidateScorer, tokenizer: TextTokenizer, task: Task, prompts: Sequence[Prompt]
 ) -> TaskScore:
     length = _longest_answer(tokenizer, task)
-    room = model.config.max_positions - length
+    room = scorer.positions - length
     if room < 1:
         raise DataError(
             f"{task.name}: answers of up to {length} tokens leave the model no position; leave the task out"
         )
-    right_N = torch.zeros(len(prompts), dtype=torch.float64)
-    for index in range(sharing.rank, len(prompts), sharing.shares):
-        prompt = prompts[index]
+    stops = task.settings.early_stopping_criteria
+    prompt_ids = []
+    for prompt in prompts:
         ids = _tokenize_preamble(tokenizer, prompt.preamble) + tokenizer.encode(prompt.contexts[0])
-        text = _write_answer(model, tokenizer, (ids or tokenizer.encode_prompt(""))[-room:], length, task)
-        right_N[index] = matches_answer(text, prompt.answers, normalise=task.settings.do_normalization)
-    right_N = _add_over_ranks(right_N, model.embedding.weight.device, sharing)
-    accuracy = _mean(right_N.tolist())
+        prompt_ids.append((ids or tokenizer.encode_prompt(""))[-room:])
+    written = scorer.write(prompt_ids, length, lambda ids: any(stop in tokenizer.decode(ids) for stop in stops))
+    accuracy = _mean(
+        matches_answer(
+            _find_answer(tokenizer.decode(ids), task), prompt.answers, normalise=task.settings.do_normalization
+        )
+        for ids, prompt in zip(written, prompts, strict=True)
+    )
     return TaskScore(task.name, task.kind, task.shots, len(prompts), accuracy, None, None, None)
 
 
-def _write_answer(model: Decoder, tokenizer: TextTokenizer, prompt: Sequence[int], length: int, task: Task) -> str:
-    """Write the likeliest text after `prompt`, up to a text that ends it; return what follows the reasoning."""
-    stops, written, text = task.settings.early_stopping_criteria, [], ""
-    for token in generate_tokens(model, prompt, max_tokens=length, temperature=0.0, eod=tokenizer.special.end):
-        written.append(token)
-        text = tokenizer.decode(written)
-        if any(stop in text for stop in stops):
-            break
+def _find_answer(text: str, task: Task) -> str:
+    """Return what of a generated text is its answer: before what ends it, behind its reasoning."""
+    stops = task.settings.early_stopping_criteria
     # Foundry reads the criteria as patterns where it cuts the text.
     text = re.split("|".join(stops), text)[0] if stops else text
     delimiter = task.settings.cot_delimiter
