@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.checkpoint import CheckpointStore
+from phalanx.checkpoint import CheckpointStore, folders
 from phalanx.checkpoint.manifest import DTYPES
 
 
@@ -66,3 +70,19 @@ def saved_runs(run_dir: Path, steps: list[int]) -> CheckpointStore:
     for step in steps:
         store.save(step, small_state(step), {"step": step})
     return store
+
+
+@contextmanager
+def damaged_when_published(file: str) -> Iterator[None]:
+    """In here a disk changes the last bit of `file` in every checkpoint once it is published."""
+    publish = folders.publish_folder
+
+    def publish_damaged(root: Path, step: int, *texts: Any) -> None:
+        publish(root, step, *texts)
+        path = root / f"step-{step:08d}" / file
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+
+    with patch.object(folders, "publish_folder", publish_damaged):
+        yield

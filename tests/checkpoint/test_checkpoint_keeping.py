@@ -10,7 +10,7 @@ import torch
 
 from phalanx.checkpoint import CheckpointStore, RunLock, open_checkpoints, read_state, read_tensors
 from phalanx.errors import CheckpointError
-from saved_states import assert_same_bits, saved_runs, small_state, zeros_like
+from saved_states import assert_same_bits, damaged_when_published, saved_runs, small_state, zeros_like
 
 X = {"x": torch.ones(2)}
 
@@ -33,6 +33,40 @@ def test_the_newest_and_every_nth_are_kept(tmp_path, keep_last, keep_every, kept
             store.save(step, X, {}, asynchronous=step % 2 == 0)
         assert steps(store) == kept
         assert len(names(store.root)) == len(kept)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_last_whole_checkpoint_is_never_deleted(tmp_path, asynchronous):
+    warnings: list[str] = []
+    with CheckpointStore(tmp_path / "checkpoints", keep_last=1, warn=warnings.append) as store:
+        store.save(1, small_state(1), {"step": 1})
+        with damaged_when_published("rank-00000-000.safetensors"):
+            for step in (2, 3):
+                store.save(step, small_state(step), {"step": step}, asynchronous=asynchronous)
+            store.wait()
+        # The two newest look whole and are not; what they would have replaced is still there, and what a run resumes from.
+        assert steps(store) == [3, 2, 1]
+        assert len(warnings) == 2 and "checkpoint of step 3 does not read back as written" in warnings[1]
+        loaded = zeros_like(small_state(0))
+        found = store.load_newest_usable(loaded)
+        assert found is not None and found[0].step == 1
+        assert_same_bits(loaded, small_state(1))
+        assert [text.partition(":")[0] for text in warnings[2:]] == [
+            f"checkpoint of step {step} is damaged, trying the one before" for step in (3, 2)
+        ]
+        store.save(4, small_state(4), {"step": 4})
+        assert steps(store) == [4]
+
+
+def test_a_checkpoint_cut_short_does_not_count_among_those_to_keep(tmp_path):
+    saved_runs(tmp_path, [1, 2]).close()
+    data = tmp_path / "checkpoints" / "step-00000002" / "rank-00000-000.safetensors"
+    data.write_bytes(data.read_bytes()[:-1])
+    with CheckpointStore(tmp_path / "checkpoints", keep_last=2) as store:
+        store.save(3, small_state(3), {})
+        assert steps(store) == [3, 1]
+        store.save(4, small_state(4), {})
+        assert steps(store) == [4, 3] and len(names(store.root)) == 2
 
 
 def test_keeping_none_is_refused(tmp_path):

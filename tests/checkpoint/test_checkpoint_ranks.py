@@ -32,7 +32,7 @@ from phalanx.checkpoint import (
 )
 from phalanx.errors import CheckpointError
 from phalanx.launch.fork_server import RanksFailed
-from saved_states import assert_same_bits, small_state, zeros_like
+from saved_states import assert_same_bits, damaged_when_published, small_state, zeros_like
 
 
 class Block(nn.Module):
@@ -321,11 +321,16 @@ def lock_and_save(run_dir: Path) -> list[str]:
         dist.barrier()
         names = sorted(path.name for path in run_dir.iterdir())
         dist.barrier()
-        return names
+        with damaged_when_published("rank-00001-000.safetensors"):
+            store.save(2, small_state(0), {})
+        names += [checkpoint.path.name for checkpoint in store.list()]
+        store.save(3, small_state(0), {})
+        return names + [checkpoint.path.name for checkpoint in store.list()]
 
 
-def test_the_run_lock_is_one_for_all_ranks(tmp_path):
-    assert run_ranks(lock_and_save, 2, tmp_path) == [["checkpoints", "run.lock"]] * 2
+def test_the_run_lock_is_one_for_all_ranks_and_what_does_not_read_back_pushes_nothing_out(tmp_path):
+    kept = ["step-00000002", "step-00000001", "step-00000003"]
+    assert run_ranks(lock_and_save, 2, tmp_path) == [["checkpoints", "run.lock", *kept]] * 2
     with RunLock(tmp_path):
         texts = run_ranks(enter_lock, 2, tmp_path)
     assert texts[0] == texts[1] and f"in use by process {os.getpid()} on host" in texts[0]

@@ -140,16 +140,29 @@ def rename_aside(checkpoint: Checkpoint, suffix: str) -> Path:
     return aside
 
 
-def delete_old(root: Path, *, keep_last: int, keep_every: int | None) -> None:
-    """Delete checkpoints that are neither among the newest `keep_last` nor at a multiple of `keep_every` steps."""
-    for checkpoint in list_published(root)[keep_last:]:
-        if keep_every is None or checkpoint.step % keep_every:
-            # Deleting takes many system calls; renamed first, a half-deleted folder is never taken for a checkpoint.
-            doomed = checkpoint.path.with_name(checkpoint.path.name + DELETING)
-            if doomed.exists():
-                shutil.rmtree(doomed)
-            checkpoint.path.rename(doomed)
-            shutil.rmtree(doomed)
+def find_old(
+    root: Path, *, keep_last: int, keep_every: int | None, counts: Callable[[Checkpoint], bool]
+) -> list[Checkpoint]:
+    """Return the checkpoints that are neither among the newest `keep_last` nor at a multiple of `keep_every` steps.
+
+    counts: whether a checkpoint counts among the newest; one that is damaged must not push out a whole one.
+    """
+    listed, kept = list_published(root), 0
+    for index, checkpoint in enumerate(listed):
+        kept += counts(checkpoint)
+        if kept == keep_last:
+            return [old for old in listed[index + 1 :] if keep_every is None or old.step % keep_every]
+    return []
+
+
+def delete_checkpoint(checkpoint: Checkpoint) -> None:
+    """Delete a checkpoint. Raises OSError."""
+    # Deleting takes many system calls; renamed first, a half-deleted folder is never taken for a checkpoint.
+    doomed = checkpoint.path.with_name(checkpoint.path.name + DELETING)
+    if doomed.exists():
+        shutil.rmtree(doomed)
+    checkpoint.path.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def clear_up(root: Path) -> None:
@@ -292,6 +305,17 @@ class CheckpointFolder:
             raise
 
 
+def is_whole(checkpoint: Checkpoint) -> bool:
+    """Return whether the manifest of a checkpoint is sound, and every file there and as long as it should be."""
+    try:
+        with CheckpointFolder(checkpoint.path) as folder:
+            folder.check_lengths(folder.read_text().parse_manifest())
+    except CheckpointDamaged as damage:
+        logger.info("not listed: %s", damage)
+        return False
+    return True
+
+
 class DataFile:
     """One open safetensors file. What is read is checked against the manifest; several threads may read at once."""
 
@@ -324,6 +348,11 @@ class DataFile:
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
+
+    def forget_cached(self) -> None:
+        """Have what is read next come from storage, as far as the host forgets what it keeps of the file in memory."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def read_chunk(self, tensor: TensorRecord, chunk: Chunk, into: Tensor) -> None:
         """Fill `into` (uint8 [bytes of the chunk], on the CPU) with `chunk` of `tensor`, and verify its checksum."""

@@ -19,7 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.folders import Checkpoint, CheckpointFolder, CheckpointText, DataFile, list_published
+from phalanx.checkpoint.folders import (
+    Checkpoint,
+    CheckpointFolder,
+    CheckpointText,
+    DataFile,
+    is_whole,
+    list_published,
+)
 from phalanx.checkpoint.manifest import Manifest, TensorRecord, count_bytes, parse_step
 from phalanx.checkpoint.rank_group import RankGroup
 from phalanx.checkpoint.shard_plan import ChunkRead, SavedTensors, describe_dtype, plan_load
@@ -70,12 +77,12 @@ class CheckpointReader:
     def list(self) -> Sequence[Checkpoint]:
         """Return whole checkpoints, newest first: manifest sound, every file there and as long as it should be."""
         self._await_save()
-        return self._ranks.from_first(lambda: [found for found in self._published() if _is_whole(found)])
+        return self._ranks.from_first(lambda: [found for found in self._published() if is_whole(found)])
 
     def newest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, if there is one."""
         self._await_save()
-        return self._ranks.from_first(lambda: next((found for found in self._published() if _is_whole(found)), None))
+        return self._ranks.from_first(lambda: next((found for found in self._published() if is_whole(found)), None))
 
     def load(
         self, checkpoint: Checkpoint, tensors: SavedTensors, *, prefix: str = "", optional: str | None = None
@@ -262,16 +269,6 @@ def read_state(path: Path) -> dict[str, Any]:
 def _read_text(path: Path) -> CheckpointText:
     with CheckpointFolder(path) as folder:
         return folder.read_text()
-
-
-def _is_whole(checkpoint: Checkpoint) -> bool:
-    try:
-        with CheckpointFolder(checkpoint.path) as folder:
-            folder.check_lengths(folder.read_text().parse_manifest())
-    except CheckpointDamaged as damage:
-        logger.info("not listed: %s", damage)
-        return False
-    return True
 
 
 def _read_chunks(folder: CheckpointFolder, manifest: Manifest, reads: Sequence[ChunkRead]) -> None:

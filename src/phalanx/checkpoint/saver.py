@@ -11,7 +11,7 @@ import mmap
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,18 @@ from phalanx.checkpoint.manifest import (
     MAX_HEADER_BYTES,
     MAX_MANIFEST_BYTES,
     MAX_NAME_LENGTH,
+    Chunk,
     RankReport,
     StateRecord,
+    TensorRecord,
     compute_checksum,
+    count_bytes,
     render_manifest,
     render_state,
     step_name,
 )
 from phalanx.checkpoint.rank_group import RankGroup, as_checkpoint_error
-from phalanx.checkpoint.shard_plan import Piece, SavedTensors, SavePlanner
+from phalanx.checkpoint.shard_plan import Piece, SavedTensors, SavePlanner, describe_dtype
 from phalanx.errors import CheckpointError
 
 MAX_FILE_BYTES = 1 << 29
@@ -96,6 +99,8 @@ class Save:
     """Each file's pieces in host memory; None to copy file by file while writing."""
     error: Exception | None = None
     """Why this rank cannot do its part, found before the writing."""
+    report: RankReport = field(default_factory=lambda: RankReport([], {}))
+    """What this rank wrote."""
 
 
 class Saver:
@@ -158,9 +163,20 @@ class Saver:
         save.handle.write_seconds = time.perf_counter() - start
         return error
 
+    def read_back(self, save: Save) -> None:
+        """Read from storage what the ranks wrote for `save`, each rank its own. Raises CheckpointDamaged on all ranks alike
+        where a byte is not the one that was written."""
+        error: Exception | None = None
+        try:
+            with folders.CheckpointFolder(save.handle.path) as folder:
+                _verify_report(folder, save)
+        # Another rank's failure has to be heard of as well, whatever this one's is.
+        except Exception as failure:
+            error = failure
+        self._ranks.agree(error)
+
     def _write_and_publish(self, save: Save) -> None:
         """Write this rank's files; publish where all ranks have. Raises on all ranks alike, leaving nothing behind."""
-        report = RankReport([], {})
         folder = folders.writing_folder(self._root, save.handle.step)
         try:
             if save.error is None:
@@ -168,13 +184,13 @@ class Saver:
                     staged = save.staged[number] if save.staged is not None else self._staging.copy(0, pieces)
                     # A rank's number and a count: no two ranks ever write the same file, so none waits for another.
                     name = f"rank-{self._ranks.rank:05d}-{number:03d}.safetensors"
-                    write_file(folder, name, pieces, staged, report)
+                    write_file(folder, name, pieces, staged, save.report)
         except Exception as failure:
             save.error = failure
         try:
             self._ranks.agree(save.error)
             # Sizes and checksums alone travel, never tensors: rank 0 writes one manifest for all.
-            reports = self._ranks.gather(report)
+            reports = self._ranks.gather(save.report)
             self._ranks.on_first(lambda: self._publish(save, reports))
         # Also when somebody interrupts the process: nothing half-written is to stay.
         except BaseException:
@@ -191,6 +207,27 @@ class Saver:
                 "share parameters among fewer ranks"
             )
         folders.publish_folder(self._root, save.handle.step, manifest, save.state)
+
+
+def _verify_report(folder: folders.CheckpointFolder, save: Save) -> None:
+    """Verify every chunk that this rank wrote for `save`. Raises CheckpointDamaged."""
+    dtypes = {piece.name: describe_dtype(piece.source.dtype) for pieces in save.files for piece in pieces}
+    chunks = [
+        (TensorRecord(name=name, dtype=dtypes[name], shape=[], chunks=[]), Chunk.model_validate_json(text))
+        for name, texts in save.report.chunks.items()
+        for text in texts
+    ]
+    for record in save.report.files:
+        file = folder.open_data(record)
+        try:
+            # The memory that was written is still in the host's cache; what a disk made of it is not.
+            file.forget_cached()
+            for tensor, chunk in chunks:
+                if chunk.file == record.name:
+                    size = count_bytes(chunk.sizes, tensor.torch_dtype)
+                    file.read_chunk(tensor, chunk, torch.empty(size, dtype=torch.uint8))
+        finally:
+            file.close()
 
 
 def group_by_file(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

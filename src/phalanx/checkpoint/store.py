@@ -16,7 +16,7 @@ from phalanx.checkpoint.rank_group import RankGroup
 from phalanx.checkpoint.reader import CheckpointReader
 from phalanx.checkpoint.saver import NO_MEMORY, Save, SaveHandle, Saver
 from phalanx.checkpoint.shard_plan import Piece, SavedTensors
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointDamaged, CheckpointError
 from phalanx.locks import FolderLock
 
 LOCK_NAME = "run.lock"
@@ -56,6 +56,9 @@ class CheckpointStore(CheckpointReader):
     the rank concerned), and from the writing thread where a background save has failed. timeout_s: seconds one rank
     waits for another within a save or load.
 
+    A checkpoint is deleted only once the one just saved was read back from storage and found as it was written, and one that
+    is damaged does not count among those to keep: the newest that is known to be whole is never deleted.
+
     With several ranks every method is called by all ranks, in the same order. A store holds the run directory's RunLock:
     the caller's if this process has it, else its own until `close`. Whatever a dead process left half done is cleared up
     when the store is made.
@@ -78,6 +81,8 @@ class CheckpointStore(CheckpointReader):
         super().__init__(root, RankGroup.own(timeout_s), warn)
         self._keep_last, self._keep_every = keep_last, keep_every
         self._on_failure = on_failure
+        self._whole: dict[int, bool] = {}
+        """Steps saved by this store, and whether what was written is as far as known whole."""
         self._saver = Saver(root, self._ranks)
         # One thread: saves end in the order they began in, and one set of staging memory is enough.
         self._thread = ThreadPoolExecutor(1, "checkpoint-save")
@@ -190,18 +195,40 @@ class CheckpointStore(CheckpointReader):
     def _complete(self, save: Save) -> CheckpointError | None:
         error = self._saver.complete(save)
         try:
-            if error is None and self._ranks.first:
-                self._keep_wanted(save.handle.step)
+            if error is None:
+                self._keep_wanted(save)
         finally:
             # Whoever waits must not wait for ever, even where a warning could not be written.
             save.handle.finish(error)
         return error
 
-    def _keep_wanted(self, step: int) -> None:
+    def _keep_wanted(self, save: Save) -> None:
         """Leave only the checkpoints to keep. A failure here is no failure of the save, which is on disk."""
+        step = save.handle.step
+        self._whole[step] = True
         try:
-            # First: a later step that stays listed would be what the next start resumes from.
-            folders.supersede_later(self.root, step, self._warn)
-            folders.delete_old(self.root, keep_last=self._keep_last, keep_every=self._keep_every)
-        except OSError as error:
-            self._warn(f"{self.root}: an old checkpoint could not be removed: {error.strerror} ({error.filename})")
+            old = self._ranks.from_first(lambda: self._find_old(step))
+            if not old:
+                return
+            self._saver.read_back(save)
+            self._ranks.on_first(lambda: [folders.delete_checkpoint(checkpoint) for checkpoint in old])
+        except CheckpointDamaged as damage:
+            self._whole[step] = False
+            self._warn_first(f"checkpoint of step {step} does not read back as written, older ones are kept: {damage}")
+        except CheckpointError as error:
+            self._warn_first(f"{self.root}: an old checkpoint could not be removed: {error}")
+
+    def _find_old(self, step: int) -> list[Checkpoint]:
+        """Set later checkpoints than `step` aside; return those that need not be kept any more."""
+        # First: a later step that stays listed would be what the next start resumes from.
+        folders.supersede_later(self.root, step, self._warn)
+
+        def counts(checkpoint: Checkpoint) -> bool:
+            known = self._whole.get(checkpoint.step)
+            return folders.is_whole(checkpoint) if known is None else known
+
+        return folders.find_old(self.root, keep_last=self._keep_last, keep_every=self._keep_every, counts=counts)
+
+    def _warn_first(self, text: str) -> None:
+        if self._ranks.first:
+            self._warn(text)
