@@ -53,6 +53,14 @@ def test_prints_the_script(call: Call, folder: Path) -> None:
     assert "#SBATCH --time=02:00:00\n" in outcome.out
 
 
+def test_a_run_that_chooses_its_checkpoints_is_told_how_often_nodes_fail(call: Call) -> None:
+    command = ("launch", "run.yaml", "--cluster", "dgx-h100", "--time", "60", "--nodes", "1")
+    assert "cluster.mtbf_hours" not in call(*command).out
+    chooses = (*command, "checkpoint.every=auto")
+    assert "train=(phalanx train run.yaml cluster.mtbf_hours=6300 checkpoint.every=auto)" in call(*chooses).out
+    assert "=6300" not in call(*chooses, "cluster.mtbf_hours=50").out
+
+
 def test_writes_the_script(call: Call, folder: Path) -> None:
     printed = call("launch", "run.yaml", *FRONTIER, "--nodes", "2", "--time", "1:00:00")
     outcome = call("launch", "run.yaml", *FRONTIER, "--nodes", "2", "--time", "60", "--out", "jobs/a.sbatch")

@@ -117,6 +117,13 @@ def test_curves_run_through_the_metrics(tmp_path: Path) -> None:
     np.testing.assert_allclose(heights, heights[0] + slope * np.log(losses / 10), atol=0.11)
 
 
+def test_the_interval_that_a_run_chose_is_told(tmp_path: Path) -> None:
+    fields = {"every": 1234, "step_seconds": 0.5, "stall_seconds": 2.0, "failure_seconds": 7200.0, "goodput": 0.91}
+    page = _page(write_run(tmp_path, events=[*EVENTS, event("checkpoint_interval", 20, 13, **fields)]))
+    assert "Checkpoints every 1,234 steps" in page.text and "chosen at step 20 to lose least" in page.text
+    assert "expected goodput 91" in page.text
+
+
 def test_validation_resumes_and_checkpoints_are_marked_at_their_steps(tmp_path: Path) -> None:
     page = _page(write_run(tmp_path))
     (dots,) = page.paths("loss", "dots", "colour-2", "x-step", "y-linear")

@@ -20,7 +20,7 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -155,14 +155,15 @@ def find_old(
     return []
 
 
-def delete_checkpoint(checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint. Raises OSError."""
-    # Deleting takes many system calls; renamed first, a half-deleted folder is never taken for a checkpoint.
-    doomed = checkpoint.path.with_name(checkpoint.path.name + DELETING)
-    if doomed.exists():
+def delete_checkpoints(old: Sequence[Checkpoint]) -> None:
+    """Delete checkpoints. Raises OSError."""
+    for checkpoint in old:
+        # Deleting takes many system calls; renamed first, a half-deleted folder is never taken for a checkpoint.
+        doomed = checkpoint.path.with_name(checkpoint.path.name + DELETING)
+        if doomed.exists():
+            shutil.rmtree(doomed)
+        checkpoint.path.rename(doomed)
         shutil.rmtree(doomed)
-    checkpoint.path.rename(doomed)
-    shutil.rmtree(doomed)
 
 
 def clear_up(root: Path) -> None:

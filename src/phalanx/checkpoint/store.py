@@ -211,7 +211,7 @@ class CheckpointStore(CheckpointReader):
             if not old:
                 return
             self._saver.read_back(save)
-            self._ranks.on_first(lambda: [folders.delete_checkpoint(checkpoint) for checkpoint in old])
+            self._ranks.on_first(lambda: folders.delete_checkpoints(old))
         except CheckpointDamaged as damage:
             self._whole[step] = False
             self._warn_first(f"checkpoint of step {step} does not read back as written, older ones are kept: {damage}")

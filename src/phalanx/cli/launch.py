@@ -11,6 +11,7 @@ from phalanx.cli.console import print_json, print_lines, write_file
 from phalanx.cli.options.training import LaunchArguments
 from phalanx.cli.train import choose_run_directory
 from phalanx.config.load import load_run
+from phalanx.config.schema import Run
 from phalanx.errors import PhalanxError
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine, described_names, load_machine
@@ -30,7 +31,7 @@ def run_launch(asked: LaunchArguments) -> None:
         run=asked.run,
         nodes=asked.nodes,
         directory=Path.cwd(),
-        overrides=tuple(asked.overrides or ()),
+        overrides=(),
         seconds=None if asked.time is None else parse_walltime(asked.time),
         account=asked.account,
         partition=asked.partition,
@@ -43,6 +44,7 @@ def run_launch(asked: LaunchArguments) -> None:
     run_dir = choose_run_directory(loaded, asked.run, asked.overrides or [])
     wanted = replace(
         wanted,
+        overrides=(*_failure_words(loaded, machine), *(asked.overrides or ())),
         checkpoints=run_dir / "checkpoints",
         restarts=loaded.restart.max,
         backoff_s=loaded.restart.backoff_s,
@@ -78,6 +80,14 @@ def run_launch(asked: LaunchArguments) -> None:
         print(text, end="")
     else:
         _print_job(job, machine, out, f"{ranks} ranks", layout, job_id)
+
+
+def _failure_words(run: Run, machine: Machine) -> list[str]:
+    """Return the override that tells a run which chooses its checkpoints how often the machine's nodes fail."""
+    told = "mtbf_hours" in run.cluster.model_fields_set
+    if run.checkpoint.every != "auto" or machine.mtbf_hours is None or told:
+        return []
+    return [f"cluster.mtbf_hours={machine.mtbf_hours:g}"]
 
 
 def _print_job(

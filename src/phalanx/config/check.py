@@ -128,7 +128,8 @@ def _check_windows(run: Run) -> Iterator[Problem]:
 
 def _check_checkpoints(run: Run) -> Iterator[Problem]:
     every, keep = run.checkpoint.every, run.checkpoint.keep_every
-    if keep is None:
+    # Steps to be kept are saved as well, whatever is chosen.
+    if keep is None or every == "auto":
         return
     path: FieldPath = ("checkpoint", "keep_every")
     if every is None:

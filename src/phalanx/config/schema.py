@@ -27,6 +27,7 @@ from phalanx.config.section import (
     Words,
 )
 from phalanx.config.studies import Search, Tune
+from phalanx.hardware.reliability import MTBF_HOURS
 
 if TYPE_CHECKING:
     from phalanx.config.problems import Problem
@@ -246,8 +247,9 @@ class Training(Section):
 class Checkpoint(Section):
     """When training state is written, and how much of it is kept."""
 
-    every: PositiveInt | None = None
-    """Steps between checkpoints; null writes only the last step."""
+    every: PositiveInt | Literal["auto"] | None = None
+    """Steps between checkpoints; null writes only the last step. auto chooses what loses least (Young, Daly) by the measured
+    durations of saves and steps and by cluster.mtbf_hours, anew after each checkpoint."""
     last: bool = True
     """Whether the last step is written too, whatever `every` says; false suits benchmarks."""
     keep_last: PositiveInt = 2
@@ -306,6 +308,9 @@ class Cluster(Section):
     """Devices that share a node; null takes the launcher's word for it."""
     peak_tflops: Annotated[float, Field(gt=0.0, le=1e9)] | None = None
     """Nominal peak of one device in TFLOP/s at the run's precision, where the built-in table has no entry."""
+    mtbf_hours: Annotated[float, Field(ge=0.01, le=1e9)] = MTBF_HOURS
+    """Mean hours between failures of one node that stop the run, for checkpoint.every=auto. The default is of Llama 3's
+    training on nodes of eight devices; `phalanx launch` passes on what the machine's description says."""
 
 
 class Remote(Section):

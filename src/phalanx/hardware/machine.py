@@ -145,6 +145,14 @@ class Container(Section):
     """Lines that only jobs with a container need."""
 
 
+class Failures(Section):
+    """How often nodes fail."""
+
+    node_mtbf_hours: Annotated[float, Field(gt=0.0)]
+    """Mean hours between failures of one node that stop a job."""
+    source: Text
+
+
 class Machine(Section):
     """A machine: the whole description."""
 
@@ -164,6 +172,13 @@ class Machine(Section):
     """Lines of shell before everything else, such as `module load`."""
     environment: tuple[Variable, ...] = ()
     container: Container | None = None
+    failures: Failures | None = None
+    """Null where nobody has counted them: plans then assume what Llama 3's training saw."""
+
+    @property
+    def mtbf_hours(self) -> float | None:
+        """Mean hours between failures of a node; None where the description does not say."""
+        return None if self.failures is None else self.failures.node_mtbf_hours
 
     @property
     def job_slurm(self) -> Slurm:

@@ -264,12 +264,29 @@ def list_notes(log: RunLog, summary: Summary) -> list[str]:
         passed = sum(event.fields.get("passed_batches", 0) for event in rewinds)
         found.append(f"{len(rewinds):,} rewinds to a checkpoint; {passed:,} batches were passed over.")
     found += [f"Step {event.step:,}: replicas of parameters differed." for event in log.of_kind("replicas_differ")]
+    found += _describe_interval(log)
     found += _describe_goodput(summary)
     warnings = log.of_kind("warning")
     found += [f"Warning at step {event.step:,}: {_describe_event(event)}" for event in warnings[:MOST_WARNINGS]]
     if len(warnings) > MOST_WARNINGS:
         found.append(f"{len(warnings) - MOST_WARNINGS:,} more warnings stand among the events.")
     return found
+
+
+def _describe_interval(log: RunLog) -> list[str]:
+    """Return the interval between checkpoints that a run chose last, and from what; nothing for one that chose none."""
+    chosen = log.of_kind("checkpoint_interval")
+    if not chosen:
+        return []
+    last = chosen[-1]
+    every, step, stall, failure, goodput = (
+        last.number(name) for name in ("every", "step_seconds", "stall_seconds", "failure_seconds", "goodput")
+    )
+    return [
+        f"Checkpoints every {every:,.0f} steps ({format_duration(every * step)}), chosen at step {last.step:,} to lose "
+        f"least (Young, Daly): one holds training up for {format_duration(stall)}, and the job fails every "
+        f"{format_duration(failure)} on average; expected goodput {format_percent(goodput)}."
+    ]
 
 
 def _describe_goodput(summary: Summary) -> list[str]:

@@ -31,6 +31,7 @@ from phalanx.training.inputs import Inputs, ScheduledEvaluator, TrainableModel
 from phalanx.training.logs import RunLog, format_duration
 from phalanx.training.metrics import RankTimes, StepMeter, StepMetrics
 from phalanx.training.run_dir import SAVE_EVENT, RunDirectory
+from phalanx.training.safeguards.checkpoint_interval import CheckpointInterval
 from phalanx.training.safeguards.divergence import Divergence, DivergenceGuard, all_finite
 from phalanx.training.safeguards.wrong_numbers import WrongNumbers
 from phalanx.training.step import StepLimits, StepResult, TrainStep
@@ -92,6 +93,7 @@ class Trainer:
         )
         self.dead_experts = DeadExperts(parts.log)
         self.checkpointer = Checkpointer(parts, self.guard, self.wrong, first_step)
+        self.interval = CheckpointInterval(run, parts.place.ranks, parts.log, first_step)
         self.checkpoint_waits = False
         """Whether a checkpoint is due, and waits for a step that shows that the weights are good."""
         self.remote = "://" in run.data.model_dump_json()
@@ -220,7 +222,7 @@ class Trainer:
         """Return how many steps up to `step`, just launched, may be left for the device to finish."""
         looked_at = (
             step == self.until
-            or _is_due(step, self.run.checkpoint.every)
+            or self.interval.is_due(step)
             or bool(self._due_evaluators(step))
             or _is_due(step, self.run.safeguards.compare_replicas)
             or any(self.parts.callbacks.call_each("needs_finished", lambda callback: callback.needs_finished(step)))
@@ -231,7 +233,7 @@ class Trainer:
         """Return whether replicas are compared after `step`: when it is due, and before whatever is saved."""
         if not self.wrong.compares or self.launched:
             return False
-        saved = _is_due(step, self.run.checkpoint.every) or self.checkpoint_waits or step == self.until
+        saved = self.interval.is_due(step) or self.checkpoint_waits or step == self.until
         return saved or _is_due(step, self.run.safeguards.compare_replicas)
 
     def _rewind_if_wanted(self) -> bool:
@@ -270,6 +272,7 @@ class Trainer:
         restored = load_newest(parts.model, parts.store, parts.step, parts.inputs)
         assert restored is not None
         self.step = self.checkpointer.saved_step = restored.step
+        self.interval.begin(restored.step)
         parts.step.applied.refresh()
         parts.inputs.stream.seek(restored.step + self.wrong.skipped_batches)
         RankGroup.default().on_first(lambda: parts.directory.rewind(restored.step))
@@ -284,6 +287,7 @@ class Trainer:
         before = launched.launched if self.last is None else self.last.observations.made
         self.seconds = launched.observations.made.seconds_since(before) + launched.stall
         self.last = launched if self.launched else None
+        self.interval.note_step(self.seconds - launched.stall)
         metrics = self.parts.meter.measure(
             step=launched.step,
             result=result,
@@ -329,11 +333,12 @@ class Trainer:
             self._watch_directory()
 
     def _save_and_evaluate(self, step: int) -> None:
-        self.checkpoint_waits |= _is_due(step, self.run.checkpoint.every)
+        self.checkpoint_waits |= self.interval.is_due(step)
         # Weights whose step was not finite give the same step again: saved, they would push out checkpoints of good ones.
         if self.checkpoint_waits and not self.guard.skipped:
             self.stall = self.checkpointer.save(self.step)
             self.checkpoint_waits = False
+            self.interval.saved(self.step, self.stall, self.checkpointer.write_seconds)
         self._evaluate(self._due_evaluators(step))
 
     def _evaluators(self) -> list[ScheduledEvaluator]:
@@ -414,6 +419,8 @@ class Checkpointer:
         self.saved_step = first_step if first_step else -1
         self._written: SaveHandle | None = None
         """The last save whose time was not logged yet: one in the background takes its time."""
+        self.write_seconds = 0.0
+        """Time that the last save took which is known to be on storage."""
 
     def save(self, step: int, *, final: bool = False) -> float:
         """Checkpoint the state after `step`; return the seconds training stood still for it.
@@ -465,6 +472,7 @@ class Checkpointer:
         if handle is not None and handle.done and handle.error is None:
             seconds = max(handle.stall_seconds, handle.write_seconds)
             self._parts.log.event(SAVE_EVENT, handle.step, seconds=round(seconds, 4))
+            self.write_seconds = seconds
             self._written = None
 
     def _sync_metrics(self, step: int) -> None:

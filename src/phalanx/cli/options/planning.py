@@ -19,7 +19,8 @@ from phalanx.cli.arguments import (
     complete_override,
 )
 from phalanx.hardware.machine import described_names
-from phalanx.planner.plan.budget import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES
+from phalanx.hardware.reliability import MTBF_HOURS, RESTART_MINUTES
+from phalanx.planner.plan.budget import CHECKPOINT_GB_S
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,14 @@ class PlanArguments:
             help="How fast the device is, from phalanx calibrate; by default CLUSTER.profile.yaml, if there is one.",
         ),
     ] = None
-    mtbf_hours: Annotated[float, typer.Option(min=1.0, help="Mean hours between failures of a node.")] = MTBF_HOURS
+    mtbf_hours: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help=f"Mean hours between failures of a node; by default what the machine's description says, else "
+            f"{MTBF_HOURS:,g}.",
+        ),
+    ] = None
     restart_minutes: Annotated[float, typer.Option(min=0.0, help="From a failure to the next step.")] = RESTART_MINUTES
     checkpoint_gb_s: Annotated[float, typer.Option(min=1e-3, help="GB/s at which a node writes checkpoints.")] = (
         CHECKPOINT_GB_S

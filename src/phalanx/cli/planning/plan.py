@@ -15,6 +15,7 @@ from phalanx.cli.planning.plan_text import fold_command, write_plan_lines
 from phalanx.config.load import load_run, parse_overrides
 from phalanx.errors import ConfigError
 from phalanx.hardware.machine import load_machine, machine_names
+from phalanx.hardware.reliability import MTBF_HOURS
 from phalanx.planner.measured.check import CheckedGroup, CheckedRun, check, summarise_check
 from phalanx.planner.measured.runs import read_runs
 from phalanx.planner.plan.budget import Reliability
@@ -55,7 +56,9 @@ def run_plan(asked: PlanArguments) -> None:
         why=tuple(asked.why or ()),
         scale=() if asked.scale is None else tuple(parse_scale(asked.scale)),
         amount=None if asked.tokens is None else _parse_amount(asked.tokens),
-        reliability=Reliability(asked.mtbf_hours, asked.restart_minutes, asked.checkpoint_gb_s),
+        reliability=Reliability(
+            asked.mtbf_hours or machine.mtbf_hours or MTBF_HOURS, asked.restart_minutes, asked.checkpoint_gb_s
+        ),
     )
     task = Task(model, asked.devices or machine.node.devices, fixed_fields(loaded, words, everything=asked.fix))
     made = make_smallest_plan(planner, task, wishes) if asked.fit else make_plan(planner, task, wishes)

@@ -5,14 +5,10 @@ Help texts show the figures of `Reliability`, so this module imports nothing tha
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-MTBF_HOURS = 6300.0
-"""Mean time between failures that stop a job, of one node of eight devices: 419 interruptions in 54 days on 16,384 devices
-(The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.4)."""
-RESTART_MINUTES = 10.0
-"""From a failure to the first new step: an assumption."""
+from phalanx.hardware.reliability import MTBF_HOURS, RESTART_MINUTES, Goodput, find_goodput
+
 CHECKPOINT_GB_S = 1.0
 """GB/s at which a node writes its part of a checkpoint to shared storage: an assumption."""
 
@@ -28,20 +24,6 @@ class Reliability:
 
 STATE_BYTES = 12
 """Bytes a parameter of what a checkpoint holds: master weight and two moments of AdamW in float32."""
-
-
-@dataclass(frozen=True)
-class Goodput:
-    """What is left of a job's time in which nodes fail and checkpoints are written."""
-
-    failure_s: float
-    """Seconds between failures of the job."""
-    checkpoint_s: float
-    """Seconds that training waits for a checkpoint."""
-    interval_s: float
-    """Seconds of training between checkpoints that lose least."""
-    share: float
-    """Share of the job's time that is spent in steps that count."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +49,10 @@ class Budget:
 def estimate_goodput(parameters: int, nodes: int, reliability: Reliability) -> Goodput:
     """Estimate what failures and checkpoints leave of a job's time, with the checkpoint interval that loses least.
 
-    Both are Daly's (2006, Future Generation Computer Systems 22(3)): the elapsed time his complete model, equation 20, where
-    failures strike at random, also during checkpoints and restarts; the interval its optimum, equation 37, whose first term
-    is Young's (1974). parameters: of the model, of which each node writes an equal part.
+    See `find_goodput`. parameters: of the model, of which each node writes an equal part.
     """
-    failure = reliability.mtbf_hours * 3600 / nodes
     write = parameters * STATE_BYTES / (nodes * reliability.checkpoint_gb_s * 1e9)
-    restart = reliability.restart_minutes * 60
-    half = write / (2 * failure)
-    interval = failure
-    if half < 1:
-        interval = math.sqrt(2 * write * failure) * (1 + math.sqrt(half) / 3 + half / 9) - write
-    # A job that fails a hundred times before it is up again makes no headway: no need to overflow over it.
-    elapsed = failure * math.exp(min(restart / failure, 100.0)) * math.expm1(min((interval + write) / failure, 100.0))
-    return Goodput(failure, write, interval, interval / elapsed)
+    return find_goodput(write, nodes, reliability.mtbf_hours, reliability.restart_minutes * 60)
 
 
 def estimate_budget(

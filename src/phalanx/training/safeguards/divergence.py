@@ -101,7 +101,10 @@ class DivergenceGuard:
         suspects = [one for one in kept if one.step >= self._updated_step]
         before = next((one for one in kept if one.step < self._updated_step), None)
         checkpoint = self._run.checkpoint
-        if suspects and before is None and checkpoint.every is not None and suspects[-1].step > checkpoint.every:
+        # Of a run that chooses its interval nobody knows whether there was a checkpoint before those that it keeps.
+        full = len(kept) >= checkpoint.keep_last
+        lost = full if checkpoint.every == "auto" else suspects and suspects[-1].step > (checkpoint.every or math.inf)
+        if suspects and before is None and lost:
             return (
                 f"Only the checkpoint of step {suspects[-1].step} is left, with these very weights "
                 f"(checkpoint.keep_last={checkpoint.keep_last}): begin anew with another --run-dir"
