@@ -32,7 +32,7 @@ from phalanx.families.language.config import LanguageRun, require_language
 from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.hardware.calibrate.measure_machine import plain_machine
-from phalanx.hardware.device import device_facts
+from phalanx.hardware.device_facts import device_facts
 from phalanx.hardware.machine import Machine, load_machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import LayoutTable

@@ -10,7 +10,7 @@ from layout_speed import ROOT
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
-from phalanx.hardware.device import device_facts
+from phalanx.hardware.device_facts import device_facts
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout

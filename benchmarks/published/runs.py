@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from phalanx.config.model import LanguageModel
-from phalanx.hardware.device import known_devices
+from phalanx.hardware.device_facts import known_devices
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.measured.cells import Precision, Row, Unusable, device_of, precision_of, read_rows
 from phalanx.planner.measured.runs import (

@@ -23,14 +23,18 @@ def start(*arguments: str, **settings: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "phalanx", *arguments], cwd=ROOT, env=environment, **settings)
 
 
-def run_in_terminal(columns: int, *arguments: str, **settings: str) -> tuple[int, str]:
-    """Run `phalanx ARGUMENTS` in a terminal `columns` wide. Returns the exit code and all that appears on it."""
+def run_in_terminal(columns: int, *arguments: str, typed: str = "", **settings: str) -> tuple[int, str]:
+    """Run `phalanx ARGUMENTS` in a terminal `columns` wide. Returns the exit code and all that appears on it.
+
+    typed: what somebody types ahead there.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     unset = {"COLUMNS": None, "NO_COLOR": None, "FORCE_COLOR": None}
     environment = {**unset, "TERM": "xterm-256color", **settings}
     child = start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
+    os.write(ours, typed.encode())
     shown = b""
     try:
         while chunk := os.read(ours, 65536):

@@ -35,6 +35,7 @@ def test_help_lists_the_verbs_in_order_of_use(call: Call) -> None:
     assert outcome.code == 0
     names = [line.split()[0] for line in verbs.splitlines()]
     assert names == [
+        "init",
         "data",
         "config",
         "plan",

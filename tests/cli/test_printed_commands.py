@@ -41,7 +41,7 @@ LARGE = "gpt-175b.yaml"
 """Stands for them where a plan or a search is for hundreds of devices."""
 RUNS_AS_PRINTED = ("config", "launch", "data show", "data verify")
 """Subcommands that take a moment."""
-RUNS_TOO = ("phalanx verify examples/quickstart.yaml tp=2 pp=2 microbatch=4",)
+RUNS_TOO = ("phalanx verify examples/quickstart.yaml tp=2 pp=2",)
 """Single commands that take some seconds."""
 OWN_PACKAGE = "examples/own_model/"
 """Folder of the example that is a package of its own."""

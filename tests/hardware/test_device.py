@@ -15,14 +15,12 @@ from phalanx.hardware.device import (
     HostCopy,
     Moment,
     choose_device,
-    device_facts,
     device_name,
-    find_facts,
-    known_devices,
     measure_matmul_tflops,
     require_cpu_format,
     survives_products,
 )
+from phalanx.hardware.device_facts import device_facts, find_facts, known_devices
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 from described import cube_mesh, infiniband, switched
 from phalanx.errors import ConfigError
 from phalanx.hardware.collectives import default_constants
-from phalanx.hardware.device import device_facts
+from phalanx.hardware.device_facts import device_facts
 from phalanx.hardware.machine import described_names, load_machine, machine_names, parse_machine
 from phalanx.hardware.topology import place_groups
 from phalanx.launch.job_script import Job, launch_script

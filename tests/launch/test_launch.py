@@ -11,7 +11,7 @@ import pytest
 
 from fake_slurm import JOB_ID, FakeSlurm
 from phalanx.errors import ConfigError, Interrupted
-from phalanx.hardware.device import known_devices
+from phalanx.hardware.device_facts import known_devices
 from phalanx.hardware.machine import Machine, cores_of, load_machine, machine_names, parse_machine
 from phalanx.launch.job_script import (
     REQUEUED,

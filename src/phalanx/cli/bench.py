@@ -15,7 +15,7 @@ from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind
-from phalanx.hardware.device import device_facts
+from phalanx.hardware.device_facts import device_facts
 from phalanx.hardware.machine import Machine, load_machine
 from phalanx.layout.mesh import ranks_from_environment
 from phalanx.layout.resolve import resolve_layout

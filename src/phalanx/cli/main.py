@@ -45,6 +45,17 @@ class Subcommand:
 
 SUBCOMMANDS = (
     Subcommand(
+        "init",
+        "init",
+        "training",
+        "Ask five questions and write a run file.",
+        (
+            "phalanx init",
+            "phalanx init run.yaml --family language --data data/text --devices 1 --goal try --size nano-10m",
+            "phalanx init big.yaml --family language --data data/text --devices frontier:64 --goal train --size 24h",
+        ),
+    ),
+    Subcommand(
         "data",
         "data",
         None,

@@ -10,7 +10,8 @@ from phalanx.cli.options.planning import SearchArguments
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.families.language.config import require_language
-from phalanx.hardware.device import choose_device, device_kind, device_name
+from phalanx.hardware.device import choose_device, device_name
+from phalanx.hardware.device_facts import device_kind
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.ranking import Planner, Task, fixed_fields

@@ -84,8 +84,8 @@ def dump_run(run: Run) -> str:
     Where a field of the model differs from its preset, a comment says what the preset has.
     """
     values = run.model_dump(mode="json")
-    model = _to_yaml({"model": values.pop("model")})
-    return _with_preset_comments(model, run) + "".join(f"\n{_to_yaml({key: value})}" for key, value in values.items())
+    model = to_yaml({"model": values.pop("model")})
+    return _with_preset_comments(model, run) + "".join(f"\n{to_yaml({key: value})}" for key, value in values.items())
 
 
 def _read_text(file: Path) -> str:
@@ -159,7 +159,7 @@ def _fill_from_preset(values: dict[str, Value]) -> list[Problem]:
     if preset is None:
         return [unknown_choice(("model", "preset"), name, "a preset (phalanx config list shows them)", preset_names())]
     # Presets lie below the file: single fields of a named shape may be changed.
-    values["model"] = _merge_fields({"family": preset.family, **preset.fields}, model)
+    values["model"] = merge_fields({"family": preset.family, **preset.fields}, model)
     return []
 
 
@@ -175,11 +175,12 @@ def _find_kind(values: dict[str, Value], locate: Callable[[FieldPath], str | Non
     return find_family(family).run
 
 
-def _merge_fields(lower: dict[str, Value], upper: dict[str, Value]) -> dict[str, Value]:
+def merge_fields(lower: dict[str, Value], upper: dict[str, Value]) -> dict[str, Value]:
+    """Return `lower` with the fields of `upper` over its own, in mappings within as well."""
     merged = dict(lower)
     for name, value in upper.items():
         below = lower.get(name)
-        merged[name] = _merge_fields(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+        merged[name] = merge_fields(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
 
 
@@ -216,7 +217,8 @@ _Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(list, _represent_list)
 
 
-def _to_yaml(values: Any) -> str:
+def to_yaml(values: Any) -> str:
+    """Return `values` as the text of a run file: what `parse_document` reads back."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False)
 
 

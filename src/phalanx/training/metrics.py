@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from phalanx.families.family import BoundModel
-from phalanx.hardware.device import device_name, find_facts, measure_matmul_tflops
+from phalanx.hardware.device import device_name, measure_matmul_tflops
+from phalanx.hardware.device_facts import find_facts
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.torch_compat import common as compat
 from phalanx.training.expert_use import ExpertUse, measure_use

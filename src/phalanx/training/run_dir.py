@@ -33,7 +33,8 @@ from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
 from phalanx.errors import PhalanxError
 from phalanx.files import JsonLines, read_json_lines, require_own, write_atomically
-from phalanx.hardware.device import device_kind, device_name
+from phalanx.hardware.device import device_name
+from phalanx.hardware.device_facts import device_kind
 from phalanx.hardware.host import available_cores
 from phalanx.launch.restart import MEMORY_FILE
 from phalanx.training.metrics import GIB, Peaks

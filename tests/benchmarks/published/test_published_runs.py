@@ -12,7 +12,7 @@ import pytest
 from phalanx.config.model import LanguageModel
 from phalanx.config.presets import load_preset
 from phalanx.errors import DataError
-from phalanx.hardware.device import known_devices
+from phalanx.hardware.device_facts import known_devices
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.measured.runs import Memory, Rate
 from published import flops as published_flops

@@ -8,7 +8,7 @@ import yaml
 
 from phalanx.errors import ConfigError
 from phalanx.hardware.collectives import default_constants
-from phalanx.hardware.device import device_facts
+from phalanx.hardware.device_facts import device_facts
 from phalanx.hardware.machine import load_machine
 from phalanx.planner.time.profile import (
     CONSTANTS,

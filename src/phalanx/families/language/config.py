@@ -169,5 +169,6 @@ FAMILY = Family(
     bound="phalanx.families.language.bound:BoundLanguage",
     sizes="phalanx.families.language.sizes",
     presets=Path(__file__).with_name("presets"),
+    start=Path(__file__).with_name("start.yaml"),
 )
 """The language family as run files know it."""

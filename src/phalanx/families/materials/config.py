@@ -270,5 +270,6 @@ FAMILY = Family(
     bound="phalanx.families.materials.bound:BoundMaterials",
     sizes="phalanx.families.materials.sizes",
     presets=Path(__file__).with_name("presets"),
+    start=Path(__file__).with_name("start.yaml"),
 )
 """The materials family as run files know it."""

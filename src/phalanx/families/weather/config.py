@@ -468,5 +468,6 @@ FAMILY = Family(
     bound="phalanx.families.weather.bound:BoundWeather",
     sizes="phalanx.families.weather.sizes",
     presets=Path(__file__).with_name("presets"),
+    start=Path(__file__).with_name("start.yaml"),
 )
 """The weather family as run files know it."""

@@ -38,7 +38,8 @@ from phalanx.hardware.calibrate.time_operations import (
     time_traffic,
     warm_up,
 )
-from phalanx.hardware.device import device_kind, device_name, synchronize
+from phalanx.hardware.device import device_name, synchronize
+from phalanx.hardware.device_facts import device_kind
 from phalanx.hardware.machine import Machine, Node, described_names, load_machine
 from phalanx.hardware.network import Links, Switch
 from phalanx.planner.time.timed_operations import TimedOperation

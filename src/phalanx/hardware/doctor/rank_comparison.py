@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeVar
 
-from phalanx.hardware.device import device_kind, find_facts
+from phalanx.hardware.device_facts import device_kind, find_facts
 from phalanx.hardware.doctor.finding import Finding, Level, format_ranks
 from phalanx.hardware.doctor.rank_facts import DeviceRates, RankFacts
 from phalanx.hardware.machine import Machine, cores_of

@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.config.families import find_family
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
-from phalanx.hardware.device import known_devices
+from phalanx.hardware.device_facts import known_devices
 from phalanx.planner.measured.groups import MeasuredGroup, grouped, refused
 from phalanx.planner.measured.runs import MeasuredRun
 from phalanx.planner.memory.model import Kernels, rank_memory

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from phalanx.errors import PhalanxError
-from phalanx.hardware.device import DeviceFacts, device_facts
+from phalanx.hardware.device_facts import DeviceFacts, device_facts
 from phalanx.planner.plan.budget import Budget, Reliability, estimate_budget, estimate_goodput
 from phalanx.planner.plan.compare_layouts import BreakEven, WhyNot, break_evens, explain_choice, parse_choice
 from phalanx.planner.plan.scaling import Scaling, find_fewest_devices, scale_devices

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.hardware.collectives import Constants, send
-from phalanx.hardware.device import device_facts
+from phalanx.hardware.device_facts import device_facts
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import MemoryFits
 from phalanx.layout.spec import LayoutTable, ResolvedLayout

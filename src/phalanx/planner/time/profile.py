@@ -19,7 +19,7 @@ import yaml
 from phalanx.errors import ConfigError
 from phalanx.files import write_atomically
 from phalanx.hardware.collectives import Constants, default_constants
-from phalanx.hardware.device import DeviceFacts, device_facts
+from phalanx.hardware.device_facts import DeviceFacts, device_facts
 from phalanx.hardware.machine import Machine
 from phalanx.planner.time.timed_operations import KINDS, TimedOperation
 

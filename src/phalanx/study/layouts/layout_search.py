@@ -15,7 +15,8 @@ from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
 from phalanx.config.studies import Search
 from phalanx.errors import ConfigError
-from phalanx.hardware.device import choose_device, device_kind, device_name
+from phalanx.hardware.device import choose_device, device_name
+from phalanx.hardware.device_facts import device_kind
 from phalanx.hardware.machine import Machine
 from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, Task

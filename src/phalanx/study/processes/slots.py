@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.hardware.device import device_facts
+from phalanx.hardware.device_facts import device_facts
 from phalanx.hardware.host import available_cores
 from phalanx.hardware.machine import Machine
 from phalanx.launch.job_script import srun_command
