@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 import time
@@ -18,17 +19,19 @@ import phalanx_processes
 from cli.conftest import call
 from command_line import Call
 from field_files import field_data, write_year
+from foreign_tokens import MDS_FLAT, write_megatron, write_tokens
 from graph_files import prepared_sources
-from phalanx import remote_files
+from phalanx import object_store, remote_files
 from phalanx.cli.main import main
 from phalanx.data.prepared_folder import MANIFEST
 from phalanx.errors import DataError
-from phalanx.families.language.data.open_tokens import open_source
+from phalanx.families.language.data.open_tokens import open_source, token_path
 from phalanx.families.materials.data.graph_shards import open_prepared
 from phalanx.families.weather.data.field_store import BlockCache
 from phalanx.families.weather.data.open_fields import FieldSet, open_store
 from phalanx.families.weather.data.prepare_fields import prepare_fields
-from phalanx.remote_files import StoreUnavailable, is_remote, local_path, use_cache, weights_path
+from phalanx.object_store import StoreUnavailable
+from phalanx.remote_files import is_kept_elsewhere, is_remote, local_path, use_cache, weights_path
 from token_data import write_run_file, write_token_folder
 
 __all__ = ["call"]
@@ -115,13 +118,13 @@ def test_tokens_are_those_of_the_local_folder(tokens: Path, address: str) -> Non
 def test_only_what_is_read_is_fetched_and_once(address: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_source(local_path(address), "train")
     asked: list[int] = []
-    whole = remote_files.Store.read_ranges
+    whole = object_store.Store.read_ranges
 
     def count(store: Any, ranges: Any) -> list[bytes]:
         asked.extend(last - first for _, first, last in ranges)
         return whole(store, ranges)
 
-    monkeypatch.setattr(remote_files.Store, "read_ranges", count)
+    monkeypatch.setattr(object_store.Store, "read_ranges", count)
     first = source.read(np.array([100, 20_000]), 64)
     assert 0 < sum(asked) <= 4 * 2048
     asked.clear()
@@ -260,7 +263,7 @@ def test_a_store_that_dies_while_training_costs_no_step(
     mortal = S3()
     file = write_run_file(tmp_path / "run.yaml", Path("ADDRESS"))
     file.write_text(file.read_text().replace("ADDRESS", mortal.put(tokens, "tokens")))
-    fetch, asked = remote_files.Store.read_ranges, []
+    fetch, asked = object_store.Store.read_ranges, []
 
     def fetch_until_death(store: Any, ranges: Any) -> list[bytes]:
         asked.append(ranges)
@@ -268,7 +271,7 @@ def test_a_store_that_dies_while_training_costs_no_step(
             mortal.server.stop()
         return fetch(store, ranges)
 
-    monkeypatch.setattr(remote_files.Store, "read_ranges", fetch_until_death)
+    monkeypatch.setattr(object_store.Store, "read_ranges", fetch_until_death)
     words = ["train", str(file), "--run-dir", str(tmp_path / "run"), "checkpoint.every=100", *_changes(cache)]
     outcome = call(*words)
     assert outcome.code == 1
@@ -305,3 +308,95 @@ def test_a_store_that_dies_ends_all_ranks_behind_the_same_step(tmp_path: Path, m
     assert 2 <= steps < 4000
     assert f"training ends after step {steps}, checkpoint written" in written
     assert (run_dir / "checkpoints" / f"step-{steps:08d}" / MANIFEST).exists()
+
+
+def _compress_a_shard(folder: Path) -> None:
+    """As MDSWriter(compression="gz") leaves a folder: the plain shard is gone, and the index names both."""
+    plain = folder / "shard.00001.mds"
+    packed = folder / f"{plain.name}.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    index = json.loads((folder / "index.json").read_text())
+    record = {"basename": packed.name, "bytes": packed.stat().st_size, "hashes": {}}
+    index["shards"][1] |= {"compression": "gz", "zip_data": record}
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def _write_foreign(folder: Path, kind: str) -> str:
+    """Data of another program with a validation split; returns what names it in the folder."""
+    folder.mkdir()
+    if kind == "Megatron":
+        write_megatron(folder / "text_document")
+        write_megatron(folder / "text_document_valid", [[1, 2, 3]])
+        return "text_document"
+    if kind == "MDS, splits":
+        write_tokens(folder / "train", hashes=("sha256",))
+        _compress_a_shard(folder / "train")
+        write_tokens(folder / "val", lists=[[[1, 2, 3]]])
+    else:
+        write_tokens(folder)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["Megatron", "MDS, splits", "MDS"])
+def test_data_of_other_programs_is_that_of_the_local_folder(kind: str, s3: S3, tmp_path: Path) -> None:
+    folder = tmp_path / kind.replace(", ", "-")
+    name = _write_foreign(folder, kind)
+    address = f"{s3.put(folder, folder.name)}/{name}".rstrip("/")
+    for split in ("train", "validation"):
+        near, far = open_source(folder / name, split), open_source(token_path(address), split)
+        if near is None or far is None:
+            assert near is far and (kind, split) == ("MDS", "validation")
+            continue
+        assert (far.fingerprint, far.tokens, far.documents) == (near.fingerprint, near.tokens, near.documents)
+        starts = np.arange(near.tokens - 2)
+        assert (far.read(starts, 3) == near.read(starts, 3)).all()
+        assert (far.document_of(starts) == near.document_of(starts)).all()
+        far.verify()
+    # Data at an address is not read whole before a run begins.
+    assert is_kept_elsewhere(token_path(address))
+
+
+def test_shards_of_an_unlisted_store_are_read_by_the_index(
+    s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write_foreign(tmp_path / "unlisted", "MDS, splits")
+    address = s3.put(tmp_path / "unlisted", "unlisted")
+    # As of https://.
+    monkeypatch.setattr(object_store, "_UNLISTED", ("s3",))
+    source = open_source(token_path(address), "train")
+    assert source.read(np.array([0]), 24).tolist() == [MDS_FLAT]
+
+
+def test_what_is_wrong_with_foreign_data_is_told(s3: S3, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"s3://bucket/none: no manifest.json .*, no index.json .* and no .idx"):
+        token_path("s3://bucket/none")
+    short = write_tokens(tmp_path / "short")
+    (short / "shard.00001.mds").write_bytes(b"12")
+    with pytest.raises(DataError, match=r"s3://bucket/short/shard.00001.mds: 2 bytes found, \d+ expected"):
+        token_path(s3.put(short, "short"))
+    gone = write_tokens(tmp_path / "gone")
+    (gone / "shard.00001.mds").unlink()
+    with pytest.raises(DataError, match=r"gone/shard.00001.mds: No such file or directory; index.json lists it"):
+        open_source(token_path(s3.put(gone, "gone")), "train")
+    write_megatron(tmp_path / "cut")
+    Path(f"{tmp_path}/cut.bin").write_bytes(b"12")
+    for ending in (".bin", ".idx"):
+        s3.files.put(f"{tmp_path}/cut{ending}", f"bucket/pairs/cut{ending}")
+    with pytest.raises(DataError, match=r"pairs/cut.bin: 2 bytes found, 20 expected"):
+        open_source(token_path("s3://bucket/pairs/cut"), "train")
+
+
+def test_a_run_trains_on_megatron_data_at_an_address(s3: S3, tmp_path: Path, cache: Path, call: Call) -> None:
+    ids = np.random.default_rng(0).integers(0, 97, (40, 65)).tolist()
+    prefix = write_megatron(tmp_path / "corpus", ids)
+    for ending in (".bin", ".idx"):
+        s3.files.put(f"{prefix}{ending}", f"bucket/corpus{ending}")
+    found = {}
+    for place, source in (("near", str(prefix)), ("far", "s3://bucket/corpus")):
+        run_file = write_run_file(tmp_path / f"{place}.yaml", Path("data"))
+        words = [f"data.sources=[{source}]", "training.steps=2", "optimizer.warmup_steps=1", *_changes(cache)]
+        outcome = call("train", str(run_file), "--run-dir", str(tmp_path / place), *words)
+        assert outcome.code == 0, outcome.err
+        found[place] = _losses(tmp_path / place)
+    assert found["near"] == found["far"] and len(found["far"]) == 2

@@ -1,6 +1,7 @@
 """Folders of files at an fsspec address (`s3://`, `gs://`, `hf://`, `https://`, ...), read through a bounded cache on disk.
 
-A remote folder is known by its manifest, which is fetched when the folder is opened into a local folder that stands for it.
+A remote folder is known by its manifest, which is fetched when the folder is opened into a local folder that stands for it;
+for formats without a manifest of ours the caller says which files there are (`remote_folder`).
 Large files are read block by block, or whole, when they are asked for; what was read is kept by content, so that ranks of a
 machine, runs and copies of the data elsewhere share it. Local paths pass through unchanged. This module knows neither text,
 fields, structures nor checkpoints.
@@ -10,43 +11,27 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib
 import json
 import os
-import queue
 import re
 import threading
-import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import unquote
 
 from phalanx.errors import DataError
 from phalanx.files import user_cache, whole_folder, write_atomically
+from phalanx.object_store import REQUEST, Store, StoredFile
 
 BLOCK = 2**17
 """Bytes fetched and kept at a time: a sample of tokens is a few kilobytes, and every one lies somewhere else."""
-_REQUEST = 2**23
-"""Most bytes of one request: neighbouring blocks are asked for together."""
-_REQUESTS = 16
-"""Requests under way together while a file is fetched whole."""
 _MANIFEST = "manifest.json"
-_UNLISTED = ("http", "https")
-"""Protocols of servers that need not tell what a folder holds."""
-_FINAL = (FileNotFoundError, PermissionError, ImportError, NotImplementedError, ValueError)
-"""Errors that asking again does not change."""
-_NO_ACCESS = ("NoCredentialsError", "PartialCredentialsError", "GatedRepoError", "RepositoryNotFoundError")
 _STEP = re.compile(r"step-[0-9]{8,18}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-T = TypeVar("T")
-
-
-class StoreUnavailable(DataError):
-    """A store of data does not answer within the time limit; what was read before is not affected."""
 
 
 @dataclass(frozen=True)
@@ -89,24 +74,64 @@ def local_path(address: str) -> Path:
     """
     if not is_remote(address):
         return Path(unquote(address.removeprefix("file://"))) if address.startswith("file://") else Path(address)
-    limits = _PROCESS.limits
-    digest = hashlib.sha256(address.encode()).hexdigest()[:12]
-    words = [part for part in re.split(r"[^A-Za-z0-9._-]+", address) if part.strip(".")]
-    path = limits.folder / "folders" / digest / "/".join(words)
+    path = _stand_in(address)
     if path not in _PROCESS.folders:
-        _PROCESS.folders[path] = RemoteFolder(address.rstrip("/"), path, limits)
+        _PROCESS.folders[path] = _open_prepared(address.rstrip("/"), path)
     return path
+
+
+def remote_folder(address: str, texts: Mapping[str, bytes], files: Mapping[str, StoredFile]) -> Path:
+    """Return the path that stands for the folder at `address`, whose content the caller knows.
+
+    texts: small files that are to lie at that path. files: others, by their path from there. What was said of the same
+    folder before still counts.
+    """
+    path = _stand_in(address)
+    folder = _PROCESS.folders.setdefault(path, RemoteFolder(address.rstrip("/"), path, _PROCESS.limits))
+    for name, stored in files.items():
+        # Without a checksum of its content a file is kept under where it is from, and what the store says of it.
+        key = hashlib.sha256(f"{folder.address}/{name} {stored.size} {stored.version}".encode()).hexdigest()
+        folder.files[name] = RemoteFile(folder, name, stored.size, key, None)
+    folder.write_texts(texts)
+    return path
+
+
+def opened_folder(address: str) -> Path | None:
+    """Return the path that stands for a remote folder that this process opened before, else None."""
+    path = _stand_in(address)
+    return path if path in _PROCESS.folders else None
+
+
+def open_store(address: str) -> Store:
+    """Return the store at `address`, with the time limit of this process. Raises DataError."""
+    return Store(address.rstrip("/"), _PROCESS.limits.timeout_s)
+
+
+def _stand_in(address: str) -> Path:
+    """Return the local path that stands for the folder at `address`."""
+    digest = hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:12]
+    # The words of the address, so that messages that name the path can be read.
+    words = [part for part in re.split(r"[^A-Za-z0-9._-]+", address) if part.strip(".")]
+    return _PROCESS.limits.folder / "folders" / digest / "/".join(words)
 
 
 def remote_file(path: Path) -> RemoteFile | None:
     """Return the remote file that `path` stands for; None where it is a file of this machine."""
-    folder = _PROCESS.folders.get(path.parent)
-    return None if folder is None else folder.files.get(path.name)
+    for parent in path.parents:
+        folder = _PROCESS.folders.get(parent)
+        if folder is not None:
+            return folder.files.get(path.relative_to(parent).as_posix())
+    return None
+
+
+def is_file(path: Path) -> bool:
+    """Return whether `path` is a file, or stands for a remote one."""
+    return path.is_file() or remote_file(path) is not None
 
 
 def is_kept_elsewhere(path: Path) -> bool:
-    """Return whether `path` stands for a remote folder: to verify it as a run begins would read all of it."""
-    return path in _PROCESS.folders
+    """Return whether `path` stands for remote data: to verify it as a run begins would read all of it."""
+    return _PROCESS.limits.folder / "folders" in path.parents
 
 
 def local_copy(path: Path) -> Path:
@@ -182,34 +207,47 @@ def _fetch_beside(address: str, root: Path, limits: CacheLimits) -> None:
             write_atomically(root / name, store.read(name).decode())
 
 
+def _open_prepared(address: str, path: Path) -> RemoteFolder:
+    """Return the prepared folder at `address`; its manifest is fetched to `path`. Raises DataError, see `local_path`."""
+    folder = RemoteFolder(address, path, _PROCESS.limits)
+    try:
+        text = folder.store.read(_MANIFEST)
+        records = list(_file_records(json.loads(text)))
+    except FileNotFoundError:
+        raise DataError(
+            f"{address}: no {_MANIFEST} there; name a folder that `phalanx data` prepared, copied whole to the store"
+        ) from None
+    except ValueError as error:
+        raise DataError(f"{address}/{_MANIFEST} is no JSON ({error}); copy the prepared folder again") from None
+    folder.files = {name: RemoteFile(folder, name, size, sha256, sha256) for name, size, sha256 in records}
+    listed = folder.store.list_files()
+    for file in folder.files.values() if listed is not None else ():
+        # As when a local folder is opened: what is missing is found now, and not after days.
+        found = (listed or {}).get(file.name)
+        if found is None or found.size != file.size:
+            what = "nothing" if found is None else f"{found.size} bytes"
+            raise DataError(f"{file}: {what} found, {file.size} bytes expected; copy the prepared folder again")
+    folder.write_texts({_MANIFEST: text})
+    return folder
+
+
 class RemoteFolder:
-    """A folder at an address, with the files that its manifest lists."""
+    """A folder at an address, with the files that are known to be there."""
 
     def __init__(self, address: str, path: Path, limits: CacheLimits) -> None:
-        """Fetch the manifest into `path`. Raises DataError, see `local_path`."""
+        """Connect to the store. path: what stands for the folder on this machine. Raises DataError."""
         self.address = address
         self.path = path
         self.limits = limits
         self.store = Store(address, limits.timeout_s)
-        try:
-            text = self.store.read(_MANIFEST)
-            records = list(_file_records(json.loads(text)))
-        except FileNotFoundError:
-            raise DataError(
-                f"{address}: no {_MANIFEST} there; name a folder that `phalanx data` prepared, copied whole to the store"
-            ) from None
-        except ValueError as error:
-            raise DataError(f"{address}/{_MANIFEST} is no JSON ({error}); copy the prepared folder again") from None
-        self.files = {name: RemoteFile(self, name, size, sha256) for name, size, sha256 in records}
-        sizes = self.store.list_sizes()
-        for file in self.files.values() if sizes is not None else ():
-            # As when a local folder is opened: what is missing is found now, and not after days.
-            found = (sizes or {}).get(file.name)
-            if found != file.size:
-                what = "nothing" if found is None else f"{found} bytes"
-                raise DataError(f"{file}: {what} found, {file.size} bytes expected; copy the prepared folder again")
-        path.mkdir(parents=True, exist_ok=True)
-        write_atomically(path / _MANIFEST, text.decode())
+        self.files: dict[str, RemoteFile] = {}
+
+    def write_texts(self, texts: Mapping[str, bytes]) -> None:
+        """Put small files where the folder's path stands for it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for name, content in texts.items():
+            (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path / name, content.decode())
 
     def read_ranges(self, wanted: Sequence[tuple[RemoteFile, int, int]]) -> list[bytes]:
         """Return bytes `first` to before `last` of files of this folder; blocks that are not kept are fetched together.
@@ -231,7 +269,7 @@ class RemoteFolder:
         runs: list[tuple[RemoteFile, int, int]] = []
         for file, block in keys:
             first, last = block * BLOCK, min((block + 1) * BLOCK, file.size)
-            if runs and runs[-1][0] is file and runs[-1][2] == first and last - runs[-1][1] <= _REQUEST:
+            if runs and runs[-1][0] is file and runs[-1][2] == first and last - runs[-1][1] <= REQUEST:
                 runs[-1] = (file, runs[-1][1], last)
             else:
                 runs.append((file, first, last))
@@ -254,7 +292,10 @@ class RemoteFile:
     name: str
     size: int
     """Bytes."""
-    sha256: str
+    key: str
+    """What no other content is kept under."""
+    sha256: str | None
+    """Checksum of the content; None where nothing says it."""
 
     def __str__(self) -> str:
         return f"{self.folder.address}/{self.name}"
@@ -265,10 +306,10 @@ class RemoteFile:
 
     def fetch(self) -> Path:
         """Return a local copy of the whole file, checked against its checksum. Raises DataError."""
-        return keep_file(self.sha256, self.name, self.size, self._checked_content, self.folder.limits)
+        return keep_file(self.key, Path(self.name).name, self.size, self._checked_content, self.folder.limits)
 
     def verify(self) -> None:
-        """Read the whole file from the store. Raises DataError where its checksum is not the manifest's."""
+        """Read the whole file from the store. Raises DataError where its checksum is not the one that is known."""
         for _ in self._checked_content():
             pass
 
@@ -296,131 +337,16 @@ class RemoteFile:
         _make_room(self.folder.limits, len(content))
 
     def _block(self, number: int) -> Path:
-        return self.folder.limits.folder / "blocks" / self.sha256[:2] / self.sha256 / str(number)
+        return self.folder.limits.folder / "blocks" / self.key[:2] / self.key / str(number)
 
     def _checked_content(self) -> Iterator[bytes]:
-        """Yield all content. Raises DataError at its end where the checksum is not the manifest's."""
+        """Yield all content. Raises DataError at its end where the checksum is not the one that is known."""
         digest = hashlib.sha256()
         for part in self.folder.store.stream(self.name, self.size):
             digest.update(part)
             yield part
-        if digest.hexdigest() != self.sha256:
+        if self.sha256 is not None and digest.hexdigest() != self.sha256:
             raise DataError(f"{self}: sha256 {digest.hexdigest()} found, {self.sha256} expected; the file was altered")
-
-
-class Store:
-    """The files below one address, with a time limit on every answer."""
-
-    def __init__(self, address: str, timeout_s: float) -> None:
-        """Connect. Raises DataError for an address of no known protocol."""
-        self.address = address
-        self._timeout_s = timeout_s
-        self._protocol = address.partition("://")[0]
-        try:
-            fsspec = importlib.import_module("fsspec.core")
-        except ImportError:
-            raise DataError(f'{address} needs fsspec: pip install "phalanx-train[remote]"') from None
-        self._files, self._root = self._call("", lambda: fsspec.url_to_fs(address))
-
-    def read(self, name: str) -> bytes:
-        """Return a whole small file. Raises FileNotFoundError, and DataError where the store does not answer."""
-        found: bytes = self._call(name, lambda: self._files.cat_file(f"{self._root}/{name}"))
-        return found
-
-    def read_ranges(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
-        """Return bytes `first` to before `last` of each named file, fetched together. Raises DataError."""
-        if not ranges:
-            return []
-        paths = [f"{self._root}/{name}" for name, _, _ in ranges]
-        starts, ends = [first for _, first, _ in ranges], [last for _, _, last in ranges]
-        what = ranges[0][0]
-        try:
-            found: list[bytes] = self._call(what, lambda: self._files.cat_ranges(paths, starts, ends, on_error="raise"))
-        except FileNotFoundError as error:
-            raise DataError(f"{self.address}/{what}: not there any more ({error}); put it back") from None
-        for (name, first, last), part in zip(ranges, found, strict=True):
-            if len(part) != last - first:
-                raise DataError(
-                    f"{self.address}/{name}: {len(part)} bytes found from byte {first} on, {last - first} expected"
-                )
-        return found
-
-    def stream(self, name: str, size: int) -> Iterator[bytes]:
-        """Yield all content of a file of `size` bytes, some requests at a time. Raises DataError."""
-        starts = list(range(0, size, _REQUEST))
-        for begin in range(0, len(starts), _REQUESTS):
-            group = starts[begin : begin + _REQUESTS]
-            yield from self.read_ranges([(name, start, min(start + _REQUEST, size)) for start in group])
-
-    def list_sizes(self) -> dict[str, int] | None:
-        """Return the size of each file directly in the folder; None where the protocol cannot tell."""
-        if self._protocol in _UNLISTED:
-            return None
-        entries = self._call("", lambda: self._files.ls(self._root, detail=True))
-        return {entry["name"].rpartition("/")[2]: int(entry["size"] or 0) for entry in entries}
-
-    def list_folders(self, name: str) -> list[str]:
-        """Return the names of the folders in the folder `name`; none where it is not there."""
-        try:
-            entries = self._call(name, lambda: self._files.ls(f"{self._root}/{name}".rstrip("/"), detail=True))
-        except FileNotFoundError:
-            return []
-        return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
-
-    def _call(self, name: str, work: Callable[[], T]) -> T:
-        """Return what `work` gives, asked again until the time limit. Raises FileNotFoundError, DataError."""
-        where = f"{self.address}/{name}".rstrip("/")
-        deadline, pause = time.monotonic() + self._timeout_s, 0.25
-        while True:
-            try:
-                return _within(deadline - time.monotonic(), work)
-            except Exception as error:
-                refused = isinstance(error, PermissionError) or type(error).__name__ in _NO_ACCESS
-                if refused:
-                    raise DataError(
-                        f"{where}: access refused ({_shorten(error)}); set the credentials that fsspec takes for "
-                        f"{self._protocol}://"
-                    ) from None
-                if isinstance(error, FileNotFoundError):
-                    raise
-                if isinstance(error, _FINAL):
-                    raise DataError(
-                        f'{where}: {_shorten(error)}; pip install "phalanx-train[remote]" brings s3:// and https://, other '
-                        f"protocols need the fsspec package of their own"
-                    ) from None
-                if time.monotonic() + pause >= deadline:
-                    raise StoreUnavailable(
-                        f"{where}: the store did not answer within {self._timeout_s:g} s ({_shorten(error)}); check the "
-                        f"address, the network and the store's endpoint, or raise remote.timeout_s"
-                    ) from None
-            time.sleep(pause)
-            pause = min(2 * pause, 8.0)
-
-
-def _within(seconds: float, work: Callable[[], T]) -> T:
-    """Return what `work` gives. Raises TimeoutError where that takes longer: clients may wait for ever."""
-    done: queue.SimpleQueue[tuple[list[T], Exception | None]] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            done.put(([work()], None))
-        except Exception as error:
-            done.put(([], error))
-
-    # A daemon: a request that never ends must not keep the process.
-    threading.Thread(target=run, name="remote-request", daemon=True).start()
-    try:
-        values, error = done.get(timeout=max(seconds, 0.01))
-    except queue.Empty:
-        raise TimeoutError("no answer") from None
-    if error is not None:
-        raise error
-    return values[0]
-
-
-def _shorten(error: Exception) -> str:
-    """Return the first line of an error, or its type where it says nothing."""
-    return next(iter(str(error).splitlines()), "")[:200] or type(error).__name__
 
 
 def _file_records(node: Any) -> Iterator[tuple[str, int, str]]:

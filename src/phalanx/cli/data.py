@@ -18,14 +18,13 @@ from phalanx.config.load import load_run
 from phalanx.data.prepared_folder import MANIFEST, SampleManifest, file_record
 from phalanx.errors import ConfigError
 from phalanx.families.language.data.documents import MAX_DOCUMENT_BYTES
-from phalanx.families.language.data.open_tokens import open_source
+from phalanx.families.language.data.open_tokens import open_source, token_path
 from phalanx.families.language.data.prepare_text import Options, prepare_text
 from phalanx.families.language.data.sample_text import write_tasks, write_text
 from phalanx.families.language.data.token_shards import PassedOver, read_token_manifest
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.weather.config import WeatherRun
-from phalanx.remote_files import local_path
 
 if TYPE_CHECKING:
     from phalanx.families.materials.data.graph_shards import Manifest, Statistics
@@ -124,7 +123,7 @@ def verify_data(
 
 
 def _open_splits(address: str) -> dict[str, TokenSource]:
-    path = local_path(address)
+    path = token_path(address)
     validation = open_source(path, "validation")
     held_out = {} if validation is None else {"validation": validation}
     return {"train": open_source(path, "train"), **held_out}
@@ -139,7 +138,7 @@ def _print_sources(path: str, json_output: bool) -> None:
     train = splits["train"]
     summary["vocab_size"] = train.vocab_size
     summary["tokenizer"] = None if train.tokenizer is None else str(train.tokenizer)
-    folder = local_path(path)
+    folder = token_path(path)
     passed_over = read_token_manifest(folder).passed_over if (folder / MANIFEST).exists() else None
     if passed_over is not None:
         summary["passed_over"] = passed_over.model_dump()

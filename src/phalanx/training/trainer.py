@@ -22,8 +22,8 @@ from phalanx.launch.heartbeat import SILENT, Heartbeat
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Mesh, Ranks
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.object_store import StoreUnavailable
 from phalanx.optimizers import LearningRateSchedule, set_learning_rate
-from phalanx.remote_files import StoreUnavailable
 from phalanx.training.callbacks import CallbackList, TrainingContext
 from phalanx.training.checkpointing import Restored, collect_state, load_newest
 from phalanx.training.dead_experts import DeadExperts

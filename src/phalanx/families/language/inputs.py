@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.data.open_tokens import check_same_tokenizer, open_source
+from phalanx.families.language.data.open_tokens import check_same_tokenizer, open_source, token_path
 from phalanx.families.language.data.token_batches import SampleReader, TokenBatchStream
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.language.evaluation.generation import generate_tokens
@@ -28,7 +28,7 @@ from phalanx.families.language.huggingface.folder_files import (
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.remote_files import is_kept_elsewhere, local_path
+from phalanx.remote_files import is_kept_elsewhere
 from phalanx.report.formatting import shorten_blank_lines
 from phalanx.training.inputs import (
     ExpectedEvaluation,
@@ -137,7 +137,7 @@ class LanguageInputs(TrainableModel):
 
 def _open_training(run: LanguageRun) -> tuple[list[TokenSource], SampleReader]:
     """Open every source and what reads samples from them. Raises DataError for sources that do not suit the run."""
-    training: list[TokenSource] = [open_source(local_path(source.path), "train") for source in run.data.sources]
+    training: list[TokenSource] = [open_source(token_path(source.path), "train") for source in run.data.sources]
     weights = [source.weight for source in run.data.sources]
     reader = SampleReader(
         list(zip(training, weights, strict=True)),
@@ -179,7 +179,7 @@ def _require_room(run: LanguageRun, tokenizer: TextTokenizer | None) -> None:
 
 def _held_out(run: LanguageRun) -> list[TokenSource]:
     """Open the validation splits that hold anything to predict."""
-    opened = [open_source(local_path(source.path), "validation") for source in run.data.sources]
+    opened = [open_source(token_path(source.path), "validation") for source in run.data.sources]
     return [source for source in opened if source is not None and source.tokens > 1]
 
 

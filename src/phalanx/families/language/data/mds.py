@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache, partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, cast
@@ -28,7 +29,8 @@ from phalanx.errors import DataError
 from phalanx.families.language.data.mds_columns import TokenColumn
 from phalanx.families.language.data.token_shards import Split
 from phalanx.families.language.data.token_source import Int64Array, TokenSource, read_bytes
-from phalanx.remote_files import keep_file
+from phalanx.object_store import StoredFile
+from phalanx.remote_files import is_file, keep_file, local_copy, open_store, remote_file, remote_folder
 
 INDEX = "index.json"
 SPLIT_FOLDERS: dict[Split, tuple[str, ...]] = {"train": ("train",), "validation": ("validation", "valid", "val")}
@@ -87,6 +89,43 @@ def is_mds(folder: Path) -> bool:
     return mds_split(folder, "train") is not None or mds_split(folder, "validation") is not None
 
 
+def find_remote_mds(address: str) -> Path | None:
+    """Return the path that stands for the folder of MDS shards at `address`; None where it holds none.
+
+    Of shards that the index lists as compressed the compressed files are read. Raises DataError where the store does not
+    answer, for an index that cannot be read, and for a shard that is not as long as the index says.
+    """
+    store = open_store(address)
+    texts: dict[str, bytes] = {}
+    for folder in ("", *(f"{name}/" for names in SPLIT_FOLDERS.values() for name in names)):
+        with suppress(FileNotFoundError):
+            texts[f"{folder}{INDEX}"] = store.read(f"{folder}{INDEX}")
+    if not texts:
+        return None
+    path = remote_folder(address, texts, {})
+    sizes = {
+        f"{index.removesuffix(INDEX)}{file.basename}": file.bytes
+        for index in texts
+        for record in _read_index(path / index).shards
+        for file in (record.zip_data or record.raw_data,)
+    }
+    # Where the store lists no files, those of the index are taken to be there.
+    listed = store.list_files()
+    files = {name: StoredFile(size) for name, size in sizes.items()} if listed is None else listed
+    for name in sizes.keys() & files.keys():
+        if files[name].size != sizes[name]:
+            raise DataError(
+                f"{address}/{name}: {files[name].size} bytes found, {sizes[name]} expected; the file is truncated or altered"
+            )
+    return remote_folder(address, {}, {name: files[name] for name in sizes if name in files})
+
+
+def _read_index(path: Path) -> _Index:
+    return read_checked(
+        path, _Index, missing="an MDS folder has one", malformed="only MDS shards of version 2 can be read"
+    )
+
+
 class MdsSource(TokenSource):
     """The samples of a folder of MDS shards as one stream; each sample counts as one document.
 
@@ -102,13 +141,7 @@ class MdsSource(TokenSource):
             DataError: a file that is missing, truncated, lengthened, malformed, compressed, or holds no tokens.
         """
         self.path = folder
-        index = read_checked(
-            folder / INDEX,
-            _Index,
-            missing="an MDS folder has one",
-            malformed="only MDS shards of version 2 can be read",
-        )
-        self._shards = [record for record in index.shards if record.samples]
+        self._shards = [record for record in _read_index(folder / INDEX).shards if record.samples]
         self.unchecked = _describe_unchecked(self._shards)
         self._bytes_dtype = bytes_dtype
         self._first_samples = np.cumsum([0] + [record.samples for record in self._shards], dtype=np.int64)
@@ -271,16 +304,17 @@ def _check_size(folder: Path, record: _ShardRecord) -> Path:
     """Return path of a shard, decompressed where need be. Raises DataError when it is missing or not as long as indexed."""
     path = folder / record.raw_data.basename
     try:
-        found = path.stat().st_size
+        # Samples lie at random places, and all their sizes are read when the shard is opened: a remote one is copied whole.
+        found = local_copy(path).stat().st_size
     except OSError as error:
-        if record.zip_data is None or not (folder / record.zip_data.basename).exists():
+        if record.zip_data is None or not is_file(folder / record.zip_data.basename):
             raise DataError(f"{path}: {error.strerror}; {INDEX} lists it with {record.raw_data.bytes} bytes") from error
         return _unpack_once(folder / record.zip_data.basename, record)
     if found != record.raw_data.bytes:
         raise DataError(
             f"{path}: {found} bytes found, {record.raw_data.bytes} expected; the file is truncated or altered"
         )
-    return path
+    return local_copy(path)
 
 
 def _unpack_once(packed: Path, record: _ShardRecord) -> Path:
@@ -294,9 +328,14 @@ def _unpack_once(packed: Path, record: _ShardRecord) -> Path:
             f"{packed}: compressed ({method}); zstd, gz and bz2 can be read: decompress the shards once, each beside its "
             "original"
         )
-    status, size = packed.stat(), record.raw_data.bytes
-    key = hashlib.sha256(f"{packed.resolve()} {status.st_size} {status.st_mtime_ns} {size}".encode()).hexdigest()
-    return keep_file(key, packed.stem, size, lambda: _decompress(packed, method, size))
+    remote, size = remote_file(packed), record.raw_data.bytes
+    if remote is None:
+        status = packed.stat()
+        version = f"{packed.resolve()} {status.st_size} {status.st_mtime_ns}"
+    else:
+        version = remote.key
+    key = hashlib.sha256(f"{version} {size}".encode()).hexdigest()
+    return keep_file(key, packed.stem, size, lambda: _decompress(local_copy(packed), method, size))
 
 
 def _decompress(packed: Path, method: str, size: int) -> Iterator[bytes]:

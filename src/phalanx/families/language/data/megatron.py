@@ -21,7 +21,10 @@ import numpy.typing as npt
 from phalanx.errors import DataError
 from phalanx.families.language.data.token_shards import Split
 from phalanx.families.language.data.token_source import Int64Array, SegmentedStream, TokenFile, TokenSource
+from phalanx.remote_files import is_file, local_copy, open_store, remote_file, remote_folder
 
+ENDINGS = (".idx", ".bin")
+"""Of the two files of a pair."""
 VALIDATION_ENDINGS = ("_validation", "_valid", "_val")
 """What follows a prefix in the name of its validation data; the first that exists is taken."""
 
@@ -37,8 +40,20 @@ _PROBE_BYTES = 4096
 
 def megatron_prefix(path: Path) -> Path | None:
     """Return the prefix that `path` means, given with or without .bin or .idx; None where neither file is there."""
-    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    return prefix if _with_ending(prefix, ".idx").is_file() or _with_ending(prefix, ".bin").is_file() else None
+    prefix = path.with_suffix("") if path.suffix in ENDINGS else path
+    return prefix if any(is_file(_with_ending(prefix, ending)) for ending in ENDINGS) else None
+
+
+def find_remote_megatron(address: str) -> Path | None:
+    """Return the path that stands for the pair at `address`, a prefix with or without .bin or .idx, and for its validation
+    data; None where no pair is there. Raises DataError where the store does not answer."""
+    folder, _, name = address.rstrip("/").rpartition("/")
+    name = name.removesuffix(".bin").removesuffix(".idx")
+    store = open_store(folder)
+    names = [f"{name}{middle}{ending}" for middle in ("", *VALIDATION_ENDINGS) for ending in ENDINGS]
+    # A folder of a store may hold a million files: these few are asked for by name.
+    found = {one: stored for one in names if (stored := store.find_file(one)) is not None}
+    return remote_folder(folder, {}, found) / name if f"{name}.idx" in found else None
 
 
 def megatron_split(prefix: Path, split: Split) -> Path | None:
@@ -60,7 +75,8 @@ class MegatronSource(TokenSource):
         """Open the pair at `prefix`. Raises DataError for a missing, truncated, lengthened or malformed file."""
         self.path = _with_ending(prefix, ".bin")
         self.unchecked = "Megatron files hold no checksums: an id changed in place is not noticed"
-        self._index = _Index.read(_with_ending(prefix, ".idx"))
+        # Sequences and documents are looked up all over the index: a remote one is copied whole.
+        self._index = _Index.read(local_copy(_with_ending(prefix, ".idx")))
         self.tokens = self._index.count_tokens()
         self.documents = len(self._index.documents) - 1
         self._check_size()
@@ -98,8 +114,9 @@ class MegatronSource(TokenSource):
                 raise DataError(f"{self.path}: token {place} is {ids[negative[0]]}, below 0; the file was altered")
 
     def _check_size(self) -> None:
+        remote = remote_file(self.path)
         try:
-            found = self.path.stat().st_size
+            found = self.path.stat().st_size if remote is None else remote.size
         except OSError as error:
             raise DataError(f"{self.path}: {error.strerror}; {self._index.path.name} lies beside it") from error
         expected = self.tokens * self._index.dtype.itemsize

@@ -13,13 +13,18 @@ from typing import Literal, overload
 from phalanx.data.prepared_folder import MANIFEST, check_size
 from phalanx.errors import DataError
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.data.mds import INDEX, MdsSource, is_mds, mds_split
-from phalanx.families.language.data.megatron import MegatronSource, megatron_prefix, megatron_split
+from phalanx.families.language.data.mds import INDEX, MdsSource, find_remote_mds, is_mds, mds_split
+from phalanx.families.language.data.megatron import (
+    MegatronSource,
+    find_remote_megatron,
+    megatron_prefix,
+    megatron_split,
+)
 from phalanx.families.language.data.token_shards import ShardSource, Split, read_token_manifest
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.language.data.tokenizer import load_tokenizer
 from phalanx.families.language.huggingface.folder_files import TOKENIZER, TOKENIZER_FOLDER
-from phalanx.remote_files import local_copy, local_path, weights_path
+from phalanx.remote_files import is_remote, local_copy, local_path, open_store, opened_folder, weights_path
 
 _SHOWN = 6
 _SHOWN_INPUTS = 4
@@ -56,6 +61,24 @@ def open_source(path: Path, split: Split) -> TokenSource | None:
     if source is None and split == "train":
         raise DataError(f"{path} has no train split; name data to train on")
     return source
+
+
+def token_path(address: str) -> Path:
+    """Return the path that stands for the token data at `address`, in any format; itself where it is local.
+
+    Raises DataError where the store does not answer, or holds nothing readable there.
+    """
+    if not is_remote(address):
+        return local_path(address)
+    if opened_folder(address) is None and open_store(address).find_file(MANIFEST) is not None:
+        return local_path(address)
+    path = opened_folder(address) or find_remote_mds(address) or find_remote_megatron(address)
+    if path is None:
+        raise DataError(
+            f"{address}: no {MANIFEST} (prepared text), no {INDEX} (MDS) and no .idx (Megatron) there; name a folder or "
+            "prefix that was copied whole to the store"
+        )
+    return path
 
 
 def _describe_absence(path: Path) -> str:
@@ -107,7 +130,7 @@ def check_same_tokenizer(run: LanguageRun) -> None:
     the run directory that weights come from; Megatron and MDS data name none. Raises DataError naming two that differ and
     the command that prepares the second folder with the first's tokenizer.
     """
-    folders = [local_path(source.path) for source in run.data.sources]
+    folders = [token_path(source.path) for source in run.data.sources]
     manifests = {folder: read_token_manifest(folder) for folder in folders if (folder / MANIFEST).is_file()}
     tokenizers = {
         folder: local_copy(check_size(folder, manifest.tokenizer.file)) for folder, manifest in manifests.items()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.language.data.open_tokens import open_source
+from phalanx.families.language.data.open_tokens import open_source, token_path
 from phalanx.families.language.data.token_batches import TokenBatch
 from phalanx.families.language.data.token_shards import Split
 from phalanx.families.language.data.token_source import TokenSource
@@ -26,7 +26,6 @@ from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.evaluation.load_weights import LoadedModel
 from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
 from phalanx.nn.cross_entropy import IGNORED, LossSum
-from phalanx.remote_files import local_path
 
 DEFAULT_LENGTH = 2048
 """Tokens a sample for a model without a run, unless it has fewer positions."""
@@ -121,7 +120,7 @@ def _open_sources(loaded: LoadedModel, data: Path | None, split: Split) -> list[
     if data is not None:
         paths = [data]
     elif loaded.run is not None:
-        paths = [local_path(source.path) for source in loaded.run.data.sources]
+        paths = [token_path(source.path) for source in loaded.run.data.sources]
     else:
         raise ConfigError(f"{loaded.where} names no data; give a folder that `phalanx data prepare` wrote with --data")
     opened = [open_source(path, split) for path in paths]

@@ -23,6 +23,7 @@ from phalanx.config.model import LanguageModel
 from phalanx.data.prepared_folder import MANIFEST, check_size
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.families.language.config import LanguageRun
+from phalanx.families.language.data.open_tokens import token_path
 from phalanx.families.language.data.token_shards import read_token_manifest
 from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
@@ -37,7 +38,6 @@ from phalanx.families.language.huggingface.folder_files import (
 from phalanx.hardware.device import require_cpu_format
 from phalanx.nn.experts import Router
 from phalanx.nn.precision import PRECISIONS
-from phalanx.remote_files import local_path
 from phalanx.training.weight_average import AVERAGES
 
 PREFIX = "model."
@@ -274,7 +274,7 @@ def tokenizer_files(weights: Weights, override: Path | None = None) -> Tokenizer
     """
     found = weights.tokenizer
     if not found.files and weights.run is not None:
-        folders = (local_path(source.path) for source in weights.run.data.sources)
+        folders = (token_path(source.path) for source in weights.run.data.sources)
         folder = next((folder for folder in folders if (folder / MANIFEST).is_file()), None)
         if folder is not None:
             record = read_token_manifest(folder).tokenizer

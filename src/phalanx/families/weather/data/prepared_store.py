@@ -34,7 +34,7 @@ from phalanx.families.weather.config import FieldName, FieldSource
 from phalanx.families.weather.data.coordinates import Float32Array, Grid, TimeAxis
 from phalanx.families.weather.data.field_store import FieldStore, Naming, Segment, hash_of
 from phalanx.families.weather.data.field_survey import Survey
-from phalanx.remote_files import local_copy, remote_file
+from phalanx.remote_files import is_file, local_copy, remote_file
 
 FIELDS = "fields.safetensors"
 _AGAIN = "prepare the fields again"
@@ -78,8 +78,7 @@ class FieldsManifest(Part):
 
 def is_prepared(path: Path) -> bool:
     """Return whether a folder of prepared fields lies at `path`."""
-    fields_file = path / FIELDS
-    return (path / MANIFEST).is_file() and (fields_file.is_file() or remote_file(fields_file) is not None)
+    return (path / MANIFEST).is_file() and is_file(path / FIELDS)
 
 
 class PreparedStore(FieldStore):
