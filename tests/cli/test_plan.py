@@ -25,6 +25,7 @@ from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import default_profile, save_profile
 from phalanx.planner.trace.traced_model import TracedModel
 from report.pages import Page
+from report.run_dirs import write_run
 
 RUN = """\
 model: {n_layers: 8, d_model: 2048, n_heads: 16, d_ff: 8192, vocab_size: 32000, max_positions: 2048, mlp: gelu}
@@ -273,3 +274,18 @@ def test_models_that_cannot_be_planned_are_not_sent_to_a_verb_that_refuses_them(
     refused = call("plan", str(run), *FRONTIER)
     assert refused.code == 2 and "blocks of one size" in refused.err
     assert call("dryrun", str(run), "--devices", "4").code == 2 and "dryrun" not in refused.err
+
+
+def test_a_global_batch_past_the_critical_one_is_warned_of(call: Call, folder: Path) -> None:
+    arguments = ("plan", "run.yaml", *FRONTIER, *QUICK)
+    write_run(folder / "measured", 3, lambda step: {"critical_batch": 16.0 * step})
+    outcome = call(*arguments, "--critical-batch", "measured", "--html", "page.html")
+    words = " ".join(outcome.out.split())
+    assert "warning: the global batch of 64 samples is 1.3 times the critical batch of 48: to the loss that" in words
+    assert "(2.33 times)" in words and "(2.33 times)" in (folder / "page.html").read_text()
+    within = call(*arguments, "--critical-batch", "128")
+    assert "the global batch of 64 samples is 0.5 of the critical batch of 128" in " ".join(within.out.split())
+    assert "warning" not in within.out
+    write_run(folder / "silent", 3)
+    refused = call(*arguments, "--critical-batch", "silent")
+    assert refused.code == 2 and "the run has measured none" in refused.err

@@ -7,6 +7,7 @@ clear of the trap may go.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,11 +20,14 @@ from torch.distributed.tensor import DTensor, Shard, empty
 
 from distributed_ranks import run_ranks
 from layout_runs import Fields, refusal, run_with
+from phalanx.families.language.data.token_batches import TokenBatch
 from phalanx.families.registry import bind
-from phalanx.layout.mesh import Groups
+from phalanx.layout.execute import Executor
+from phalanx.layout.mesh import ONE_RANK, Groups
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.training.gradient_noise import GradientNoise
 from phalanx.training.step import build_step
-from whole_model import GPT, Box, backward, gradients_of, joined, laid_out, values_of, whole_run
+from whole_model import GPT, Box, backward, gradients_of, joined, laid_out, samples_of, values_of, whole_run
 
 LAYOUTS: dict[str, tuple[Fields, ResolvedLayout]] = {
     "tp and fsdp": ({}, ResolvedLayout(8, tp=2, dp_shard=2, reshard_after_forward=True)),
@@ -52,6 +56,7 @@ def everything() -> dict[str, Any]:
     made: Groups = {}
     return {
         "norms": {name: norm_of(*case, made) for name, case in LAYOUTS.items()},
+        "halves": {name: halves_of(*case, made) for name, case in LAYOUTS.items()},
         "split backward": {reshard: split_backward(layout, made) for reshard, layout in SPLIT_BACKWARD.items()},
         "initial": initial_values(made),
         "random": random_by_torch(),
@@ -118,6 +123,35 @@ def test_resharding_under_a_split_backward_pass_is_refused_since_it_is_wrong(fou
     run = run_with(pp=2, schedule="interleaved_zero_bubble", reshard_after_forward=True)
     assert "gives wrong gradients" in refusal(run, 4)[0]
     assert max(errors(found, reshard=True).values()) > 1e-3
+
+
+# --- halves of a step, between which gradients stand as sums over ranks --------------------------------------------------
+
+
+def halves_of(changes: Fields, layout: ResolvedLayout, made: Groups) -> tuple[float, float, list[int]]:
+    """Norms of the mean gradient of the first half of this rank's samples, and of all; the numbers of the first half."""
+    run = whole_run(changes)
+    applied = laid_out(run, layout, made)
+    noise, batch = GradientNoise(applied, 1), samples_of(run, layout, applied.mesh)
+    _, norm = noise.run_halves(1, batch, torch.tensor(1.0 / (8 * run.data.sequence_length)))
+    first = batch.sample_indices[: len(batch.sample_indices) // 2]
+    return float(norm), float(applied.gradient_norm()), first.tolist()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_norm_half_way_through_a_step_is_that_of_its_samples(name: str, found: list[dict[str, Any]]) -> None:
+    changes, _ = LAYOUTS[name]
+    run, layout = whole_run(changes), ResolvedLayout(8)
+    half, whole, _ = found[0]["halves"][name]
+    assert {rank["halves"][name][:2] for rank in found} == {(half, whole)}
+    assert whole == pytest.approx(found[0]["norms"][name], rel=1e-9)
+    numbers = sorted({number for rank in found for number in rank["halves"][name][2]})
+    assert len(numbers) == 4
+    batch = samples_of(run, layout, ONE_RANK)
+    chosen = TokenBatch(batch.tokens[numbers], batch.targets[numbers], None, batch.sample_indices[numbers])
+    applied = laid_out(run, replace(layout, global_batch=4))
+    Executor(applied).forward_backward(1, chosen, 1.0 / (4 * run.data.sequence_length))
+    assert half == pytest.approx(float(applied.gradient_norm()), rel=1e-9)
 
 
 # --- random initial values of shards ------------------------------------------------------------------------------------

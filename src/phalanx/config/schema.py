@@ -206,6 +206,9 @@ class Training(Section):
     """Tokens whose logits are held at once by the fused output head and loss."""
     ema: AverageOfWeights | None = None
     """Moving average of the weights, for `phalanx evaluate`, `generate` and `convert` with --ema; null keeps none."""
+    noise_scale_every: PositiveInt | None = None
+    """Steps between estimates of the gradient noise scale, from which metrics and the report have the critical batch: larger
+    ones save few steps. Needs an even number of micro-batches; null estimates nothing."""
     z_loss: Annotated[float, Field(ge=0.0)] = 0.0
     """Weight of the squared log-partition term that keeps logits small (PaLM, section 5)."""
     flops: Literal["causal", "palm"] = "causal"

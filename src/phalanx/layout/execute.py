@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.data.batch_stream import Batch
 from phalanx.launch.heartbeat import SILENT, Heartbeat
 from phalanx.layout.apply import ParallelModel
-from phalanx.layout.data_parallel.gradients import sum_gradients
+from phalanx.layout.data_parallel.gradients import local_gradient, sum_gradients
 from phalanx.layout.layout_model import TrainingPass
+from phalanx.layout.mesh import Axis
 
 
 class Executor:
@@ -123,10 +124,25 @@ class Executor:
     @torch.no_grad()
     def _sum_gradients(self) -> None:
         """Add up what data parallelism does not: gradients of parameters that several ranks hold alike."""
-        applied = self.applied
         # First of all: streamed gradients may still be on their way.
-        applied.sharding.finish_gradients()
-        # Each tensor-parallel rank has run a part of the positions or features through what is not split.
-        sum_gradients(self.mesh.tp, [p for name, p in applied.parameters.items() if name not in applied.splits])
-        sum_gradients(self.mesh.tie, [p for name, p in applied.parameters.items() if name in applied.tied])
-        sum_gradients(self.mesh.branch, [p for name, p in applied.parameters.items() if name in applied.branch])
+        self.applied.sharding.finish_gradients()
+        for axis, parameters in self._held_alike():
+            sum_gradients(axis, parameters)
+
+    @torch.no_grad()
+    def count_sums_once(self) -> None:
+        """Zero the gradients that ranks hold alike on all of them but the first: further ones may be added, and summed."""
+        for axis, parameters in self._held_alike():
+            grads = [grad for parameter in parameters if (grad := local_gradient(parameter)) is not None]
+            if axis.rank and grads:
+                torch._foreach_zero_(grads)
+
+    def _held_alike(self) -> list[tuple[Axis, list[nn.Parameter]]]:
+        """Return the parameters that the ranks of an axis hold alike, each of them with a part of their gradient."""
+        applied, named = self.applied, self.applied.parameters.items()
+        return [
+            # Each tensor-parallel rank has run a part of the positions or features through what is not split.
+            (self.mesh.tp, [p for name, p in named if name not in applied.splits]),
+            (self.mesh.tie, [p for name, p in named if name in applied.tied]),
+            (self.mesh.branch, [p for name, p in named if name in applied.branch]),
+        ]

@@ -14,7 +14,7 @@ from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.layout.data_parallel.task_heads import branch_sizes
 from phalanx.layout.legality import is_legal, reasons_against
-from phalanx.layout.legality.pipeline_rules import divides_batch, suits_schedule
+from phalanx.layout.legality.pipeline_rules import divides_batch, halves_batch, suits_schedule
 from phalanx.layout.legality.rule import Fix, Reason, Requirements
 from phalanx.layout.spec import (
     CONTEXTS,
@@ -111,13 +111,20 @@ def with_degrees(model: BoundModel, degrees: Degrees, fits: MemoryFits | None = 
         branch_groups=branch_sizes(model, math.prod(degrees[name] for name in DATA_AXES)),
         recompute=chosen.recompute,
     )
-    return _choose_microbatch(layout, fits) if chosen.microbatch == "auto" else layout
+    if chosen.microbatch != "auto":
+        return layout
+    return _choose_microbatch(layout, fits, halves=model.run.training.noise_scale_every is not None)
 
 
-def _choose_microbatch(layout: ResolvedLayout, fits: MemoryFits | None) -> ResolvedLayout:
-    """Return `layout` with the largest micro-batch that divides the batch, suits the pipeline and fits."""
+def _choose_microbatch(layout: ResolvedLayout, fits: MemoryFits | None, *, halves: bool) -> ResolvedLayout:
+    """Return `layout` with the largest micro-batch that divides the batch, suits the pipeline and fits.
+
+    halves: whether the number of micro-batches has to suit `halves_batch` too.
+    """
     sized = layout.table.vary("microbatch", range(1, MOST_SAMPLES + 1))
     possible = sized.take(divides_batch(sized) & suits_schedule(sized))
+    if halves:
+        possible = possible.take(halves_batch(possible))
     if not len(possible):
         return layout
     if layout.pp > 1:
@@ -309,7 +316,8 @@ def _change_fields(model: BoundModel, fix: Fix) -> BoundModel:
 
 
 def _write_fix(fix: Fix) -> list[str]:
-    return [f"{name.removeprefix('layout.')}={str(value).lower()}" for name, value in fix.items()]
+    words = {name: "null" if value is None else str(value).lower() for name, value in fix.items()}
+    return [f"{name.removeprefix('layout.')}={word}" for name, word in words.items()]
 
 
 def _join_choices(choices: list[list[str]]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from markupsafe import Markup
 
 from phalanx.planner.plan.make_plan import Plan
-from phalanx.planner.plan.plan_summary import Row, describe_break_evens, summarise_plan
+from phalanx.planner.plan.plan_summary import Row, describe_break_evens, describe_large_batch, summarise_plan
 from phalanx.planner.rank.cost_models import COMPUTING_SHARE, WAITING_SHARE
 from phalanx.planner.rank.cost_models import Bar as StageBar
 from phalanx.planner.rank.enumeration import write_section
@@ -82,6 +82,7 @@ def render_plan(plan: Plan, command: str) -> str:
         why=[(row["asked"], _answer_why(row)) for row in summary["why"]],
         hybrid=describe_break_evens(summary) if summary["hybrid_break_even"] else "",
         budget=_describe_budget(summary["budget"]),
+        large_batch="" if summary["large_batch"] is None else describe_large_batch(summary),
     )
 
 

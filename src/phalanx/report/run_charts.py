@@ -44,6 +44,7 @@ def chart_run(log: RunLog) -> RunCharts:
         _chart_tasks(log, positions),
         _chart_learning_rate(log, positions),
         _chart_gradient_norm(log, positions),
+        _chart_critical_batch(log, positions),
         _chart_throughput(log, positions),
         _chart_memory(log, positions),
         _chart_step_time(log, positions),
@@ -192,6 +193,16 @@ def _chart_gradient_norm(log: RunLog, positions: Positions) -> Chart:
     explanation = f"Euclidean norm over all parameters, before clipping.{_explain_average(series)}"
     spans = _find_nonfinite(norm, positions)
     return Chart("grad-norm", "Gradient norm", "", explanation, series, nonfinite=spans, from_zero=True)
+
+
+def _chart_critical_batch(log: RunLog, positions: Positions) -> Chart | None:
+    """Chart the batch beyond which samples are wasted, where the run estimates it."""
+    series = _recorded_series([("samples", "critical batch", 1, log.column("critical_batch"))], positions)
+    explanation = (
+        "Estimated from gradient norms at two batch sizes (McCandlish et al. 2018). A batch of this size takes twice the "
+        "samples, and twice the steps, that the least of either would."
+    )
+    return _make_chart(series, "critical-batch", "Critical batch", "samples", explanation)
 
 
 def _chart_throughput(log: RunLog, positions: Positions) -> Chart | None:

@@ -37,6 +37,9 @@ OPTIONAL_COLUMNS = (
     "rank_wait_seconds",
     "imbalance",
     "imbalance_expected",
+    "gradient_square",
+    "gradient_variance",
+    "critical_batch",
 )
 
 
@@ -348,6 +351,8 @@ class Summary:
     rank_wait_share: float
     """Share of `step_seconds` that ranks waited for the slowest, mean over ranks, where their shares are uneven."""
     resumes: int
+    critical_batch: float
+    """Samples of the critical batch, by the last estimate."""
 
 
 def summarise_run(log: RunLog) -> Summary:
@@ -386,6 +391,7 @@ def summarise_run(log: RunLog) -> Summary:
         checkpoint_stall_share=_share_of(log.column("checkpoint_stall_seconds"), seconds),
         rank_wait_share=_share_of(log.column("rank_wait_seconds"), seconds),
         resumes=len(log.of_kind("resume")),
+        critical_batch=_last_finite(log.column("critical_batch")),
     )
 
 
@@ -409,6 +415,11 @@ def _sum_finite(values: FloatArray) -> float:
 def _median_of_finite(values: FloatArray) -> float:
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if finite.size else math.nan
+
+
+def _last_finite(values: FloatArray) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite[-1]) if finite.size else math.nan
 
 
 def _share_of(part: FloatArray, whole: FloatArray) -> float:

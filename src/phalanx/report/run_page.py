@@ -229,6 +229,9 @@ def make_headline(summary: Summary) -> list[Tile]:
     if math.isfinite(summary.data_wait_share):
         share = format_percent(summary.data_wait_share)
         tiles.append(Tile("data_wait", "Data wait", share, "", "of the time in steps"))
+    if math.isfinite(summary.critical_batch):
+        words = "samples, by the noise of gradients; last estimate"
+        tiles.append(Tile("critical_batch", "Critical batch", format_count(summary.critical_batch), "", words))
     if math.isfinite(summary.rank_wait_share):
         share, waited = (
             format_percent(summary.rank_wait_share),

@@ -37,6 +37,7 @@ from phalanx.config.schema import Run
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.layout.apply import ParallelModel
 from phalanx.remote_files import weights_path
+from phalanx.training.gradient_noise import NoiseState
 from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.safeguards.divergence import all_finite
 from phalanx.training.safeguards.wrong_numbers import SafeguardState
@@ -83,6 +84,8 @@ class TrainingState(BaseModel):
     """The resolved run file."""
     safeguards: SafeguardState = SafeguardState()
     """Absent in checkpoints of runs before there were safeguards."""
+    gradient_noise: NoiseState | None = None
+    """Of a run that estimates the gradient noise scale."""
 
 
 def collect_state(
@@ -96,6 +99,7 @@ def collect_state(
         "rng": rng_state(),
         "run": dump_run(model.run),
         "safeguards": safeguards.model_dump(),
+        "gradient_noise": None if step.noise is None else step.noise.state.model_dump(),
         **inputs.saved,
         **inputs.state(),
         "phalanx": __version__,
@@ -190,6 +194,8 @@ def load_newest(model: TrainableModel, source: CheckpointReader, step: TrainStep
     inputs.restore(fields)
     if step.scaler is not None and state.scaler is not None:
         step.scaler.load_state_dict(state.scaler.model_dump(by_alias=True))
+    if step.noise is not None and state.gradient_noise is not None:
+        step.noise.state = state.gradient_noise
     # Last: building the model and loading may have drawn from the global generators.
     set_rng_state(fields["rng"])
     return Restored(state.step, state.safeguards)

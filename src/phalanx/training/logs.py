@@ -159,6 +159,8 @@ def _describe_step(m: StepMetrics, unit: str) -> str:
     parts.append(f"data wait {m.data_wait_seconds / m.step_seconds:.1%}")
     if m.ranks is not None:
         parts.append(f"ranks wait {m.ranks.rank_wait_seconds / m.step_seconds:.1%}")
+    if m.noise is not None and m.noise.critical_batch is not None:
+        parts.append(f"critical batch {m.noise.critical_batch:,.4g}")
     if m.experts:
         parts.append(f"fullest expert {1.0 + max(use.violation for use in m.experts):.2f} x mean")
     if not m.updated:

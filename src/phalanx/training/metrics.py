@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -14,6 +15,7 @@ from phalanx.hardware.device_facts import find_facts
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.torch_compat import common as compat
 from phalanx.training.expert_use import ExpertUse, measure_use
+from phalanx.training.gradient_noise import GradientNoise, NoiseFigures
 from phalanx.training.step import StepResult
 
 GIB = 2**30
@@ -69,6 +71,8 @@ class StepMetrics:
     """Times so far that the allocator of rank 0 found its device full and gave back what it kept, which takes long."""
     ranks: RankTimes | None = None
     """None where all ranks have equal shares."""
+    noise: NoiseFigures | None = None
+    """Noise of gradients, in the steps that `training.noise_scale_every` names."""
     experts: tuple[ExpertUse, ...] = ()
     """Use of the experts of each layer that has some."""
     node_compute_seconds: tuple[float, ...] | None = None
@@ -83,6 +87,7 @@ class StepMetrics:
         values = asdict(self)
         experts = values.pop("experts")
         values |= values.pop("ranks") or {}
+        values |= values.pop("noise") or {}
         if not experts:
             return values
         # Each expert of each layer in each step: digits that nobody reads would be most of the file.
@@ -138,8 +143,12 @@ class StepMeter:
         device: torch.device,
         peaks: Peaks,
         note: Callable[[str], None] = lambda text: None,
+        noise: GradientNoise | None = None,
     ) -> None:
-        """Measure steps of `model` in `layout`. note: told, once, that the peak measured at the start was too low."""
+        """Measure steps of `model` in `layout`.
+
+        note: told, once, that the peak measured at the start was too low. noise: of gradients, where it is measured.
+        """
         self.tokens_per_step = layout.global_batch * model.positions().count
         self.flops_per_token = model.flops_per_sample() / model.positions().count
         self.world_size = layout.world_size
@@ -147,6 +156,7 @@ class StepMeter:
         self.experts = 0 if mixture is None else mixture.count
         self.device = device
         self.peaks = peaks
+        self.noise = noise
         self._note = note
         self._told_of_peak = False
 
@@ -192,5 +202,12 @@ class StepMeter:
             checkpoint_stall_seconds=checkpoint_stall,
             updated=result.updated,
             memory_retries=memory["retries"] if memory else None,
+            noise=self._measure_noise(result),
             experts=measure_use(result.expert_figures, self.experts) if self.experts else (),
         )
+
+    def _measure_noise(self, result: StepResult) -> NoiseFigures | None:
+        # What left the parameters alone, as a spike does, says nothing of gradients as they are.
+        if self.noise is None or not result.updated or not math.isfinite(result.half_norm):
+            return None
+        return self.noise.add(result.half_norm, result.grad_norm)

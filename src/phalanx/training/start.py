@@ -199,7 +199,7 @@ def _train_in_directory(
             store=store,
             directory=directory,
             describe=describe,
-            meter=StepMeter(model, place.layout, device, peaks, log.note),
+            meter=StepMeter(model, place.layout, device, peaks, log.note, step.noise),
             log=log,
             callbacks=CallbackList(recorders | callbacks, directory.path, ranks.rank),
             heartbeat=heartbeat,

@@ -21,6 +21,7 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.place import Place, place_of
 from phalanx.optimizers import build_optimizer, find_optimizer
 from phalanx.torch_compat import common as compat
+from phalanx.training.gradient_noise import GradientNoise
 from phalanx.training.weight_average import AVERAGES, WeightAverage
 
 
@@ -45,15 +46,17 @@ class StepResult:
     """2-norm of the gradient before clipping."""
     updated: bool
     """False where a loss or gradient that is not finite or above its limit made the step leave the parameters alone."""
+    half_norm: float = math.nan
+    """2-norm of the gradient of the first half of the batch; NaN in a step that is not measured (`gradient_noise`)."""
     expert_figures: Sequence[float] = ()
     """What mixtures of experts did, for `training.expert_use`; empty for a model without."""
 
     @classmethod
     def from_figures(cls, figures: Sequence[float], limits: StepLimits = NO_LIMITS) -> StepResult:
         """Return the result that the figures of `TrainStep.enqueue` stand for. limits: those it was launched with."""
-        loss, norm, *others = figures
+        loss, norm, half_norm, *others = figures
         finite = math.isfinite(loss) and math.isfinite(norm)
-        return cls(loss, norm, finite and loss <= limits.loss and norm <= limits.grad_norm, others)
+        return cls(loss, norm, finite and loss <= limits.loss and norm <= limits.grad_norm, half_norm, others)
 
 
 def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
@@ -66,7 +69,9 @@ def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) 
     scaler = GradScaler(device.type) if model.precision.scales_loss else None
     ema = model.run.training.ema
     average = None if ema is None else WeightAverage(applied.parameters, ema)
-    return TrainStep(applied, optimizer, config, device=device, scaler=scaler, average=average)
+    every = model.run.training.noise_scale_every
+    noise = None if every is None else GradientNoise(applied, every)
+    return TrainStep(applied, optimizer, config, device=device, scaler=scaler, average=average, noise=noise)
 
 
 def build_full_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
@@ -88,10 +93,12 @@ class TrainStep:
         device: torch.device,
         scaler: GradScaler | None = None,
         average: WeightAverage | None = None,
+        noise: GradientNoise | None = None,
     ) -> None:
         """Join a laid-out model and its optimizer, which is of the kind that `config` names.
 
         scaler: holds the loss scale, of a precision that needs one. average: of the weights, where the run keeps one.
+        noise: measures the gradient noise scale, where the run asks for it.
         """
         self.applied = applied
         self.executor = Executor(applied)
@@ -101,6 +108,7 @@ class TrainStep:
         self.device = device
         self.scaler = scaler
         self.average = average
+        self.noise = noise
         self.heartbeat: Heartbeat = SILENT
         self.limits = NO_LIMITS
         """Of the next step's loss and gradient norm; the same on all ranks."""
@@ -117,7 +125,10 @@ class TrainStep:
         return StepResult.from_figures(self.enqueue(step, batch).tolist(), self.limits)
 
     def enqueue(self, step: int, batch: Batch) -> Tensor:
-        """Launch the same step without waiting for the device; return its figures, float64 (see `update_parameters`)."""
+        """Launch the same step without waiting for the device; return its figures, float64, for `StepResult.from_figures`.
+
+        These are those of `update_parameters` with the norm of half the batch behind the first two.
+        """
         batch = self.executor.cut(batch, self.executor.layout.accumulation).to(self.device)
         count = batch.target_counts()
         self.heartbeat.enter("collective")
@@ -125,11 +136,18 @@ class TrainStep:
         targets = self._sum_over_ranks(count if self.applied.mesh.reads_first else torch.zeros_like(count)).clamp(min=1)
         # Losses are sums: divided by the targets of the whole batch, uneven micro-batches and ranks average right.
         scale = 1.0 / targets if self.scaler is None else self.scaler.scale(1.0 / targets)
-        loss = self._sum_over_ranks(self.executor.forward_backward(step, batch, scale))
+        half_norm = torch.full((), torch.nan, dtype=torch.float64, device=self.device)
+        if self.noise is not None and self.noise.is_due(step):
+            loss, half_norm = self.noise.run_halves(step, batch, scale)
+            if self.scaler is not None:
+                half_norm = half_norm / self.scaler.scale(torch.ones_like(half_norm))
+        else:
+            loss = self.executor.forward_backward(step, batch, scale)
+        loss = self._sum_over_ranks(loss)
         figures = self.update_parameters((loss / targets).sum())
         if self.average is not None:
             self.average.add_step(step, ~is_left_out(figures[0], figures[1], self.limits))
-        return figures
+        return torch.cat((figures[:2], half_norm[None], figures[2:]))
 
     def saved_tensors(self) -> dict[str, Place]:
         """Return what a checkpoint holds: model, optimizer state and the average of the weights, each with its place."""

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from phalanx.planner.plan.budget import Reliability, estimate_budget, estimate_goodput
+from phalanx.planner.plan.budget import Reliability, estimate_budget, estimate_goodput, judge_batch
 from phalanx.planner.rank.cost_models import WAITING, Times
 
 
@@ -83,3 +83,16 @@ def test_waiting_devices_draw_less() -> None:
     causes["data-parallel exposed"] = np.array([1.0, 0.0, 0.0])
     watts = Times(np.full(3, 10.0), causes, np.zeros(3)).mean_power(100.0)
     assert watts.tolist() == pytest.approx([0.6 * 75 + 0.4 * 40, 75.0, 40.0])
+
+
+def test_a_batch_past_the_critical_one_takes_more_samples_to_the_same_loss() -> None:
+    losses = estimate_goodput(10**9, 1, Reliability())
+    budget = estimate_budget(
+        amount=1000, unit="tokens", amount_per_step=10, step_s=1.0, devices=1, watts=None, losses=losses
+    )
+    large = judge_batch(budget, 512, 128.0)
+    assert (large.factor, large.amount) == (5.0, 5000)
+    assert large.elapsed_s == pytest.approx(5 * budget.elapsed_s)
+    # Steps and samples: (S / S_min - 1) (E / E_min - 1) = 1, where E / S is the batch and E_min / S_min the critical one.
+    steps = large.factor / 512 * 128
+    assert (steps - 1) * (large.factor - 1) == pytest.approx(1.0)

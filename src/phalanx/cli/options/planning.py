@@ -67,6 +67,13 @@ class PlanArguments:
             help="Tokens (of weather models samples) to train on, e.g. 300B; by default those of training.steps.",
         ),
     ] = None
+    critical_batch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|RUN",
+            help="Samples of the critical batch, or a run that measured it; by default the planned run, of a folder.",
+        ),
+    ] = None
     best: Annotated[int, typer.Option(metavar="N", min=1, help="Layouts to list.")] = 10
     p_fits: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least probability of fitting into memory.")] = 0.9
     profile: Annotated[

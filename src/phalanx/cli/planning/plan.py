@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.traced_model import bind_planned
 from phalanx.report.formatting import format_duration
 from phalanx.report.plan_page import render_plan
+from phalanx.report.run_log import RunLog, summarise_run
 from phalanx.report.table import Column, write_text_table
 
 _UNITS = {"": 1.0, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -59,6 +61,7 @@ def run_plan(asked: PlanArguments) -> None:
         reliability=Reliability(
             asked.mtbf_hours or machine.mtbf_hours or MTBF_HOURS, asked.restart_minutes, asked.checkpoint_gb_s
         ),
+        critical_batch=_find_critical_batch(asked.critical_batch, asked.run),
     )
     task = Task(model, asked.devices or machine.node.devices, fixed_fields(loaded, words, everything=asked.fix))
     made = make_smallest_plan(planner, task, wishes) if asked.fit else make_plan(planner, task, wishes)
@@ -131,6 +134,25 @@ def _parse_amount(words: str) -> int:
     if not 1 <= count < 1e18:
         raise ConfigError(f"--tokens {words}: write a number, such as 300B, 1.4T or 3e11")
     return round(count)
+
+
+def _find_critical_batch(words: str | None, run: Path) -> float | None:
+    """Return samples of the critical batch: as given, or as a run measured it; None where nobody says it.
+
+    Raises ConfigError for words that are neither a number nor such a run.
+    """
+    if words is None:
+        has_log = run.is_dir() and (run / "metrics.jsonl").exists()
+        found = summarise_run(RunLog.read(run)).critical_batch if has_log else math.nan
+        return found if math.isfinite(found) else None
+    if re.fullmatch(r"\d{1,12}(\.\d+)?", words) and float(words) > 0:
+        return float(words)
+    found = summarise_run(RunLog.read(Path(words))).critical_batch
+    if not math.isfinite(found):
+        raise ConfigError(
+            f"--critical-batch {words}: the run has measured none; train some steps of it with training.noise_scale_every=10"
+        )
+    return found
 
 
 _RENAMED = {

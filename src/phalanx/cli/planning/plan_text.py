@@ -10,7 +10,7 @@ from math import isfinite
 from phalanx.cli.console import wrap_line
 from phalanx.planner.plan.budget import Budget
 from phalanx.planner.plan.make_plan import Plan
-from phalanx.planner.plan.plan_summary import Row, describe_break_evens, summarise_plan
+from phalanx.planner.plan.plan_summary import Row, describe_break_evens, describe_large_batch, summarise_plan
 from phalanx.planner.rank.cost_models import COMPUTING_SHARE, WAITING_SHARE
 from phalanx.report.formatting import format_count, format_duration, format_gibibytes, format_percent
 from phalanx.report.plan_page import FITS, PARALLELISM_COLUMNS, RATE, STEP, layout_columns, name_slower_causes
@@ -68,6 +68,8 @@ def write_plan_lines(plan: Plan, width: int) -> Iterator[str]:
     yield ""
     yield from _wrap_prose(f"times by the profile {facts['profile']}", width)
     yield from _wrap_prose(_describe_budget(plan.budget, task.devices), width)
+    if facts["large_batch"] is not None:
+        yield from _wrap_prose(describe_large_batch(facts), width)
 
 
 def _write_layouts(rows: list[Row], width: int) -> list[str]:

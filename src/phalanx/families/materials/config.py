@@ -150,6 +150,13 @@ class MaterialsRun(Run):
     def find_problems(self) -> Iterator[Problem]:
         """See `Run`."""
         data, model = self.data.cutoff, self.model.cutoff
+        if self.training.noise_scale_every is not None:
+            yield Problem(
+                ("training", "noise_scale_every"),
+                f"training.noise_scale_every={self.training.noise_scale_every} halves batches, and those of structures are "
+                "cut at equal cost",
+                "training.noise_scale_every=null",
+            )
         if data != model:
             yield Problem(
                 ("data", "cutoff"),

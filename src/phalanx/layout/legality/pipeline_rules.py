@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from phalanx.layout.legality.rule import Fix, Requirements, Rule
@@ -82,6 +84,17 @@ def suits_schedule(layouts: LayoutTable) -> Bools:
     return ~(_fewer_than_stages(layouts) | _leaves_uneven_rounds(layouts))
 
 
+def halves_batch(layouts: LayoutTable) -> Bools:
+    """Return where a step can run as two, of half of the micro-batches each, as estimates of gradient noise do."""
+    half = replace(layouts, global_batch=layouts.global_batch // 2)
+    return np.asarray((layouts.accumulation % 2 == 0) & suits_schedule(half))
+
+
+def measures_noise(needs: Requirements) -> bool:
+    """Return whether the run estimates the gradient noise scale."""
+    return needs.run.training.noise_scale_every is not None
+
+
 def _fewer_than_stages(layouts: LayoutTable) -> Bools:
     return np.asarray((layouts.pp > 1) & layouts.has("schedule", "1f1b") & (layouts.accumulation < layouts.n_stages))
 
@@ -109,6 +122,14 @@ def _smaller_microbatch(layout: ResolvedLayout) -> list[Fix]:
         return []
     smaller = layout.table.vary("microbatch", range(1, largest + 1))
     found = smaller.microbatch[divides_batch(smaller) & suits_schedule(smaller)]
+    return [{"layout.microbatch": found[-1].item()}] if len(found) else []
+
+
+def _halved_microbatch(layout: ResolvedLayout) -> list[Fix]:
+    """Return the largest micro-batch whose number can be halved, if any."""
+    sized = layout.table.vary("microbatch", range(1, min(layout.samples_per_rank, _MOST_TRIED) + 1))
+    sized = sized.take(divides_batch(sized))
+    found = sized.microbatch[suits_schedule(sized) & halves_batch(sized)]
     return [{"layout.microbatch": found[-1].item()}] if len(found) else []
 
 
@@ -155,5 +176,20 @@ BATCH_RULES = (
             f"layout.schedule={x.schedule}"
         ),
         fixes=lambda x: (*_smaller_microbatch(x), *_nearest_batches(x, x.data_ranks * x.pp)),
+    ),
+    Rule(
+        reads=(*_BATCH_FIELDS, "pp", "schedule", "stages_per_rank"),
+        broken=lambda needs, t: measures_noise(needs) & divides_batch(t) & suits_schedule(t) & ~halves_batch(t),
+        message="training.noise_scale_every={needs.run.training.noise_scale_every} runs a step in two halves, which "
+        + _COUNT
+        + " do not give",
+        fixes=lambda x: (*_halved_microbatch(x), {"training.noise_scale_every": None}),
+    ),
+    Rule(
+        reads=("gather",),
+        broken=lambda needs, t: measures_noise(needs) & t.has("gather", "stream"),
+        message="training.noise_scale_every={needs.run.training.noise_scale_every} looks at gradients half way through a "
+        "step, where those of layout.gather=stream are still on their way",
+        fixes=({"layout.gather": "layer"}, {"training.noise_scale_every": None}),
     ),
 )

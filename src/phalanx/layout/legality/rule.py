@@ -10,7 +10,7 @@ from phalanx.families.family import BoundModel
 from phalanx.layout.spec import Bools, LayoutTable, ResolvedLayout
 from phalanx.nn.splits import SplitCount
 
-Fix = dict[str, int | str | bool]
+Fix = dict[str, int | str | bool | None]
 """Fields of the run file, as `section.field`, with other values."""
 
 

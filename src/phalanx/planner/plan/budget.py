@@ -46,6 +46,32 @@ class Budget:
     goodput: Goodput
 
 
+@dataclass(frozen=True)
+class LargeBatch:
+    """What a global batch costs in samples, beside one far below the critical batch."""
+
+    samples: int
+    """Samples of the global batch."""
+    critical: float
+    """Samples of the critical batch."""
+    factor: float
+    """Samples to a loss over those that a small batch needs to it."""
+    amount: int
+    """Tokens or samples to the loss that a small batch reaches after the budget's amount."""
+    elapsed_s: float
+    """Seconds to that loss, with failures and checkpoints."""
+
+
+def judge_batch(budget: Budget, samples: int, critical: float) -> LargeBatch:
+    """Judge a global batch of `samples` by the critical batch.
+
+    Steps S and samples E to a loss follow (S / S_min - 1) (E / E_min - 1) = 1, where E_min / S_min is the critical batch:
+    E / E_min = 1 + samples / critical (McCandlish et al., arXiv:1812.06162, section 2.3).
+    """
+    factor = 1.0 + samples / critical
+    return LargeBatch(samples, critical, factor, round(budget.amount * factor), budget.elapsed_s * factor)
+
+
 def estimate_goodput(parameters: int, nodes: int, reliability: Reliability) -> Goodput:
     """Estimate what failures and checkpoints leave of a job's time, with the checkpoint interval that loses least.
 

@@ -9,7 +9,14 @@ import numpy as np
 
 from phalanx.errors import PhalanxError
 from phalanx.hardware.device_facts import DeviceFacts, device_facts
-from phalanx.planner.plan.budget import Budget, Reliability, estimate_budget, estimate_goodput
+from phalanx.planner.plan.budget import (
+    Budget,
+    LargeBatch,
+    Reliability,
+    estimate_budget,
+    estimate_goodput,
+    judge_batch,
+)
 from phalanx.planner.plan.compare_layouts import BreakEven, WhyNot, break_evens, explain_choice, parse_choice
 from phalanx.planner.plan.scaling import Scaling, find_fewest_devices, scale_devices
 from phalanx.planner.rank.cost_models import Floats
@@ -37,6 +44,8 @@ class Wishes:
     amount: int | None = None
     """Tokens, or samples, to train on; None takes those of `training.steps`."""
     reliability: Reliability = field(default_factory=Reliability)
+    critical_batch: float | None = None
+    """Samples of the critical batch, where it is known."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,8 @@ class Plan:
     scaling: Scaling | None
     break_evens: tuple[BreakEven, ...] = ()
     """FSDP against Hybrid-STOP, where a layout of the table has both, or the model is of the kind that it was made for."""
+    large_batch: LargeBatch | None = None
+    """What the global batch costs in samples, where the critical batch is known."""
 
     @property
     def task(self) -> Task:
@@ -87,25 +98,28 @@ def make_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
     compares_hybrid = tensor_and_sharded or task.run.model.family == "weather"
     # Nodes fail, not devices: a part of a node fails as often as a whole one.
     nodes = math.ceil(task.devices / planner.machine.node.devices)
+    budget = estimate_budget(
+        amount=wishes.amount or task.amount * task.run.training.steps,
+        unit=task.unit,
+        amount_per_step=task.amount,
+        step_s=float(best.times.total[0]),
+        devices=task.devices,
+        watts=None if board_w is None else float(best.times.mean_power(board_w)[0]),
+        losses=estimate_goodput(task.model.parameter_count(), nodes, wishes.reliability),
+    )
+    critical = wishes.critical_batch
     return Plan(
         planner=planner,
         ranking=ranking,
         best=best,
         front=choose_front(ranking.ranked, board_w or 1.0),
-        budget=estimate_budget(
-            amount=wishes.amount or task.amount * task.run.training.steps,
-            unit=task.unit,
-            amount_per_step=task.amount,
-            step_s=float(best.times.total[0]),
-            devices=task.devices,
-            watts=None if board_w is None else float(best.times.mean_power(board_w)[0]),
-            losses=estimate_goodput(task.model.parameter_count(), nodes, wishes.reliability),
-        ),
+        budget=budget,
         why=tuple(explain_choice(planner, ranking, words) for words in wishes.why),
         scaling=scale_devices(planner, task, list(wishes.scale)) if wishes.scale else None,
         break_evens=break_evens(task.model, ranking.legal, best.layouts.row(0).recompute, planner.machine)
         if compares_hybrid
         else (),
+        large_batch=None if critical is None else judge_batch(budget, task.samples, critical),
     )
 
 

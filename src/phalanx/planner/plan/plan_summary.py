@@ -11,6 +11,7 @@ from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.scaling import Point
 from phalanx.planner.rank.cost_models import WAITING, is_waiting
 from phalanx.planner.rank.ranking import RankedLayouts, Task
+from phalanx.report.formatting import format_count, format_duration
 
 INTERVAL = 1.645
 """Standard deviations to each side that hold 90% of what may come."""
@@ -39,6 +40,7 @@ def summarise_plan(plan: Plan) -> Row:
         "layouts": layout_rows(plan, plan.best),
         "pareto": layout_rows(plan, plan.front),
         "budget": asdict(plan.budget),
+        "large_batch": None if plan.large_batch is None else asdict(plan.large_batch),
         "why": [_summarise_choice(plan, one) for one in plan.why],
         # Of a micro-batch of the best layout.
         "positions_per_device": task.model.positions().count * first.microbatch / (first.tp * first.cp),
@@ -98,6 +100,20 @@ def describe_break_evens(summary: Row) -> str:
         f"a micro-batch, fewer positions than {below} ({rows[0]['times_width']:.2g} x width / tp). The best layout has "
         f"{summary['positions_per_device']:,.0f}{tp}. Bytes are not time: exchanges of tp hide behind nothing, those of "
         "FSDP behind the blocks, as far as these last."
+    )
+
+
+def describe_large_batch(summary: Row) -> str:
+    """Say what the global batch costs in samples. summary: of `summarise_plan`, with a critical batch."""
+    found, unit = summary["large_batch"], summary["unit"]
+    share = found["samples"] / found["critical"]
+    past = "warning: " if share > 1.0 else ""
+    times = f"{share:.2g} times" if share > 1.0 else f"{share:.2g} of"
+    advice = "; fewer data-parallel ranks or a smaller global batch waste fewer" if share > 1.0 else ""
+    return (
+        f"{past}the global batch of {found['samples']:,} samples is {times} the critical batch of {found['critical']:,.4g}: "
+        f"to the loss that a small batch reaches after {format_count(summary['budget']['amount'])} {unit} it takes "
+        f"{format_count(found['amount'])} ({found['factor']:.2f} times), in {format_duration(found['elapsed_s'])}{advice}"
     )
 
 
