@@ -7,9 +7,14 @@ from dataclasses import replace
 import pytest
 
 from phalanx.config.model import LanguageModel
-from phalanx.planner.trace.expert_loads import BALANCED, ExpertLoads
+from phalanx.hardware.collectives import default_constants
+from phalanx.hardware.machine import load_machine
+from phalanx.planner.time.framework import COMPILED
+from phalanx.planner.time.part_time import part_times, parts_of
+from phalanx.planner.time.profile import default_profile
+from phalanx.planner.trace.expert_loads import BALANCED, PRIOR, ExpertLoads
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
-from phalanx.planner.trace.traced_model import Setting
+from phalanx.planner.trace.traced_model import Setting, part_tracer
 
 LENGTH, SAMPLES = 64, 3
 MODEL = LanguageModel(
@@ -37,6 +42,55 @@ def test_products_are_of_the_experts_that_tokens_are_sent_to(ep: int, compiled: 
     assert products(costs, "forward") == forward
     # The router's logits are float32 and, like all else, multiplied twice more in the backward pass.
     assert products(costs, "backward") == 2 * forward
+
+
+REAL = LanguageModel(
+    n_layers=2,
+    d_model=2048,
+    n_heads=32,
+    n_kv_heads=4,
+    d_ff=6144,
+    vocab_size=128,
+    max_positions=4096,
+    experts={"count": 128, "active": 8, "d_ff": 768},
+)
+"""Blocks of qwen3-30b-a3b."""
+
+
+@pytest.mark.parametrize(
+    ("setting", "degrees"),
+    [
+        (SETTING, (2, 8)),
+        (replace(SETTING, compile=True, recompute="full", casts_experts=True, loads=PRIOR), (4, 8)),
+        (Setting(REAL, 4096, compile=False, recompute="full"), (4, 32)),
+        (Setting(REAL, 4096, tp=2, cp=2, compile=False, casts_experts=True, loads=BALANCED), (64,)),
+    ],
+)
+def test_one_trace_says_of_all_degrees_what_a_trace_of_each_says(setting: Setting, degrees: tuple[int, ...]) -> None:
+    for ep in degrees:
+        shared = replace(setting, ep=ep)
+        alone = replace(shared, share=part_tracer(shared).expert_share())
+        one, own = (part_costs("block", each, SAMPLES) for each in (shared, alone))
+        assert one.parameters == own.parameters
+        assert products(one, "forward", "backward", "recompute") == products(own, "forward", "backward", "recompute")
+        assert one.costs.behind_experts == pytest.approx(own.costs.behind_experts, rel=0.005)
+        assert memory(one) == pytest.approx(memory(own), rel=0.005)
+        if setting.model is REAL:
+            assert seconds(shared) == pytest.approx(seconds(alone), rel=0.005)
+
+
+def memory(block: PartCosts) -> list[int]:
+    """Bytes of a block."""
+    costs = block.costs
+    return [costs.kept_bytes, costs.forward_peak, costs.backward_peak, costs.coming_bytes, costs.gradient_bytes]
+
+
+def seconds(setting: Setting) -> float:
+    """Time of a block on the devices of a large machine."""
+    machine = load_machine("dgx-h100")
+    parts = parts_of([("block", setting, SAMPLES)], COMPILED)
+    profile = default_profile(machine.node.device).profile
+    return float(part_times(parts, machine, default_constants(machine), profile).seconds.sum())
 
 
 def test_a_compiled_block_with_selection_biases_is_traced() -> None:

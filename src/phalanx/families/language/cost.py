@@ -32,6 +32,7 @@ from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator_kernels import core_attention
 from phalanx.planner.trace.expert_loads import PRIOR, ExpertLoads, whole_rows
+from phalanx.planner.trace.operations import ExpertShare
 from phalanx.planner.trace.traced_model import (
     MODEL_PARTS,
     FloatArray,
@@ -64,8 +65,7 @@ class LanguageParts(DeclaredLanguage, PartTracer):
                 part=chunk,
             )
         stream_matrices(part, self.splits(), share.tp, stream)
-        ep = Axis("ep", 0, self.setting.ep, None, tuple(range(self.setting.ep)), "ep")
-        split_experts(part, ep, BalancedExchange(ep, self._expert_load(share)))
+        self._split_experts(part)
         # PyTorch takes attention apart on meta: the kernel of the accelerator is put in its place, so that its costs show.
         core = _device_attention(model, self.setting.attention)
         for module in part.modules():
@@ -91,11 +91,25 @@ class LanguageParts(DeclaredLanguage, PartTracer):
                     cast_parameters(module, PRECISIONS[self.setting.precision].main_dtype)
         return LanguageStage(part, 0, share, seed=0, length=self.setting.length)
 
-    def _expert_load(self, share: SequenceShare) -> Fraction:
-        """Return the rows that arrive here over those that leave."""
-        setting = self.setting
-        rows = setting.length // (share.cp.size * share.tp.size)
-        return expert_load(self.model, setting.loads, setting.ep, rows)
+    def expert_share(self) -> ExpertShare:
+        """See `PartTracer`; whole rows of each sample arrive."""
+        setting, experts = self.setting, self.model.experts
+        if setting.share is not None or experts is None:
+            return setting.share or super().expert_share()
+        positions = setting.length // (setting.cp * setting.tp)
+        load = expert_load(self.model, setting.loads, setting.ep, positions)
+        return ExpertShare(setting.ep, experts.count // setting.ep, load)
+
+    def _split_experts(self, part: Decoder) -> None:
+        """Keep a rank's experts, and let as many rows arrive as its share of them gets."""
+        share = self.expert_share()
+        ep = Axis("ep", 0, share.ranks, None, tuple(range(share.ranks)), "ep")
+        split_experts(part, ep, BalancedExchange(ep, share.load, experts=share.local))
+        for module in part.modules():
+            if isinstance(module, ExpertNetworks):
+                with torch.device("meta"):
+                    own = ExpertNetworks(share.local, module.d_model, module.d_ff)
+                module.gate_up, module.down = own.gate_up, own.down
 
     def whole_part(self, part: ModelChunk) -> nn.Module:
         """See `PartTracer`."""

@@ -155,10 +155,23 @@ class TokenExchange(OwnExperts):
 class BalancedExchange(TokenExchange):
     """The exchange as cost models and dry runs see it: no router has chosen, every rank gets an equal part."""
 
-    def __init__(self, ep: Axis, load: Fraction = Fraction(1), slices: int = 1) -> None:
-        """Exchange over `ep`. load: rows that arrive here, over those that leave. slices: as of `split_experts`."""
+    def __init__(self, ep: Axis, load: Fraction = Fraction(1), slices: int = 1, *, experts: int = 0) -> None:
+        """Exchange over `ep`.
+
+        load: rows that arrive here, over those that leave. slices: as of `split_experts`. experts: of this rank, where these
+        are not an equal part of all; 0 where they are.
+        """
         super().__init__(ep, slices)
-        self.load = load
+        self.load, self.experts = load, experts
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self, rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Dispatched:
+        """See `TokenExchange`; counts have no values, so that those of other experts stand in for those of these."""
+        begun = super().begin(rows_RD, ends_E, complete)
+        if self.experts not in (0, begun.arriving_PE.shape[1]):
+            # Made of what arrived, so that who computes it again has the ranks tell each other again.
+            begun.arriving_PE = begun.arriving_PE[:, :1].repeat(1, self.experts)
+        return begun
 
     def read_sizes(self, sent_PE: Tensor, arriving_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
         """Return equal parts of all rows, and `load` times as many that arrive."""

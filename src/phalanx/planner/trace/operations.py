@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Literal
 
 import torch
@@ -99,6 +100,32 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class ExpertShare:
+    """What one rank of `ep` has of the experts and of the rows that are sent to them."""
+
+    ranks: int
+    """Ranks that share out the experts."""
+    local: int
+    """Experts of this rank."""
+    load: Fraction
+    """Rows that arrive at it over those that leave it."""
+
+
+@dataclass(frozen=True)
+class ExpertScale:
+    """From the share of experts that was traced to the one that is asked for.
+
+    As of `Scale`, the traced numbers are primes that divide no other size, and each other's neither.
+    """
+
+    traced_rows: int
+    """Rows that arrive, over those that leave for each sample."""
+    traced_local: int
+    """Experts of the traced rank."""
+    wanted: ExpertShare
+
+
+@dataclass(frozen=True)
 class Scale:
     """From the micro-batch that was traced to the one that is asked for.
 
@@ -107,16 +134,29 @@ class Scale:
 
     traced: int = 1
     wanted: int = 1
+    experts: ExpertScale | None = None
+    """Where the trace is of any share of the experts."""
 
     def __call__(self, count: int) -> int:
         """Return how many elements the wanted micro-batch has in place of `count` of the traced one."""
+        if self.experts is not None:
+            count = self._scale_experts(count, self.experts)
         if self.traced == self.wanted or count % self.traced:
             return count
         return count // self.traced * self.wanted
 
+    def _scale_experts(self, count: int, experts: ExpertScale) -> int:
+        if count % experts.traced_rows == 0:
+            # Multiples of a sample's rows, of which `load` makes whole ones.
+            load = experts.wanted.load
+            return count // experts.traced_rows * load.numerator // load.denominator * self.traced
+        if count % experts.traced_local == 0:
+            return count // experts.traced_local * experts.wanted.local
+        return count
+
     def matmul(self, x: Matmul) -> Matmul:
         """Return `x` in the wanted micro-batch."""
-        return replace(x, batch=self(x.batch), m=self(x.m), n=self(x.n), k=self(x.k))
+        return replace(x, batch=self(x.batch), m=self(x.m), n=self(x.n), k=self(x.k), groups=self(x.groups))
 
     def attention(self, x: Attention) -> Attention:
         """Return `x` in the wanted micro-batch."""
@@ -131,7 +171,8 @@ class Scale:
 
     def collective(self, x: Collective, itemsize: int) -> Collective:
         """Return `x`, of elements of so many bytes, in the wanted micro-batch."""
-        return replace(x, bytes=self(x.bytes // itemsize) * itemsize)
+        size = self.experts.wanted.ranks if self.experts is not None and x.axis == "ep" else x.size
+        return replace(x, size=size, bytes=self(x.bytes // itemsize) * itemsize)
 
 
 _MATMUL = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}

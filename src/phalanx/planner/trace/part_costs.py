@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import BlockModel, LanguageModel
 from phalanx.layout.layout_model import Stage, TrainingPass
 from phalanx.layout.prepare_blocks import recompute_block, recompute_policy
 from phalanx.layout.streamed_weights.stream_pairs import streamed_parameters
@@ -23,7 +25,8 @@ from phalanx.planner.schedule.timeline import Costs, Kept, Timeline
 from phalanx.planner.trace.accelerator_kernels import ring_operations
 from phalanx.planner.trace.chunked_head import Chunks, chunked_costs, shown_setting
 from phalanx.planner.trace.compiled_block import Argument, compiled_timeline, fused_steps
-from phalanx.planner.trace.operations import Scale
+from phalanx.planner.trace.expert_loads import PRIOR
+from phalanx.planner.trace.operations import ExpertScale, ExpertShare, Scale
 from phalanx.planner.trace.recorder import Recorder
 from phalanx.planner.trace.streamed_block import (
     ChainSize,
@@ -45,6 +48,7 @@ from phalanx.planner.trace.traced_model import (
     expert_parameters,
     fuse_norms,
     part_parameters,
+    part_tracer,
 )
 from phalanx.torch_compat.compiler import JointGraph, joint_graph, load_compiler
 
@@ -93,7 +97,7 @@ def part_costs(name: PartName, setting: Setting, microbatch: int) -> PartCosts:
     a few tenths of a second; of a compiled one the choices of recompute share most of it.
     """
     trace = _choose_trace(name, setting, microbatch)
-    traced, scale = _trace_part(trace), Scale(trace.samples, microbatch)
+    traced, scale = _trace_part(trace), Scale(trace.samples, microbatch, _expert_scale(setting, trace))
     if trace.shown:
         return _streamed_costs(setting, traced, scale)
     if traced.chunks and trace.setting.chunk_tokens < _ALL:
@@ -136,9 +140,13 @@ def _choose_trace(name: PartName, setting: Setting, microbatch: int) -> _Trace:
         # The first blocks of a mixture have no experts, so one trace does for all degrees of `ep`.
         setting = replace(setting, ep=1, casts_experts=False)
     alike = replace(_plain_setting(setting), tp=1, cp=1, ep=1) if name in BLOCKS else setting
-    # Every degree of `ep` is a trace of its own: one does for micro-batches of all sizes.
-    single = microbatch == 1 and setting.ep == 1
-    samples = 1 if single else _unlike_sizes(name, alike)
+    samples, rows, local = _unlike_sizes(name, alike)
+    if microbatch == 1 and not _has_experts(setting.model):
+        samples = 1
+    if setting.ep > 1 and setting.share is None:
+        # One trace does for all degrees of `ep` and loads: about as many rows arrive as leave, in numbers of their own.
+        share = ExpertShare(_least_ranks(setting.model), local, Fraction(rows, samples))
+        setting = replace(setting, ep=share.ranks, loads=PRIOR, share=share)
     if name == "embedding":
         # It computes no loss, and nothing that would be compiled.
         return _Trace(name, replace(setting, compile=False, chunk_tokens=_ALL), samples)
@@ -165,7 +173,11 @@ def _plain_setting(setting: Setting) -> Setting:
 
 
 def _part_costs(traced: _Traced, scale: Scale) -> PartCosts:
-    return PartCosts(traced.timeline.costs(scale), traced.parameters, _kept_together(traced, scale))
+    parameters = tuple(
+        replace(parameter, shape=tuple(map(scale, parameter.shape))) if parameter.expert else parameter
+        for parameter in traced.parameters
+    )
+    return PartCosts(traced.timeline.costs(scale), parameters, _kept_together(traced, scale))
 
 
 def _kept_together(traced: _Traced, scale: Scale) -> tuple[Kept, ...]:
@@ -177,9 +189,31 @@ _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
 
 
 @cache
-def _unlike_sizes(name: PartName, setting: Setting) -> int:
-    """Return a number of samples that divides no size of a part, so that what it divides is known to grow with the batch."""
-    return next(prime for prime in _PRIMES if all(size % prime for size in _fixed_sizes(name, setting)))
+def _unlike_sizes(name: PartName, setting: Setting) -> tuple[int, int, int]:
+    """Return three primes that divide no size of a part, so that what one of them divides is known to grow with what it
+    stands for: samples, rows that arrive at experts, and experts of a rank."""
+    sizes = _fixed_sizes(name, setting)
+    samples, rows, local = islice((prime for prime in _PRIMES if all(size % prime for size in sizes)), 3)
+    return samples, rows, local
+
+
+def _has_experts(model: BlockModel) -> bool:
+    return isinstance(model, LanguageModel) and model.experts is not None
+
+
+def _least_ranks(model: BlockModel) -> int:
+    """Return the fewest ranks that can share out the experts."""
+    assert isinstance(model, LanguageModel) and model.experts is not None
+    count = model.experts.count
+    return next(ranks for ranks in range(2, count + 1) if count % ranks == 0)
+
+
+def _expert_scale(setting: Setting, trace: _Trace) -> ExpertScale | None:
+    """Return what leads from the share of experts in a trace to that of `setting`."""
+    traced = trace.setting.share
+    if traced is None or setting.share is not None:
+        return None
+    return ExpertScale(int(traced.load * trace.samples), traced.local, part_tracer(setting).expert_share())
 
 
 @cache

@@ -34,6 +34,7 @@ from phalanx.nn.parameters import ParameterKind
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator_kernels import fused_rms_norm
 from phalanx.planner.trace.expert_loads import PRIOR, ExpertLoads
+from phalanx.planner.trace.operations import ExpertShare
 from phalanx.planner.trace.recorder import Recorder
 
 FloatArray = npt.NDArray[np.float64]
@@ -77,6 +78,8 @@ class Setting:
     """Ranks that share out experts."""
     loads: ExpertLoads = PRIOR
     """How evenly routers use experts."""
+    share: ExpertShare | None = None
+    """What a traced rank has in place of what `ep` and `loads` say; null traces once for all of these."""
     casts_experts: bool = False
     """Whether experts are kept in the main format and cast in every pass, since no other rank has them."""
     joint_gradients: bool = True
@@ -147,6 +150,10 @@ class PartTracer(DeclaredModel):
     @abstractmethod
     def example_batch(self, name: PartName, stage: Stage, samples: int) -> dict[str, Tensor]:
         """Return what a stage of this part is called with, on meta."""
+
+    def expert_share(self) -> ExpertShare:
+        """Return what a rank of `ep` has of the experts of a block; by default there are none."""
+        return ExpertShare(self.setting.ep, 0, Fraction(1))
 
     def random_drops(self) -> bool:
         """Return whether training drops anything at random behind the matrices of a block; by default not."""
