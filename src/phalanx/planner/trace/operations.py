@@ -6,7 +6,7 @@ Knows PyTorch's operations and no model: a table of names says which kind each i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -134,7 +134,7 @@ class Scale:
 
     traced: int = 1
     wanted: int = 1
-    experts: ExpertScale | None = None
+    experts: ExpertScale | None = field(default=None, kw_only=True)
     """Where the trace is of any share of the experts."""
 
     def __call__(self, count: int) -> int:

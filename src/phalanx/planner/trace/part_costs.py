@@ -97,7 +97,7 @@ def part_costs(name: PartName, setting: Setting, microbatch: int) -> PartCosts:
     a few tenths of a second; of a compiled one the choices of recompute share most of it.
     """
     trace = _choose_trace(name, setting, microbatch)
-    traced, scale = _trace_part(trace), Scale(trace.samples, microbatch, _expert_scale(setting, trace))
+    traced, scale = _trace_part(trace), Scale(trace.samples, microbatch, experts=_expert_scale(setting, trace))
     if trace.shown:
         return _streamed_costs(setting, traced, scale)
     if traced.chunks and trace.setting.chunk_tokens < _ALL:
