@@ -167,7 +167,7 @@ class BalancedExchange(TokenExchange):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self, rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Dispatched:
         """See `TokenExchange`; counts have no values, so that those of other experts stand in for those of these."""
-        begun = super().begin(rows_RD, ends_E, complete)
+        begun: Dispatched = super().begin(rows_RD, ends_E, complete)
         if self.experts not in (0, begun.arriving_PE.shape[1]):
             # Made of what arrived, so that who computes it again has the ranks tell each other again.
             begun.arriving_PE = begun.arriving_PE[:, :1].repeat(1, self.experts)
