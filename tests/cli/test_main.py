@@ -55,6 +55,7 @@ def test_help_lists_the_verbs_in_order_of_use(call: Call) -> None:
         "errors",
         "report",
         "convert",
+        "completion",
     ]
     assert "..." not in verbs
     assert call().out == outcome.out
@@ -209,23 +210,6 @@ def test_reader_that_goes_away() -> None:
     err = child.stderr.read()
     child.stderr.close()
     assert (child.wait(), err) == (1, b"")
-
-
-@pytest.mark.parametrize(
-    ("line", "completions"),
-    [
-        ("phalanx tr", ["train"]),
-        ("phalanx config check run.yaml layout.recompute=s", ["layout.recompute=selective"]),
-        ("phalanx config check run.yaml layout.micro", ["layout.microbatch="]),
-        ("phalanx config check run.yaml micro", ["microbatch="]),
-        ("phalanx config check run.yaml recompute=s", ["recompute=selective"]),
-        ("phalanx config list llama3-4", ["llama3-405b"]),
-    ],
-)
-def test_shell_completion(line: str, completions: list[str]) -> None:
-    asked = {"_PHALANX_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
-    out, _ = start(env=asked, stdout=subprocess.PIPE).communicate()
-    assert out.decode().split() == completions
 
 
 @pytest.mark.parametrize(

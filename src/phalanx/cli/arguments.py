@@ -9,20 +9,32 @@ import typer
 
 from phalanx.config.families import DEFAULT_FAMILY, find_family
 from phalanx.config.fields import all_fields
-from phalanx.config.load import full_name
+from phalanx.config.load import full_name, load_run
+from phalanx.config.presets import preset_names
+from phalanx.errors import PhalanxError
 
 
-def complete_override(incomplete: str) -> list[str]:
-    """Complete a `section.field=value` argument for a shell: the fields, then the words a field accepts."""
+def complete_override(context: typer.Context, incomplete: str) -> list[str]:
+    """Complete a `section.field=value` argument for a shell: the fields, then the words a field accepts, or the presets."""
     name, equals, begun = incomplete.partition("=")
-    # Which family the run file is of, completion does not know.
-    fields = all_fields(find_family(DEFAULT_FAMILY).run)
+    family = _family_of(context.params.get("run"))
+    fields = all_fields(find_family(family).run)
+    if equals and name == "model.preset":
+        return [f"{name}={preset}" for preset in preset_names() if preset.startswith(begun)]
     if equals:
         field = fields.get(full_name(name))
         return [f"{name}={choice}" for choice in (field.choices if field else ()) if choice.startswith(begun)]
     known = [one for one in fields if ".N." not in one]
     short = [one.removeprefix("layout.") for one in known if one.startswith("layout.")] if name else []
     return [f"{one}=" for one in [*known, *short] if one.startswith(name)]
+
+
+def _family_of(run: object) -> str:
+    """Return the family of the run file that is named before; that of most where there is none, or one that is wrong."""
+    try:
+        return load_run(Path(str(run))).model.family
+    except PhalanxError:
+        return DEFAULT_FAMILY
 
 
 def show_examples(*commands: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from phalanx.cli.console import print_error, print_lines, write_file
-from phalanx.cli.options.training import InitArguments
+from phalanx.cli.options.starting import InitArguments
 from phalanx.config.families import DEFAULT_FAMILY
 from phalanx.config.starting_run import (
     GOALS,

@@ -47,7 +47,7 @@ SUBCOMMANDS = (
     Subcommand(
         "init",
         "init",
-        "training",
+        "starting",
         "Ask five questions and write a run file.",
         (
             "phalanx init",
@@ -230,6 +230,13 @@ SUBCOMMANDS = (
         "Import or export Hugging Face checkpoints.",
         ("phalanx convert runs/quickstart exported/",),
     ),
+    Subcommand(
+        "completion",
+        "completion",
+        "starting",
+        "Print the completion script of a shell.",
+        ("phalanx completion bash",),
+    ),
 )
 
 # typer exports none of the bases of its usage errors, and where it keeps them differs between its releases.
@@ -296,6 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run_command_line(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code; defects of ours come out as the exceptions they are."""
     command = typer.main.get_command(app)
+    # Typer's options for that print and install scripts of its own, whose words bash has parted at every =.
+    command.params = [one for one in command.params if one.name not in ("install_completion", "show_completion")]
     try:
         # not standalone: Typer would end the process itself, with its own messages
         result = command.main(list(arguments) or ["--help"], prog_name="phalanx", standalone_mode=False)

@@ -37,7 +37,7 @@ class PlanArguments:
         typer.Option(
             metavar="NAME|FILE",
             help=f"{', '.join(described_names())}, or the path of a description of your own.",
-            autocompletion=lambda: list(described_names()),
+            autocompletion=described_names,
         ),
     ] = None
     devices: Annotated[int | None, typer.Option(metavar="N", min=1, help="Devices to plan for.")] = None
@@ -214,7 +214,7 @@ class SearchArguments:
         typer.Option(
             metavar="NAME|FILE",
             help=f"What the planner takes the devices to be: {', '.join(described_names())}, or the path of a description.",
-            autocompletion=lambda: list(described_names()),
+            autocompletion=described_names,
         ),
     ]
     devices: Annotated[int, typer.Option(metavar="N", min=1, help="Devices of a trial.")]
@@ -277,7 +277,7 @@ class TuneArguments:
         typer.Option(
             metavar="NAME|FILE",
             help=f"Of --where slurm: {', '.join(described_names())}, or the path of a description.",
-            autocompletion=lambda: list(described_names()),
+            autocompletion=described_names,
         ),
     ] = None
     packing: Annotated[

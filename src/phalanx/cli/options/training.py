@@ -1,4 +1,4 @@
-"""Arguments, options and help of training: init, train, launch, doctor, bench."""
+"""Arguments, options and help of training: train, launch, doctor, bench."""
 
 from __future__ import annotations
 
@@ -9,41 +9,9 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.arguments import Json, Nproc, Overrides, RunFile, ThisDevice
-from phalanx.config.presets import preset_names
-from phalanx.config.starting_run import GOALS, starting_families
 from phalanx.hardware.doctor.finding import PATIENCE_S
 from phalanx.hardware.machine import described_names, machine_names
 from phalanx.launch.parent import GRACE_S
-
-
-@dataclass(frozen=True)
-class InitArguments:
-    """Ask what to train, on what and for what, and write a run file whose comments say what each field does.
-
-    A question whose option is given is not asked; with all five, none is. Nothing that is there already is written over.
-    """
-
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Run file to write.")] = Path("run.yaml")
-    family: Annotated[
-        str | None, typer.Option(help="What to train.", autocompletion=lambda: list(starting_families()))
-    ] = None
-    data: Annotated[str | None, typer.Option(metavar="PATH", help="Path or address of the training data.")] = None
-    devices: Annotated[
-        str | None,
-        typer.Option(metavar="cpu|N|CLUSTER:N", help="The CPU, N devices of this machine, or N of a cluster."),
-    ] = None
-    goal: Annotated[
-        str | None,
-        typer.Option(help="; ".join(f"{name}: {meaning}" for name, meaning in GOALS.items()) + "."),
-    ] = None
-    size: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PRESET|HOURS",
-            help="A preset, or a time as in 12h: the largest language model that a cluster can train in it.",
-            autocompletion=lambda: list(preset_names()),
-        ),
-    ] = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +47,7 @@ class LaunchArguments:
         typer.Option(
             metavar="NAME|FILE",
             help=f"{', '.join(machine_names())}, or the path of a description of your own.",
-            autocompletion=lambda: list(machine_names()),
+            autocompletion=machine_names,
         ),
     ]
     nodes: Annotated[int, typer.Option(help="Nodes; one rank is started for each device on them.")]
@@ -152,7 +120,7 @@ class BenchArguments:
         typer.Option(
             metavar="NAME|FILE",
             help=f"Print the plan beside, for {', '.join(described_names())} or a description of your own.",
-            autocompletion=lambda: list(described_names()),
+            autocompletion=described_names,
         ),
     ] = None
     profile: Annotated[
