@@ -13,8 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from phalanx.report.run_log import RunLog
 from phalanx.report.run_page import render_run
-from phalanx.training.dead_experts import DEAD_STEPS, DeadExperts
 from phalanx.training.expert_use import ExpertUse, measure_use
+from phalanx.training.safeguards.dead_experts import DEAD_STEPS, DeadExperts
 from phalanx_processes import train
 from token_data import write_run_file, write_token_folder
 

@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -85,13 +85,20 @@ class CheckpointReader:
         return self._ranks.from_first(lambda: next((found for found in self._published() if is_whole(found)), None))
 
     def load(
-        self, checkpoint: Checkpoint, tensors: SavedTensors, *, prefix: str = "", optional: str | None = None
+        self,
+        checkpoint: Checkpoint,
+        tensors: SavedTensors,
+        *,
+        prefix: str = "",
+        optional: str | None = None,
+        only: Collection[str] | None = None,
     ) -> dict[str, Any]:
         """Fill `tensors` in place, in whatever sharding they have, and return the state.
 
         prefix: load only the tensors of the checkpoint whose names start with this; `tensors` must then be exactly those,
         over all ranks together. optional: what the names of tensors start with that all come or all stay away: where the
-        checkpoint or `tensors` has none of them, they are left as they are. Rank 0 reads the table of contents for all; each
+        checkpoint or `tensors` has none of them, they are left as they are. only: names of the tensors to load, in place of
+        all that have the prefix; the same on every rank. Rank 0 reads the table of contents for all; each
         rank reads the chunks it needs, and verifies every byte. Raises on all ranks alike: CheckpointDamaged, a
         CheckpointError, naming file and tensor with the checksum expected and found, and CheckpointError naming tensors that
         do not fit.
@@ -103,6 +110,8 @@ class CheckpointReader:
         state = text.parse_state(manifest)
         # Before anything is read: a model that does not fit is then left as it was.
         records: Sequence[TensorRecord] = [record for record in manifest.tensors if record.name.startswith(prefix)]
+        if only is not None:
+            records = [record for record in records if record.name in only]
         if optional is not None:
             records, tensors = _without_lacking(records, tensors, optional)
         self._check_same_tensors(path, records, tensors, prefix)

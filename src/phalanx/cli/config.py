@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import groupby
 from typing import Annotated, Any
@@ -146,6 +146,9 @@ def check_run(
         return
     open_output().print(f"{run} is sound", style="green")
     print_pairs(_describe_summary(loaded, summary))
+    if summary["transfer"]:
+        open_output().print()
+        print_table(TRANSFER_COLUMNS, summary["transfer"], indent="", folded=True)
     if summary.get("tokens_per_parameter", math.inf) < _FEWEST_TOKENS:
         print_warning(
             f"{summary['tokens_per_parameter']:.2g} tokens a parameter: a model that learns from its size takes about 20 "
@@ -290,6 +293,12 @@ LANGUAGE_COLUMNS: tuple[Column[Language], ...] = (
     Column("heads", lambda row: _describe_heads(row[1], "/{}")),
     Column("vocab", lambda row: row[1].vocab_size),
     Column("seq", lambda row: row[0].sequence_length),
+)
+TRANSFER_COLUMNS: tuple[Column[Sequence[str]], ...] = (
+    Column("parameter", lambda row: row[0], "left"),
+    Column("begins", lambda row: row[1], "left"),
+    Column("trained", lambda row: row[2], "left"),
+    Column("numbers", lambda row: row[3]),
 )
 OTHER_COLUMNS: tuple[Column[Other], ...] = (
     Column("preset", lambda row: row[0].name, "left"),

@@ -14,18 +14,19 @@ from phalanx.layout.spec import DEGREES, ResolvedLayout
 from phalanx.optimizers import find_optimizer
 from phalanx.training.callbacks import build_callbacks
 from phalanx.training.inputs import TrainableModel
+from phalanx.training.transfer import plan_transfer, transfer_rows
 
 _TRIED = 64
 """Multiples of the least number of ranks that are tried where no number is given: a batch may only divide over some."""
 
 
 def check_layout_and_data(run: Run, ranks: int | None, *, data: bool) -> dict[str, Any]:
-    """Return the layout, its ranks and the data as text; None for data that are not looked for.
+    """Return the layout, its ranks and the data as text, and the rows of `transfer_rows`; None for data not looked for.
 
     ranks: None takes the fewest that the degrees allow. Raises ConfigError with everything that is wrong.
     """
     model = bind(run)
-    summary: dict[str, Any] = {"ranks": None, "layout": None, "data": None}
+    summary: dict[str, Any] = {"ranks": None, "layout": None, "data": None, "transfer": []}
     wrong: list[str] = []
     try:
         layout = resolve_layout(model, ranks) if ranks is not None else _resolve_on_fewest(model)
@@ -42,7 +43,9 @@ def check_layout_and_data(run: Run, ranks: int | None, *, data: bool) -> dict[st
             wrong.append(str(error))
     if data:
         try:
-            summary["data"] = bind(run, TrainableModel).check_inputs()
+            trained = bind(run, TrainableModel)
+            summary["data"] = trained.check_inputs()
+            summary["transfer"] = transfer_rows(trained, plan_transfer(trained))
         except PhalanxError as error:
             wrong.append(f"{error}\ndata on another machine: leave them out with --no-data")
     if wrong:

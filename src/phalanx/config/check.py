@@ -17,7 +17,15 @@ from phalanx.config.section import MAX_BATCH_SAMPLES
 
 def check_run(run: Run) -> list[Problem]:
     """Return everything that does not fit together in `run`; empty for a sound one."""
-    rules = (_check_batch, _check_schedule, _check_optimizer, _check_windows, _check_checkpoints, _check_resume)
+    rules = (
+        _check_batch,
+        _check_schedule,
+        _check_optimizer,
+        _check_windows,
+        _check_checkpoints,
+        _check_resume,
+        _check_transfer,
+    )
     found = [problem for rule in rules for problem in rule(run)]
     return [*run.find_problems(), *found]
 
@@ -151,6 +159,17 @@ def _check_resume(run: Run) -> Iterator[Problem]:
             ("training", "resume"),
             f"training.resume={resume} is none of {', '.join(RESUME_WORDS)}, and a path is written with a slash",
             f"training.resume={matches[0]}",
+        )
+
+
+def _check_transfer(run: Run) -> Iterator[Problem]:
+    transfer = run.training.transfer
+    given = [name for name in type(transfer).model_fields if getattr(transfer, name)]
+    if given and run.training.init_from is None:
+        yield Problem(
+            ("training", "transfer"),
+            f"training.transfer.{given[0]} says what is taken of the weights in training.init_from, which is null",
+            "training.init_from=RUN_DIR",
         )
 
 

@@ -7,11 +7,12 @@ config` and the error messages read those sentences. This module must not know h
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from phalanx.config.model import Model
 from phalanx.config.section import (
@@ -36,6 +37,12 @@ Degree = Ranks | Literal["auto"]
 BranchSizes = Annotated[list[Annotated[int, Field(ge=0, le=10**7)]], Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Options = Annotated[dict[str, bool | int | float | str], Words("a mapping of names to numbers, words, true or false")]
+Patterns = Annotated[list[str], Words("a list of patterns of parameter names, as in head.*")]
+"""Patterns as in fnmatch; `*` stands for any text."""
+LearningRateRatios = Annotated[
+    dict[str, Annotated[float, Field(gt=0.0, le=1e6)]],
+    Words("a mapping of patterns of parameter names to factors, as in {head.*: 10}"),
+]
 DecayRate = Annotated[float, Field(ge=0.0, lt=1.0)]
 GlobalBatch = Annotated[
     Samples | Annotated[str, Field(pattern=r"^[1-9][0-9_]{0,17} (samples|tokens)$")],
@@ -133,6 +140,8 @@ class Optimizer(Section):
     """Kinds of parameter without weight decay."""
     grad_clip: Annotated[float, Field(gt=0.0)] | None = 1.0
     """Largest gradient norm; null leaves gradients as they are (the norm is still logged)."""
+    lr_ratios: LearningRateRatios = Field(default_factory=dict)
+    """Factors of the learning rate, by patterns of parameter names; the first that matches counts, others have 1."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape of the learning rate after warm-up; wsd stays at the peak, then decays over the last `decay_fraction`."""
     warmup_steps: NonNegativeInt = 0
@@ -171,6 +180,42 @@ class AverageOfWeights(Section):
     """Optimizer steps from one addition to the next."""
 
 
+class Transfer(Section):
+    """What becomes of the parameters of the weights in `init_from` where the model is another one.
+
+    Parameters of one name and shape are taken; whatever else there is must be named here."""
+
+    rename: Annotated[dict[str, str], Words("a mapping of names here to names there, as in {head.a.*: head.b.*}")] = (
+        Field(default_factory=dict)
+    )
+    """Parameters that have another name there, by their name here; stars stand for the same texts in both. Several may take
+    the same one."""
+    new: Patterns = Field(default=[])
+    """Parameters that begin with their initial values, whatever the weights hold."""
+    drop: Patterns = Field(default=[])
+    """Parameters of the weights, by their name there, that the model has no use for."""
+    resize: Patterns = Field(default=[])
+    """Parameters that are taken though their shape, or what their rows stand for, is another: tables of positions and
+    patches are interpolated; tokens, variables, elements and properties matched by name, new ones keep initial values."""
+
+    def source_of(self, name: str) -> str:
+        """Return the name in the weights of the parameter `name`: what its pattern's stars stand for is the same in both."""
+        for pattern, there in self.rename.items():
+            found = re.fullmatch("(.*?)".join(map(re.escape, pattern.split("*"))), name)
+            if found:
+                between = [*found.groups()[: there.count("*")], ""]
+                return "".join(text for pair in zip(there.split("*"), between, strict=True) for text in pair)
+        return name
+
+    @field_validator("rename")
+    @classmethod
+    def _stars_pair(cls, rename: dict[str, str]) -> dict[str, str]:
+        for pattern, there in rename.items():
+            if there.count("*") > pattern.count("*"):
+                raise ValueError(f"{pattern}: {there} has more stars than {pattern}, which say what they stand for")
+        return rename
+
+
 class CallbackChoice(Section):
     """A callback of a run."""
 
@@ -197,6 +242,10 @@ class Training(Section):
     """auto: newest whole checkpoint if there is one; must: fail without one; never: refuse a folder with one; or a path."""
     init_from: PathText | None = None
     """Checkpoint whose weights a new run starts from, at step 0 with fresh optimizer state."""
+    transfer: Transfer = Transfer()
+    """What of the weights in `init_from` is taken, and how, where they are those of another model."""
+    freeze: Patterns = Field(default=[])
+    """Parameters that are not trained: they have neither gradients nor optimizer state."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile for each block; auto compiles on accelerators and not on CPU. Of materials: a whole training step as
     one program, which auto records there and true also compiles."""

@@ -12,8 +12,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +85,10 @@ class ParallelModel:
         """Return what an optimizer may know of how this rank holds the parameters of `model`."""
         rows = {name: found for name in self.parameters if (found := model.matrix_rows(name)) is not None}
         # Tables that families count among matrices (of elements, by degree) may have more dims.
-        rows = {name: found for name, found in rows.items() if self.parameters[name].dim() == 2}
+        wanted = {
+            name for name, parameter in self.parameters.items() if parameter.dim() == 2 and parameter.requires_grad
+        }
+        rows = {name: found for name, found in rows.items() if name in wanted}
         dtype = model.precision.compute_dtype
         if self.mesh.world is None:
             matrices = WholeMatrices({self.parameters[name]: found for name, found in rows.items()}, dtype)
@@ -164,6 +168,7 @@ def apply_layout(
         splits |= {whole_name(name, names): split for name, split in kept.items()}
         # Still on meta: a cast costs nothing here, and FSDP2 takes its sharded format from what it is given.
         cast_parameters(module, precision.compute_dtype if low_precision else precision.main_dtype)
+        freeze_parameters(module, run.training.freeze, names)
         recompute_stage(stage, layout.recompute)
         choose_products(module, precision)
         # A matmul whose two gradients are one node could not give that of its input alone.
@@ -173,6 +178,7 @@ def apply_layout(
             compile_stage(stage)
         sharding.shard_stage(stage)
         main = cast_parameters(model.build(context, chunk)[0], precision.main_dtype) if low_precision else module
+        freeze_parameters(main, run.training.freeze, names)
         # Memory for this rank's shards alone: the whole model never exists anywhere.
         named = named_parameters(main.to_empty(device=device), names)
         if low_precision:
@@ -215,10 +221,23 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
+def freeze_parameters(module: nn.Module, patterns: Sequence[str], tied: dict[str, str]) -> nn.Module:
+    """Let nothing form gradients of the parameters of `module` whose names in the whole model match one of `patterns`."""
+    for name, parameter in named_parameters(module, tied).items():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    return module
+
+
 def empty_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of `module` that are saved, by name, after setting all buffers to 0: their memory is fresh."""
     for buffer in module.buffers():
         buffer.zero_()
+    return saved_state(module)
+
+
+def saved_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of `module` that are saved, by name."""
     saved = module.state_dict(keep_vars=True).keys() - dict(module.named_parameters()).keys()
     return {compat.full_name(name): buffer for name, buffer in module.named_buffers() if name in saved}
 

@@ -11,6 +11,7 @@ from phalanx.optimizers.optimizer_kind import (
     build_optimizer,
     find_optimizer,
     kept_values,
+    learning_rate_ratio,
     set_learning_rate,
 )
 from phalanx.optimizers.whole_matrices import WholeMatrices
@@ -24,5 +25,6 @@ __all__ = [
     "build_optimizer",
     "find_optimizer",
     "kept_values",
+    "learning_rate_ratio",
     "set_learning_rate",
 ]

@@ -74,10 +74,11 @@ class Muon(torch.optim.Optimizer):
         self.steps = config.newton_schulz_steps
         matrices, others = _separate_matrices(groups, held.matrices)
         for group in others:
-            group |= {"lr": config.lr * config.adamw_lr_ratio, "lr_ratio": config.adamw_lr_ratio}
+            ratio = config.adamw_lr_ratio * group.get("lr_ratio", 1.0)
+            group |= {"lr": config.lr * ratio, "lr_ratio": ratio}
         self.adamw = build_adamw(others, config, held) if others else None
         rest = [] if self.adamw is None else self.adamw.param_groups
-        whole = [{**group, "lr": config.lr, "whole": True} for group in matrices]
+        whole = [{"lr": config.lr, **group, "whole": True} for group in matrices]
         super().__init__([*whole, *({**group, "whole": False} for group in rest)], {})
         # One state and one list of groups: who sets rates or saves state need not know that there are two optimizers.
         self.whole_groups = [group for group in self.param_groups if group["whole"]]
@@ -104,7 +105,7 @@ class Muon(torch.optim.Optimizer):
         for group in self.whole_groups:
             directions |= self._advance_momentum(group["params"], divisor, skip)
         # A rate of 0 moves nothing: state can be made without orthogonalising a model for it.
-        if self.whole_groups and not any(group["lr"] for group in self.whole_groups):
+        if not any(group["lr"] for group in self.param_groups):
             return
         work = partial(scaled_update, steps=self.steps)
         updates = self.matrices.transform(directions, work)
@@ -161,6 +162,7 @@ def _separate_matrices(groups: Sequence[Group], matrices: WholeMatrices) -> tupl
     for group in groups:
         for kind, whole in zip(kinds, (True, False), strict=True):
             chosen = [p for p in group["params"] if (p in matrices.rows) is whole]
-            if chosen:
+            # A rank that trains nothing has one empty group, which is no matrices'.
+            if chosen or not (group["params"] or whole):
                 kind.append({**group, "params": chosen})
     return kinds

@@ -12,6 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ from phalanx.nn.parameters import ParameterKind
 from phalanx.optimizers.whole_matrices import WholeMatrices
 
 Group = dict[str, Any]
-"""Parameters that are updated alike, as `torch.optim.Optimizer` takes them: `params` and `weight_decay`."""
+"""Parameters that are updated alike, as `torch.optim.Optimizer` takes them: `params`, `weight_decay` and, where it
+is not 1, `lr_ratio` with the first `lr`."""
 
 
 class OptimizerKind(ABC):
@@ -124,17 +126,34 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `config` names over parameters by name, those with weight decay first.
 
+    Frozen parameters, which require no gradient, are in none of its groups.
+
     parameter_kind: of the parameter with this name, as its family says. held: see `OptimizerKind.build`; by default all
     parameters are whole, and none is a matrix.
     """
-    groups: dict[tuple[float, bool], Group] = {}
+    groups: dict[tuple[float, float, bool], Group] = {}
     for name, parameter in parameters.items():
+        # Frozen: no update, and no state.
+        if not parameter.requires_grad:
+            continue
+        ratio = learning_rate_ratio(name, config)
         decay = 0.0 if parameter_kind(name) in config.no_decay else config.weight_decay
         # One fused kernel takes either plain tensors (streamed matrices) or sharded ones, so they are groups of their own.
-        group = groups.setdefault((decay, isinstance(parameter, DTensor)), {"params": [], "weight_decay": decay})
+        kind = (decay, ratio, isinstance(parameter, DTensor))
+        group = groups.setdefault(kind, {"params": [], "weight_decay": decay})
+        if ratio != 1.0:
+            group |= {"lr": config.lr * ratio, "lr_ratio": ratio}
         group["params"].append(parameter)
+    if not groups:
+        # A rank of a pipeline may hold frozen parameters alone.
+        groups[0.0, 1.0, False] = {"params": [], "weight_decay": 0.0}
     ordered = sorted(groups.values(), key=lambda group: -group["weight_decay"])
     return find_optimizer(config).build(ordered, config, held or HeldParameters())
+
+
+def learning_rate_ratio(name: str, config: Optimizer) -> float:
+    """Return the factor of the learning rate of the parameter `name`."""
+    return next((ratio for pattern, ratio in config.lr_ratios.items() if fnmatchcase(name, pattern)), 1.0)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

@@ -6,7 +6,7 @@ written is refused as damage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,10 +42,8 @@ from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.safeguards.divergence import all_finite
 from phalanx.training.safeguards.wrong_numbers import SafeguardState
 from phalanx.training.step import TrainStep
+from phalanx.training.transfer import MODEL, TransferPlan, check_patterns, load_transfer, plan_transfer
 from phalanx.training.weight_average import AVERAGES
-
-_MODEL = "model."
-"""Beginning of the names of model parameters in a checkpoint."""
 
 CHOOSE_SAMPLES = ("training.seed", "layout.global_batch")
 """Fields outside of `data` that decide which samples a step reads."""
@@ -108,7 +106,8 @@ def collect_state(
 
 
 def require_checkpoint(model: TrainableModel, run_dir: Path) -> None:
-    """Refuse a run that is to begin from a checkpoint that is not there, before its run directory is made."""
+    """Refuse a run that is to begin from a checkpoint that is not there or fits not, before its run directory is made."""
+    check_patterns(model)
     training = model.run.training
     if training.resume in ("auto", "never") and training.init_from is None:
         return
@@ -120,8 +119,8 @@ def require_checkpoint(model: TrainableModel, run_dir: Path) -> None:
             raise _nothing_to_resume(model, training.resume_path)
     elif training.resume == "must":
         raise _nothing_to_resume(model, run_dir / "checkpoints")
-    elif training.init_from is not None and open_checkpoints(weights_path(training.init_from)).newest() is None:
-        raise _no_weights(weights_path(training.init_from), model.how_to_import)
+    elif training.init_from is not None:
+        plan_transfer(model)
 
 
 @dataclass(frozen=True)
@@ -131,6 +130,8 @@ class Restored:
     step: int
     """The last step already done."""
     safeguards: SafeguardState
+    transfer: TransferPlan | None = None
+    """What it began with of the weights in `training.init_from`, where it begins now."""
 
 
 def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, inputs: Inputs) -> Restored:
@@ -161,10 +162,11 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
         return restored
     if elsewhere is not None or resume == "must":
         raise _nothing_to_resume(model, elsewhere or store.root)
-    if run.training.init_from is not None:
-        load_weights(weights_path(run.training.init_from), applied, model.how_to_import)
+    plan = plan_transfer(model)
+    if plan is not None:
+        load_transfer(plan, model, applied)
     _begin_average(step)
-    return Restored(0, SafeguardState())
+    return Restored(0, SafeguardState(), plan)
 
 
 def load_newest(model: TrainableModel, source: CheckpointReader, step: TrainStep, inputs: Inputs) -> Restored | None:
@@ -212,16 +214,16 @@ def has_average(path: Path) -> bool:
         return any(name.startswith(AVERAGES) for name in reader.records)
 
 
-def load_weights(path: Path, applied: ParallelModel, how_to_import: Callable[[Path], str] = lambda _: "") -> None:
+def load_weights(path: Path, applied: ParallelModel) -> None:
     """Fill the model's parameters with those of the newest checkpoint at `path`, whatever else it holds.
 
-    how_to_import: see `TrainableModel`. Raises CheckpointError where there is none.
+    Raises CheckpointError where there is none, and where it is of another model.
     """
     store = open_checkpoints(path)
     newest = store.newest()
     if newest is None:
-        raise _no_weights(path, how_to_import)
-    store.load(newest, placed_tensors(applied.saved, applied.splits), prefix=_MODEL)
+        raise CheckpointError(f"{path}: no whole checkpoint there")
+    store.load(newest, placed_tensors(applied.saved, applied.splits), prefix=MODEL)
 
 
 def load_module(checkpoint: Path, module: nn.Module) -> None:
@@ -229,10 +231,10 @@ def load_module(checkpoint: Path, module: nn.Module) -> None:
 
     Raises CheckpointError for a parameter that is missing or of another shape.
     """
-    stored = read_tensors(checkpoint, _MODEL)
+    stored = read_tensors(checkpoint, MODEL)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            tensor = stored.get(_MODEL + name)
+            tensor = stored.get(MODEL + name)
             if tensor is None or tensor.shape != parameter.shape:
                 found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
                 raise CheckpointError(f"{checkpoint}: {name} {found}, but should be {list(parameter.shape)}")
@@ -319,7 +321,3 @@ def _nothing_to_resume(model: TrainableModel, where: Path) -> CheckpointError:
         f"training.resume={model.run.training.resume}, but {where} holds no whole checkpoint; use training.resume=auto"
         f"{model.how_to_import(where)}"
     )
-
-
-def _no_weights(path: Path, how_to_import: Callable[[Path], str]) -> CheckpointError:
-    return CheckpointError(f"training.init_from={path}: no whole checkpoint there{how_to_import(path)}")

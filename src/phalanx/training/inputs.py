@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
+from phalanx.config.model import Model
 from phalanx.data.batch_stream import BatchStream
 from phalanx.errors import DataError
 from phalanx.layout.apply import ParallelModel
@@ -21,6 +22,7 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn.resizing import Resizes
 from phalanx.training.metrics import RankTimes
 
 
@@ -151,6 +153,15 @@ class TrainableModel(LayoutModel):
         Every rank calls it, and all get the same.
         """
         return self
+
+    def resizes(self, path: Path, before: Model) -> Resizes:
+        """Return how parameters are made of those of a model of another shape, whose weights the run begins with.
+
+        path: of the weights' run directory or checkpoint. before: the model section that they were trained with, perhaps of
+        another family. By default nothing is resized. A pattern counts for tensors of equal shape too: where rows stand for
+        something else than before, the family names them here, and the run file must agree (`training.transfer.resize`).
+        """
+        return []
 
     def how_to_import(self, path: Path) -> str:
         """Return the command that makes a checkpoint of `path`, as the rest of an error message; by default nothing."""

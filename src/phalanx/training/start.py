@@ -39,6 +39,7 @@ from phalanx.training.safeguards.memory_limit import heed_memory_limit, note_out
 from phalanx.training.step import build_step
 from phalanx.training.stopping import explain_failures, report_failure
 from phalanx.training.trainer import Placement, RunParts, Trainer
+from phalanx.training.transfer import describe_transfer
 
 
 def train(run: Run, run_dir: Path, *, until: int | None = None) -> None:
@@ -188,6 +189,8 @@ def _train_in_directory(
         opened.callback(log.close)
         if first_step < run.training.steps:
             for line in _opening_lines(model, place, attention, inputs, first_step):
+                log.note(line)
+            for line in describe_transfer(model, restored.transfer):
                 log.note(line)
         recorders = build_recorders(run.training, device, log.note)
         parts = RunParts(

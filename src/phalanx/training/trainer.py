@@ -26,17 +26,17 @@ from phalanx.object_store import StoreUnavailable
 from phalanx.optimizers import LearningRateSchedule, set_learning_rate
 from phalanx.training.callbacks import CallbackList, TrainingContext
 from phalanx.training.checkpointing import Restored, collect_state, load_newest
-from phalanx.training.dead_experts import DeadExperts
 from phalanx.training.inputs import Inputs, ScheduledEvaluator, TrainableModel
 from phalanx.training.logs import RunLog, format_duration
 from phalanx.training.metrics import RankTimes, StepMeter, StepMetrics
 from phalanx.training.run_dir import SAVE_EVENT, RunDirectory
 from phalanx.training.safeguards.checkpoint_interval import CheckpointInterval
+from phalanx.training.safeguards.dead_experts import DeadExperts
 from phalanx.training.safeguards.divergence import Divergence, DivergenceGuard, all_finite
+from phalanx.training.safeguards.straggler_log import StragglerLog
 from phalanx.training.safeguards.wrong_numbers import WrongNumbers
 from phalanx.training.step import StepLimits, StepResult, TrainStep
 from phalanx.training.stopping import DIRECTORY_GONE, StopRequest
-from phalanx.training.straggler_log import StragglerLog
 
 
 @dataclass(frozen=True)

@@ -150,6 +150,8 @@ class RecordedStep(TrainStep):
         """Keep the gradients, then update with them."""
         self.gradients = {}
         for name, parameter in self.applied.parameters.items():
+            if not parameter.requires_grad:
+                continue
             place = place_of(parameter, self.applied.splits.get(name))
             grad = local_gradient(parameter)
             # NaN fails every comparison: a gradient that was never formed must not pass as one of zeros.

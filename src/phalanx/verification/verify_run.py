@@ -254,6 +254,8 @@ class Verifier:
         targets = int(model.samples(1, 0, batch, batch).target_counts().max())
         bound = ErrorBound(PRECISIONS[run.layout.precision].compute_dtype, run.model.n_layers, targets)
         gain = find_optimizer(run.optimizer).update_gain(run.optimizer)
+        if gain is not None:
+            gain *= max(1.0, *run.optimizer.lr_ratios.values(), 1.0)
         checks = compare_records(mine, self.reference, bound, gain, model.vanishing)
         # Ranks' clocks differ, and all must return one verdict.
         seconds = from_first(time.perf_counter() - start)

@@ -9,9 +9,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from phalanx.config.model import LanguageModel, Model
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.data.open_tokens import check_same_tokenizer, open_source, token_path
+from phalanx.families.language.data.open_tokens import check_same_tokenizer, open_source, token_names, token_path
 from phalanx.families.language.data.token_batches import SampleReader, TokenBatchStream
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.language.evaluation.generation import generate_tokens
@@ -28,6 +29,7 @@ from phalanx.families.language.huggingface.folder_files import (
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn.resizing import Resizes, match_rows, resample_grid
 from phalanx.remote_files import is_kept_elsewhere
 from phalanx.report.formatting import shorten_blank_lines
 from phalanx.training.inputs import (
@@ -71,6 +73,20 @@ class LanguageInputs(TrainableModel):
             f"; {path} is a Hugging Face folder: `phalanx convert {path} imported` makes a checkpoint of it, "
             f"and training.init_from=imported starts from that"
         )
+
+    def resizes(self, path: Path, before: Model) -> Resizes:
+        """See `TrainableModel`: rows of tokens go by their text where both sides know it, else by number."""
+        model = self.run.model
+        if not isinstance(before, LanguageModel):
+            return []
+        found: Resizes = []
+        names = token_names(self.run, path, before.vocab_size)
+        if names[0] != names[1]:
+            rows = match_rows(*names, "tokens")
+            found += [("embedding.weight", rows), ("head.weight", rows)]
+        if before.max_positions != model.max_positions and model.positions == "learned":
+            found.append(("embedding.positions", resample_grid((before.max_positions, 1), (model.max_positions, 1))))
+        return found
 
     def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
         """See `TrainableModel`."""

@@ -46,25 +46,40 @@ def settle_units(run: MaterialsRun, run_dir: Path) -> MaterialsRun:
 
 def _choose_units(run: MaterialsRun, run_dir: Path, unstated: list[str]) -> Units:
     resume = run.training.resume
-    trained = _trained_model_units(run, run_dir)
+    trained = _trained_model(run_dir)
     if trained is None and resume not in ("auto", "must", "never"):
-        trained = _trained_model_units(run, weights_path(resume))
-    if trained is not None:
-        return trained
+        trained = _trained_model(weights_path(resume))
+    if trained is not None and len(trained.branches) == len(run.model.branches):
+        return units_of(trained)
     units = fitting_units(run)
-    start = None if run.training.init_from is None else _trained_model_units(run, weights_path(run.training.init_from))
+    start = None if run.training.init_from is None else _trained_model(weights_path(run.training.init_from))
     if start is not None:
         # Weights mean something in the units that they were trained in.
-        units["mean_neighbors"] = start["mean_neighbors"]
-        for branch, before in zip(units["branches"], start["branches"], strict=True):
-            branch["energy_scale"] = before["energy_scale"]
+        units["mean_neighbors"] = start.mean_neighbors
+        for branch, before in zip(units["branches"], _branches_before(run, start), strict=True):
+            if before is not None:
+                branch["energy_scale"] = before.energy_scale
     words = "; ".join(units_in_words(with_units(run.model, units), unstated))
     write_stderr(f"the run file leaves to the training data: {words}")
     return units
 
 
-def _trained_model_units(run: MaterialsRun, path: Path) -> Units | None:
-    """Return the units of the newest checkpoint at `path`; None where there is none, or one of another model."""
+def _branches_before(run: MaterialsRun, start: MaterialsModel) -> list[Branch | None]:
+    """Return the branch of the weights' model whose energy head each branch of `run` begins with; None for a new head."""
+    before = {branch.name: branch for branch in start.branches}
+    shared = run.model.energy is not None and run.model.energy.shared
+    if shared or len(before) == len(run.model.branches) == 1:
+        # One head serves whatever the branches are called.
+        return [before.get(branch.name, start.branches[0]) for branch in run.model.branches]
+    # By the name of the head that is taken: `head.energy.copies.NAME.0.weight`.
+    heads = [
+        run.training.transfer.source_of(f"head.energy.copies.{branch.name}.0.weight") for branch in run.model.branches
+    ]
+    return [before.get(head.split(".")[3]) for head in heads]
+
+
+def _trained_model(path: Path) -> MaterialsModel | None:
+    """Return the model section of the newest checkpoint at `path`; None where there is none, or one of another family."""
     if not path.is_dir():
         return None
     # Only the first rank is here.
@@ -72,10 +87,8 @@ def _trained_model_units(run: MaterialsRun, path: Path) -> Units | None:
     if newest is None:
         return None
     trained = parse_run(str(read_state(newest.path).get("run")), f"{newest.path}/state.json: run")
-    if not isinstance(trained, MaterialsRun) or len(trained.model.branches) != len(run.model.branches):
-        # Loading says what does not fit.
-        return None
-    return units_of(trained.model)
+    # Loading says what does not fit.
+    return trained.model if isinstance(trained, MaterialsRun) else None
 
 
 Units = dict[str, Any]

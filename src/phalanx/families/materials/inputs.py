@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from phalanx.config.model import Model
 from phalanx.data.batch_stream import BatchStream
 from phalanx.errors import DataError
 from phalanx.families.materials.config import MaterialsRun
@@ -37,11 +38,13 @@ from phalanx.families.materials.evaluation.prediction_errors import (
 from phalanx.families.materials.fitted_units import settle_units
 from phalanx.families.materials.graph_parallel.cut_batches import ShareStream, cutting_of
 from phalanx.families.materials.model.losses import learned_tasks
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.files import write_atomically
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn.resizing import Resizes, match_rows
 from phalanx.printable import write_stderr
 from phalanx.remote_files import is_kept_elsewhere, weights_path
 from phalanx.training.checkpointing import damaged_field
@@ -165,6 +168,24 @@ class MaterialsInputs(TrainableModel):
         return GraphInputs(
             stream, evaluator, verification, in_words=words, balancer=balancer, graphs=graphs, elements=known
         )
+
+    def resizes(self, path: Path, before: Model) -> Resizes:
+        """See `TrainableModel`: elements go by atomic number, rows of a head's last layer by the property's name."""
+        model = self.run.model
+        if not isinstance(before, MaterialsModel):
+            return []
+        found: Resizes = []
+        if before.max_atomic_number != model.max_atomic_number:
+            # Row 0 belongs to no element, and is matched too.
+            there, here = ([str(z) for z in range(one.max_atomic_number + 1)] for one in (before, model))
+            rows = match_rows(there, here, "elements")
+            found += [(pattern, rows) for pattern in ("*.elements.weight", "*.contraction.*", "*.skip_element.*")]
+        for name in ("properties", "atom_properties"):
+            old, new = getattr(before, name), getattr(model, name)
+            if old is not None and new is not None and old.names != new.names:
+                rows = match_rows(old.names, new.names, "properties")
+                found.append((f"head.{name}.copies.*.{new.layers - 1}.*", rows))
+        return found
 
     def check_inputs(self) -> str:
         """See `TrainableModel`."""

@@ -154,6 +154,9 @@ class MaterialsLayout(LayoutModel):
         """Return a second network of the same kind on the device, its parameters without values."""
         replica, _ = self.build(building, network.part)
         (dtype,) = {parameter.dtype for parameter in network.parameters()}
+        # Frozen parameters are frozen in both.
+        for mine, theirs in zip(replica.parameters(), network.parameters(), strict=True):
+            mine.requires_grad_(theirs.requires_grad)
         return replica.to(dtype).to_empty(device=building.device)
 
 

@@ -114,6 +114,7 @@ class _StepProgram:
         self._inputs = inputs
         self._names = [name for name, _ in replica.named_parameters()]
         self.parameters = [parameter.detach() for parameter in replica.parameters()]
+        self._trained = [parameter.requires_grad for parameter in replica.parameters()]
         self.used = [True] * len(self.parameters)
         """Whether anything depends on a parameter."""
         self.run: Callable[..., tuple[Tensor, Tensor]] = self._losses_and_gradients
@@ -133,11 +134,16 @@ class _StepProgram:
         count = len(self.parameters)
         inputs = dict(zip(self._inputs, arguments[count:-1], strict=True))
         with torch.enable_grad():
-            parameters = [parameter.detach().requires_grad_() for parameter in arguments[:count]]
+            parameters = [
+                parameter.detach().requires_grad_(trained)
+                for parameter, trained in zip(arguments[:count], self._trained, strict=True)
+            ]
             named = dict(zip(self._names, parameters, strict=True))
             losses: Tensor = functional_call(self._replica, named, (inputs.pop("species_N"),), inputs)
-            found = torch.autograd.grad((losses * arguments[-1]).sum(), parameters, allow_unused=True)
-        # Known once it has run: a parameter that nothing depends on has no gradient, rather than zeros.
+            asked = [parameter for parameter in parameters if parameter.requires_grad]
+            formed = iter(torch.autograd.grad((losses * arguments[-1]).sum(), asked, allow_unused=True))
+            found = [next(formed) if trained else None for trained in self._trained]
+        # Known once it has run: a parameter that is frozen, or that nothing depends on, has no gradient, rather than zeros.
         self.used = [gradient is not None for gradient in found]
         whole = (torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True))
         return losses.detach(), torch.cat([gradient.flatten() for gradient in whole])

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.config.model import Model
 from phalanx.errors import DataError
-from phalanx.families.weather.config import WeatherRun
+from phalanx.families.weather.config import WeatherModel, WeatherRun
 from phalanx.families.weather.data.coordinates import Grid
 from phalanx.families.weather.data.field_samples import Cases, FieldBatchStream, FieldReader
 from phalanx.families.weather.data.field_statistics import Climatology, FieldStatistics
@@ -30,6 +31,7 @@ from phalanx.families.weather.model.grid_features import row_latitudes, row_weig
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn.resizing import Resizes, chain_resizes, match_rows, resample_grid, resample_patches
 from phalanx.printable import write_stderr
 from phalanx.training.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 
@@ -87,6 +89,29 @@ class WeatherInputs(TrainableModel):
             in_words=f"{sum(len(source.windows.starts) for source in reader.sources):,} frames to start from",
             statistics=fields.statistics,
         )
+
+    def resizes(self, path: Path, before: Model) -> Resizes:
+        """See `TrainableModel`: variables go by name, and another grid or patch size is interpolated."""
+        model = self.run.model
+        if not isinstance(before, WeatherModel):
+            return []
+        # The two maps between patches and tokens see the same change from both ends.
+        reads = writes = rows = None
+        if before.patch_size != model.patch_size:
+            reads = resample_patches(before.patch_size, model.patch_size, dim=2, reads=True)
+            writes = resample_patches(before.patch_size, model.patch_size, dim=0, reads=False)
+        # Of equal number too: a table in another order would give each variable the weights of another one.
+        if before.variables != model.variables:
+            rows = match_rows(before.variables, model.variables, "variables")
+        grids = [(one.n_lat // one.patch_size, one.n_lon // one.patch_size) for one in (before, model)]
+        changed = {
+            "embedding.patches.weight": chain_resizes(reads, rows),
+            "embedding.patches.bias": rows,
+            "embedding.variables": rows,
+            "embedding.positions": resample_grid(*grids) if grids[0] != grids[1] else None,
+            "head.output.*": chain_resizes(writes, rows),
+        }
+        return [(name, resize) for name, resize in changed.items() if resize is not None]
 
     def check_inputs(self) -> str:
         """See `TrainableModel`. How many frames there are takes opening them all."""

@@ -29,6 +29,9 @@ class LowPrecisionParameters:
         # By identity: tensors are compared element by element.
         self._main_of = {id(one): main for one, main in zip(self._compute, self._main, strict=True)}
         for parameter in compute.parameters():
+            # Frozen ones have no gradients to follow.
+            if not parameter.requires_grad:
+                continue
             parameter.register_post_accumulate_grad_hook(self._move_gradient)
 
     @property

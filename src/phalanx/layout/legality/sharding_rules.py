@@ -30,6 +30,13 @@ SHARDING_RULES = (
     ),
     Rule(
         reads=("gather",),
+        broken=lambda needs, t: t.has("gather", "stream") & bool(needs.run.training.freeze),
+        message="layout.gather=stream sends gradients of all matrices of a block round a ring, and training.freeze leaves "
+        "some without",
+        fixes=(_GATHER_WHOLE,),
+    ),
+    Rule(
+        reads=("gather",),
         broken=lambda needs, t: t.has("gather", "stream") & (not needs.streams_weights),
         message="layout.gather=stream: models of family {needs.run.model.family} have no matrix chains to stream",
         fixes=(_GATHER_WHOLE,),

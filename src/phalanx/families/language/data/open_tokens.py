@@ -20,7 +20,7 @@ from phalanx.families.language.data.megatron import (
     megatron_prefix,
     megatron_split,
 )
-from phalanx.families.language.data.token_shards import ShardSource, Split, read_token_manifest
+from phalanx.families.language.data.token_shards import Manifest, ShardSource, Split, read_token_manifest
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.language.data.tokenizer import load_tokenizer
 from phalanx.families.language.huggingface.folder_files import TOKENIZER, TOKENIZER_FOLDER
@@ -130,15 +130,12 @@ def check_same_tokenizer(run: LanguageRun) -> None:
     the run directory that weights come from; Megatron and MDS data name none. Raises DataError naming two that differ and
     the command that prepares the second folder with the first's tokenizer.
     """
-    folders = [token_path(source.path) for source in run.data.sources]
-    manifests = {folder: read_token_manifest(folder) for folder in folders if (folder / MANIFEST).is_file()}
-    tokenizers = {
-        folder: local_copy(check_size(folder, manifest.tokenizer.file)) for folder, manifest in manifests.items()
-    }
+    manifests, tokenizers = _prepared_tokenizers(run)
     if not tokenizers:
         return
     origin, first = next((str(folder), file) for folder, file in tokenizers.items())
-    if run.training.init_from is not None:
+    # Weights whose rows are matched by the text of tokens may come with any tokenizer.
+    if run.training.init_from is not None and not run.training.transfer.resize:
         known = _tokenizer_of_weights(weights_path(run.training.init_from))
         if known is not None:
             origin, first = f"the weights of training.init_from={run.training.init_from}", known
@@ -154,6 +151,36 @@ def check_same_tokenizer(run: LanguageRun) -> None:
                 f"{folder} was prepared with another tokenizer than {origin}: the same id would mean different text\n"
                 f"prepare it alike: phalanx data prepare {given} --tokenizer {shlex.quote(str(first))} --out FOLDER"
             )
+
+
+def _prepared_tokenizers(run: LanguageRun) -> tuple[dict[Path, Manifest], dict[Path, Path]]:
+    """Return the manifests and the tokenizer files of the prepared folders that are there, by folder."""
+    folders = [token_path(source.path) for source in run.data.sources]
+    manifests = {folder: read_token_manifest(folder) for folder in folders if (folder / MANIFEST).is_file()}
+    return manifests, {
+        folder: local_copy(check_size(folder, manifest.tokenizer.file)) for folder, manifest in manifests.items()
+    }
+
+
+def token_names(run: LanguageRun, weights: Path, vocab_size: int) -> tuple[list[str], list[str]]:
+    """Return what the rows of two vocabularies stand for: that of weights with `vocab_size` rows, and that of `run`.
+
+    The text of tokens, where the weights and the prepared data both come with a tokenizer; else their numbers.
+    """
+    sizes = vocab_size, run.model.vocab_size
+    files = _tokenizer_of_weights(weights), next(iter(_prepared_tokenizers(run)[1].values()), None)
+    texts: list[dict[int, str]] = [{}, {}]
+    if all(files):
+        texts = [
+            {number: text for text, number in load_tokenizer(file).get_vocab(with_added_tokens=True).items()}
+            for file in files
+            if file is not None
+        ]
+    # Rows that no token has are told apart by their number; no token begins with a NUL.
+    before, after = (
+        [of_id.get(number, f"\0{number}") for number in range(size)] for of_id, size in zip(texts, sizes, strict=True)
+    )
+    return before, after
 
 
 def _tokenizer_of_weights(path: Path) -> Path | None:
