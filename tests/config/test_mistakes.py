@@ -10,8 +10,8 @@ from phalanx.errors import ConfigError
 
 LAYOUT_HAS = (
     "dp_replicate, dp_shard, tp, cp, pp, ep, expert_tp, zero, schedule, stages_per_rank, context, tp_across_nodes, "
-    "microbatch, global_batch, recompute, precision, reshard_after_forward, gather, gather_blocks, gathers_ahead, "
-    "branch_groups and peer_copies"
+    "microbatch, global_batch, batch_warmup, recompute, precision, reshard_after_forward, gather, gather_blocks, "
+    "gathers_ahead, branch_groups and peer_copies"
 )
 SECTIONS = (
     "model, data, layout, optimizer, training, checkpoint, evaluation, restart, safeguards, cluster, remote, search "
@@ -129,7 +129,7 @@ IN_FILE = [
         "lama3-8b",
         f"model.preset=lama3-8b is not a preset {PRESETS} (run.yaml:2)\nnearest: model.preset=llama3-8b",
     ),
-    ("weight: 2", "weight: -2", "data.sources.1.weight=-2 must be a number greater than 0 (run.yaml:5)"),
+    ("weight: 2", "weight: -2", "data.sources.1.weight=-2 must be a number of at least 0 (run.yaml:5)"),
     (
         "n_layers: 4",
         "n_heads: 7",

@@ -33,6 +33,24 @@ from phalanx.errors import ConfigError
             "training.attention=flex cannot compute with layout.precision=fp64\nnearest: training.attention=auto",
         ),
         (
+            ["data.mixture=[{after_step: 10, weights: [1]}]"],
+            "data.mixture.0.weights=[1.0] must be 2 weights, one a source, of which one is above 0",
+        ),
+        (
+            ["data.mixture=[{after_step: 10, weights: [1, 0], over_steps: 5}, {after_step: 12, weights: [0, 1]}]"],
+            "data.mixture.1.after_step=12 comes before step 15, at which the change before it ends\n"
+            "nearest: data.mixture.1.after_step=15",
+        ),
+        (
+            ["data.sources.1.weight=0"],
+            "data.sources.1.weight=0 draws no sample from data/b\nnearest: data.sources.1.weight=1",
+        ),
+        (
+            ["layout.batch_warmup=[{steps: 5, global_batch: 100000 tokens}]"],
+            "layout.batch_warmup.0.global_batch=100000 tokens is not a multiple of data.sequence_length=2048\n"
+            "nearest: 98304 tokens (48 samples) or 100352 tokens (49 samples)",
+        ),
+        (
             ["layout.global_batch=1000000 tokens"],
             "layout.global_batch=1000000 tokens is not a multiple of data.sequence_length=2048\n"
             "nearest: 999424 tokens (488 samples) or 1001472 tokens (489 samples)",

@@ -4,7 +4,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from phalanx.counter_random import stable_key
-from phalanx.data.sample_order import EpochShuffle, Mixture, whole_weights
+from phalanx.data.sample_order import EpochShuffle, Mixture, MixtureSchedule, whole_weights
 
 FAR = 10**15
 weight_lists = st.lists(st.integers(1, 60), min_size=1, max_size=9)
@@ -162,3 +162,36 @@ def test_keys_tell_parts_apart() -> None:
     assert stable_key("samples", 1, 23) == stable_key("samples", 1, 23)
     assert len({stable_key("samples", 1, 23), stable_key("samples", 12, 3), stable_key("samples", "123")}) == 3
     assert 0 <= stable_key("x") < 2**64
+
+
+PHASES = [(0, (3.0, 1.0, 0.0)), (37, (1.0, 1.0, 2.0)), (37, (0.0, 1.0, 1.0)), (100, (0.0, 0.0, 5.0))]
+
+
+def test_a_mixture_that_changes_reads_every_source_on_from_where_it_was_left() -> None:
+    mixture = MixtureSchedule(PHASES)
+    source, place = mixture(numbers(0, 160))
+    for index in range(3):
+        assert place[source == index].tolist() == list(range((source == index).sum()))
+    shares = [np.bincount(source[first:last], minlength=3) for first, last in ((0, 36), (37, 99), (100, 160))]
+    # Over whole periods the weights hold exactly; no numbers are drawn by a phase without any.
+    assert shares[0].tolist() == [27, 9, 0] and shares[2].tolist() == [0, 0, 60]
+    assert shares[1].tolist() == [0, 31, 31]
+
+
+def test_a_mixture_that_changes_costs_the_same_far_along_and_one_number_at_a_time() -> None:
+    phases = [(0, (0.5, 0.5)), (10**14, (0.25, 0.75)), (10**15, (1.0, 0.0))]
+    mixture = MixtureSchedule(phases)
+    around = np.concatenate([np.arange(start - 3, start + 3) for start in (10**14, 10**15)])
+    source, place = mixture(around)
+    alone = [mixture(np.array([number])) for number in around]
+    assert source.tolist() == [int(found[0][0]) for found in alone]
+    assert place.tolist() == [int(found[1][0]) for found in alone]
+    first = 10**14 // 2 + (10**15 - 10**14) // 4
+    assert [p for s, p in zip(source, place, strict=True) if s == 0][-3:] == [first, first + 1, first + 2]
+
+
+def test_a_mixture_without_changes_is_the_plain_one() -> None:
+    plain, scheduled = Mixture([3, 1, 2]), MixtureSchedule([(0, [3.0, 1.0, 2.0])])
+    for ours, theirs in zip(scheduled(numbers(0, 50)), plain(numbers(0, 50)), strict=True):
+        assert np.array_equal(ours, theirs)
+    assert scheduled.description == plain.weights

@@ -15,6 +15,7 @@ from phalanx.families.registry import bind
 from phalanx.layout import legality
 from phalanx.layout.legality import RULES, is_legal, reasons_against
 from phalanx.layout.legality.rule import Requirements, Rule
+from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 
@@ -93,3 +94,15 @@ def test_a_rule_added_at_one_place_changes_single_layouts_and_plans(monkeypatch:
     found = enumerate_layouts(bind(run), 8, limits=Limits.none())
     assert len(found) and 2 not in found.tp
     assert refusal(run, 8) == ["layout.tp=2 brings bad luck", "nearest legal: tp=4"]
+
+
+def test_a_batch_that_a_warm_up_begins_with_has_to_suit_the_layout() -> None:
+    run = run_with({}, global_batch=64, microbatch=4, batch_warmup=[{"steps": 1, "global_batch": 16}])
+    run = run.model_copy(update={"training": run.training.model_copy(update={"steps": 9})})
+    assert resolve_layout(bind(run), 4).accumulation == 4
+    (line, *_) = refusal(run, 8)
+    assert (
+        "layout.batch_warmup.0.global_batch of 16 samples does not suit layout.microbatch=4 x 8 data-parallel" in line
+    )
+    auto = run.model_copy(update={"layout": run.layout.model_copy(update={"microbatch": "auto"})})
+    assert resolve_layout(bind(auto), 8).microbatch == 2

@@ -87,8 +87,16 @@ def test_a_run_goes_through_layouts_as_if_nothing_had_happened(run_file: Path) -
 
 
 def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path) -> None:
-    ranks, words = 4, ("layout.tp=2", "layout.pp=2")
+    growing = "layout.batch_warmup=[{steps: 2, global_batch: 4}, {steps: 2, global_batch: 6}]"
+    ranks, words = 4, ("layout.tp=2", "layout.pp=2", growing)
     straight = curve(run_file, run_file.parent / "whole", 6, ranks, *words)
     run_dir = run_file.parent / "parts"
     curve(run_file, run_dir, 3, ranks, *words)
     assert curve(run_file, run_dir, 6, ranks, *words) == straight
+    # Batches of a warm-up are those of one rank too, and so is the count of what was trained on.
+    alone = run_file.parent / "alone"
+    assert [loss for loss, _ in straight] == pytest.approx(
+        [loss for loss, _ in curve(run_file, alone, 6, 1, growing)], abs=1e-5
+    )
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["tokens"] // 32 for line in lines] == [4, 8, 14, 20, 28, 36]

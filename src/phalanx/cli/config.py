@@ -14,7 +14,7 @@ from rich.text import Text
 
 from phalanx.cli.arguments import Json, Overrides, RunFile, show_examples
 from phalanx.cli.console import open_output, print_json, print_pairs, print_table, print_warning, short_count
-from phalanx.config.check import global_batch_samples
+from phalanx.config.check import batch_sizes, global_batch_samples
 from phalanx.config.document import show_value
 from phalanx.config.families import DEFAULT_FAMILY, FAMILIES, check_parameter_count, find_family, sizes_of
 from phalanx.config.fields import Field, SectionInfo, nearest_names, run_sections
@@ -202,13 +202,13 @@ def summarise_run_file(run: Run) -> dict[str, Any]:
         "matmul_parameters": sizes.matmul_parameters(run.model),
         "steps": run.training.steps,
         "global_batch_samples": samples,
-        "samples": samples * run.training.steps,
+        "samples": batch_sizes(run).samples_through(run.training.steps),
     }
     if isinstance(run, MaterialsRun):
         return summary | _describe_units(run)
     if not isinstance(run, LanguageRun):
         return summary
-    tokens = samples * run.data.sequence_length * run.training.steps
+    tokens = summary["samples"] * run.data.sequence_length
     per_token = model_flops_per_token(run.model, run.data.sequence_length, run.training.flops)
     return summary | {
         "global_batch_tokens": samples * run.data.sequence_length,

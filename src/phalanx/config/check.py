@@ -7,8 +7,9 @@ layout.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from phalanx.config.document import FieldPath
+from phalanx.config.document import FieldPath, dotted_name
 from phalanx.config.fields import nearest_names
 from phalanx.config.problems import Problem, config_error
 from phalanx.config.schema import RESUME_WORDS, Run
@@ -33,12 +34,48 @@ def check_run(run: Run) -> list[Problem]:
 def global_batch_samples(run: Run) -> int:
     """Return the samples of an optimizer step over all ranks, as the run file states them in samples or tokens.
 
-    Raises ConfigError where a batch in tokens is not a whole number of samples.
+    Those of the steps after a warm-up of the batch. Raises ConfigError where a batch in tokens is not a whole number of
+    samples.
     """
-    amount, unit = _stated_batch(run)
+    return _count_samples(run, run.layout.global_batch, ("layout", "global_batch"))
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Samples of the global batch of each step, in closed form: step 10**9 costs what step 1 costs."""
+
+    final: int
+    """Samples of a step after all stages."""
+    stages: tuple[tuple[int, int], ...] = ()
+    """Steps and samples of a step of each stage at the beginning."""
+
+    def of_step(self, step: int) -> int:
+        """Return the samples of optimizer step `step`, from 1."""
+        return self.samples_through(step) - self.samples_through(step - 1)
+
+    def samples_through(self, step: int) -> int:
+        """Return the samples of the first `step` steps together."""
+        total, left = 0, step
+        for steps, samples in self.stages:
+            total += min(left, steps) * samples
+            left = max(0, left - steps)
+        return total + left * self.final
+
+
+def batch_sizes(run: Run) -> BatchSizes:
+    """Return the global batch of each step. Raises as `global_batch_samples` does."""
+    stages = tuple(
+        (stage.steps, _count_samples(run, stage.global_batch, ("layout", "batch_warmup", number, "global_batch")))
+        for number, stage in enumerate(run.layout.batch_warmup)
+    )
+    return BatchSizes(global_batch_samples(run), stages)
+
+
+def _count_samples(run: Run, stated: int | str, path: FieldPath) -> int:
+    amount, unit = _read_batch(stated)
     if unit == "samples":
         return amount
-    problems = list(_batch_in_tokens(run))
+    problems = list(_batch_in_tokens(run, stated, path))
     if problems:
         raise config_error(problems)
     assert run.sample_tokens is not None
@@ -46,10 +83,13 @@ def global_batch_samples(run: Run) -> int:
 
 
 def _check_batch(run: Run) -> Iterator[Problem]:
-    problems = list(_batch_in_tokens(run))
+    problems = list(_batch_in_tokens(run, run.layout.global_batch, ("layout", "global_batch")))
+    for number, stage in enumerate(run.layout.batch_warmup):
+        problems += _batch_in_tokens(run, stage.global_batch, ("layout", "batch_warmup", number, "global_batch"))
     if problems:
         yield from problems
         return
+    yield from _check_warmup(run)
     samples, microbatch = global_batch_samples(run), run.layout.microbatch
     if samples > MAX_BATCH_SAMPLES:
         yield Problem(
@@ -64,24 +104,36 @@ def _check_batch(run: Run) -> Iterator[Problem]:
         )
 
 
-def _batch_in_tokens(run: Run) -> Iterator[Problem]:
-    amount, unit = _stated_batch(run)
+def _check_warmup(run: Run) -> Iterator[Problem]:
+    sizes = batch_sizes(run)
+    for number, (_, samples) in enumerate(sizes.stages):
+        if samples > sizes.final:
+            path = ("layout", "batch_warmup", number, "global_batch")
+            yield Problem(
+                path,
+                f"{dotted_name(path)} is {samples} samples, more than the {sizes.final} of layout.global_batch",
+                f"{dotted_name(path)}={sizes.final}",
+            )
+
+
+def _batch_in_tokens(run: Run, stated: int | str, path: FieldPath) -> Iterator[Problem]:
+    amount, unit = _read_batch(stated)
     if unit == "samples":
         return
-    length = run.sample_tokens
+    length, name = run.sample_tokens, dotted_name(path)
     if length is None:
         yield Problem(
-            ("layout", "global_batch"),
-            f"layout.global_batch={amount} tokens: only text has tokens; a {run.model.family} batch is counted in samples",
-            "layout.global_batch=16",
+            path,
+            f"{name}={amount} tokens: only text has tokens; a {run.model.family} batch is counted in samples",
+            f"{name}=16",
         )
         return
     if amount % length:
         below = amount // length
         choices = [f"{count * length} tokens ({count} samples)" for count in (below, below + 1) if count]
         yield Problem(
-            ("layout", "global_batch"),
-            f"layout.global_batch={amount} tokens is not a multiple of data.sequence_length={length}",
+            path,
+            f"{name}={amount} tokens is not a multiple of data.sequence_length={length}",
             " or ".join(choices),
         )
 
@@ -173,8 +225,8 @@ def _check_transfer(run: Run) -> Iterator[Problem]:
         )
 
 
-def _stated_batch(run: Run) -> tuple[int, str]:
-    stated = run.layout.global_batch
+def _read_batch(stated: int | str) -> tuple[int, str]:
+    """Return the amount and the unit of a global batch as the run file states it."""
     if isinstance(stated, int):
         return stated, "samples"
     amount, unit = stated.split(" ")

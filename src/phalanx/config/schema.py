@@ -50,6 +50,15 @@ GlobalBatch = Annotated[
 ]
 
 
+class BatchStage(Section):
+    """Steps at the beginning of a run whose global batch is another one."""
+
+    steps: PositiveInt
+    """Optimizer steps of this stage."""
+    global_batch: GlobalBatch
+    """Samples an optimizer step of this stage, or tokens as in layout.global_batch."""
+
+
 class Layout(Section):
     """How one model is spread over devices. The product of the degrees is the world size; one of them may be auto."""
 
@@ -85,6 +94,8 @@ class Layout(Section):
     enough micro-batches and, by the planner's memory model, fits an accelerator's memory. It changes no result."""
     global_batch: GlobalBatch
     """Samples an optimizer step over all ranks, or tokens when written as "524288 tokens"; never rounded."""
+    batch_warmup: list[BatchStage] = Field(default_factory=list)
+    """Stages with which a run begins, one after the other, before steps have global_batch samples; plans are for those."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, all but the costly ones, or all of each block."""
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "bf16"

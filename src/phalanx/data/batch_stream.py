@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.config.check import BatchSizes
 from phalanx.data.sample_order import Int64Array
 
 
@@ -140,13 +141,13 @@ class SteppedStream(ABC, Generic[BatchT]):
 
 
 class ReadAheadStream(SteppedStream[BatchT]):
-    """Global batches of as many samples each, of which every rank has an equal share."""
+    """Global batches, of which every rank has an equal share."""
 
     def __init__(
         self,
         reader: Reader[BatchT],
         *,
-        global_batch: int,
+        global_batch: int | BatchSizes,
         rank: int = 0,
         ranks: int = 1,
         prefetch: int = 2,
@@ -154,22 +155,25 @@ class ReadAheadStream(SteppedStream[BatchT]):
     ) -> None:
         """Rank `rank` of `ranks` takes a contiguous part of each batch of `global_batch` samples.
 
-        prefetch: batches kept ready; 0 reads in the caller's thread.
+        global_batch: for all steps, or by step. prefetch: batches kept ready; 0 reads in the caller's thread.
         """
         super().__init__(prefetch)
-        assert global_batch % ranks == 0
-        self.global_batch = global_batch
-        self.share = global_batch // ranks
-        self.offset = rank * self.share
+        self.sizes = global_batch if isinstance(global_batch, BatchSizes) else BatchSizes(global_batch)
+        assert all(
+            samples % ranks == 0 for samples in (self.sizes.final, *(samples for _, samples in self.sizes.stages))
+        )
+        self.rank, self.ranks = rank, ranks
         self.pin_memory = pin_memory
-        self.fingerprint = f"{reader.fingerprint}/{global_batch}"
+        stages = "".join(f"/{samples} for {steps}" for steps, samples in self.sizes.stages)
+        self.fingerprint = f"{reader.fingerprint}/{self.sizes.final}{stages}"
         self._reader = reader
 
     def batch(self, step: int) -> BatchT:
         """Return this rank's samples of optimizer step `step`, counted from 1."""
         # A function of the step alone, so a run may resume on any number of ranks and read the same samples.
-        first = (step - 1) * self.global_batch + self.offset
-        batch = self._reader.read(np.arange(first, first + self.share, dtype=np.int64))
+        share = self.sizes.of_step(step) // self.ranks
+        first = self.sizes.samples_through(step - 1) + self.rank * share
+        batch = self._reader.read(np.arange(first, first + share, dtype=np.int64))
         # Here, where a thread reads ahead: pinning is a copy, which training need not wait for.
         return batch.pinned() if self.pin_memory else batch
 

@@ -159,6 +159,44 @@ class Mixture:
         return counts
 
 
+class MixtureSchedule:
+    """A mixture whose weights change at given sample numbers; a source is read on from where it was left."""
+
+    def __init__(self, phases: Sequence[tuple[int, Sequence[float]]]) -> None:
+        """Take phases: the first sample number of each, the first of all 0, and one weight a source, which may be 0."""
+        assert phases[0][0] == 0
+        self._starts = np.array([start for start, _ in phases], dtype=np.int64)
+        self._sources = [np.flatnonzero(np.array(weights) > 0.0) for _, weights in phases]
+        self._mixtures = [Mixture([weight for weight in weights if weight > 0.0]) for _, weights in phases]
+        # Samples of each source before each phase (phases, sources).
+        self._before = np.zeros((len(phases), len(phases[0][1])), dtype=np.int64)
+        for phase, length in enumerate(np.diff(self._starts).tolist()):
+            self._before[phase + 1] = self._before[phase]
+            self._before[phase + 1, self._sources[phase]] += self._mixtures[phase].counts(length)
+
+    @property
+    def description(self) -> list[object]:
+        """Return what decides the order, as JSON values; of a single phase the whole weights of its sources alone."""
+        if len(self._mixtures) == 1 and len(self._sources[0]) == self._before.shape[1]:
+            return list(self._mixtures[0].weights)
+        return [
+            [start, sources.tolist(), mixture.weights]
+            for start, sources, mixture in zip(self._starts.tolist(), self._sources, self._mixtures, strict=True)
+        ]
+
+    def __call__(self, number: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return for each global sample `number` (n,) its source (n,) and its place in that source's own reading (n,)."""
+        number = np.array(number, dtype=np.int64, ndmin=1)
+        phase_of = np.searchsorted(self._starts, number, side="right") - 1
+        source, place = np.empty_like(number), np.empty_like(number)
+        for phase in np.unique(phase_of).tolist():
+            mine = np.flatnonzero(phase_of == phase)
+            local, place[mine] = self._mixtures[phase](number[mine] - self._starts[phase])
+            source[mine] = self._sources[phase][local]
+            place[mine] += self._before[phase, source[mine]]
+        return source, place
+
+
 def _floor_share(k: Int64Array, weight: Int64Array, total: Int64Array) -> Int64Array:
     """Return floor(k * weight / total) without overflow: weight and total stay below 2**31, k below 2**62."""
     periods, rest = np.divmod(k, total)

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -95,6 +95,16 @@ class ParallelModel:
         else:
             matrices = GatheredMatrices(self.parameters, self.splits, rows, dtype, self.mesh.world)
         return HeldParameters(self.compute_parameters, matrices)
+
+    def with_global_batch(self, samples: int) -> ParallelModel:
+        """Return the same model run on global batches of `samples`, which suit its layout; all ranks call it together."""
+        if samples == self.layout.global_batch:
+            return self
+        layout, pipeline = replace(self.layout, global_batch=samples), None
+        if self.pipeline is not None:
+            # A schedule is made for a number of micro-batches.
+            pipeline = Pipeline(self.stages, layout, self.mesh.pp, self.pipeline.device)
+        return replace(self, layout=layout, pipeline=pipeline)
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of the gradients of the whole model, equal on every rank."""

@@ -14,7 +14,7 @@ from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.layout.data_parallel.task_heads import branch_sizes
 from phalanx.layout.legality import is_legal, reasons_against
-from phalanx.layout.legality.pipeline_rules import divides_batch, halves_batch, suits_schedule
+from phalanx.layout.legality.pipeline_rules import divides_batch, halves_batch, suits_schedule, suits_warmup
 from phalanx.layout.legality.rule import Fix, Reason, Requirements
 from phalanx.layout.spec import (
     CONTEXTS,
@@ -113,17 +113,15 @@ def with_degrees(model: BoundModel, degrees: Degrees, fits: MemoryFits | None = 
     )
     if chosen.microbatch != "auto":
         return layout
-    return _choose_microbatch(layout, fits, halves=model.run.training.noise_scale_every is not None)
+    return _choose_microbatch(model.run, layout, fits)
 
 
-def _choose_microbatch(layout: ResolvedLayout, fits: MemoryFits | None, *, halves: bool) -> ResolvedLayout:
-    """Return `layout` with the largest micro-batch that divides the batch, suits the pipeline and fits.
-
-    halves: whether the number of micro-batches has to suit `halves_batch` too.
-    """
+def _choose_microbatch(run: Run, layout: ResolvedLayout, fits: MemoryFits | None) -> ResolvedLayout:
+    """Return `layout` with the largest micro-batch that divides the batches of `run`, suits the pipeline and fits."""
     sized = layout.table.vary("microbatch", range(1, MOST_SAMPLES + 1))
     possible = sized.take(divides_batch(sized) & suits_schedule(sized))
-    if halves:
+    possible = possible.take(suits_warmup(run, possible))
+    if run.training.noise_scale_every is not None:
         possible = possible.take(halves_batch(possible))
     if not len(possible):
         return layout

@@ -45,7 +45,7 @@ from phalanx.training.step import TrainStep
 from phalanx.training.transfer import MODEL, TransferPlan, check_patterns, load_transfer, plan_transfer
 from phalanx.training.weight_average import AVERAGES
 
-CHOOSE_SAMPLES = ("training.seed", "layout.global_batch")
+CHOOSE_SAMPLES = ("training.seed", "layout.global_batch", "layout.batch_warmup")
 """Fields outside of `data` that decide which samples a step reads."""
 CHOOSE_NO_SAMPLES = ("data.prefetch", "data.verify", "data.cache_mb", "data.fit_cost_every")
 """Fields of `data` that do not: they may change when a run resumes."""
@@ -302,7 +302,8 @@ def _describe_differences(run: Run, before: str) -> str:
 
 
 def _chooses_samples(name: str) -> bool:
-    return name in CHOOSE_SAMPLES or (name.startswith("data.") and name not in CHOOSE_NO_SAMPLES)
+    chosen = name.startswith(CHOOSE_SAMPLES)
+    return chosen or (name.startswith("data.") and name not in CHOOSE_NO_SAMPLES)
 
 
 def _flatten_fields(value: Value, name: str = "") -> dict[str, Value]:

@@ -7,7 +7,7 @@ needs anyway. So an estimate costs a norm, and one more reduction of gradients w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from phalanx.data.batch_stream import Batch
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
-from phalanx.layout.pipeline import Pipeline
 
 KEPT = 0.95
 """Share of the moving averages that each estimate keeps: one estimate alone says little."""
@@ -55,14 +54,9 @@ class GradientNoise:
 
     def __init__(self, applied: ParallelModel, every: int) -> None:
         """Measure `applied`, whose micro-batches can be halved (see `layout.legality`). All ranks call it together."""
-        half = replace(applied.layout, global_batch=applied.layout.global_batch // 2)
-        pp = applied.mesh.pp
-        device = next(iter(applied.parameters.values())).device
-        # A schedule is made for a number of micro-batches.
-        pipeline = None if applied.pipeline is None else Pipeline(applied.stages, half, pp, device)
         self.every = every
         self.batch = applied.layout.global_batch
-        self.executor = Executor(replace(applied, layout=half, pipeline=pipeline))
+        self.executor = Executor(applied.with_global_batch(self.batch // 2))
         self.state = NoiseState()
 
     def is_due(self, step: int) -> bool:

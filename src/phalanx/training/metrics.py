@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from phalanx.config.check import batch_sizes
 from phalanx.families.family import BoundModel
 from phalanx.hardware.device import device_name, measure_matmul_tflops
 from phalanx.hardware.device_facts import find_facts
@@ -149,7 +150,8 @@ class StepMeter:
 
         note: told, once, that the peak measured at the start was too low. noise: of gradients, where it is measured.
         """
-        self.tokens_per_step = layout.global_batch * model.positions().count
+        self.sizes = batch_sizes(model.run)
+        self.positions = model.positions().count
         self.flops_per_token = model.flops_per_sample() / model.positions().count
         self.world_size = layout.world_size
         mixture = model.experts()
@@ -172,7 +174,7 @@ class StepMeter:
     ) -> StepMetrics:
         """Return the metrics of one step that took `seconds`, those spent waiting for data and checkpoint included."""
         # Waiting counts: a rate without it would hide slow data and slow checkpoints.
-        rate = self.tokens_per_step / seconds
+        rate = self.sizes.of_step(step) * self.positions / seconds
         tflops = rate * self.flops_per_token / self.world_size / 1e12
         if self.peaks.measured is not None and tflops > self.peaks.measured:
             # A device that reaches this rate in a step can reach it: what was measured at the start was too low.
@@ -190,7 +192,7 @@ class StepMeter:
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=lr,
-            tokens=step * self.tokens_per_step,
+            tokens=self.sizes.samples_through(step) * self.positions,
             step_seconds=seconds,
             tokens_per_second=rate,
             model_tflops=tflops,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from phalanx.checkpoint import materialise_optimizer_state, placed_tensors
+from phalanx.config.check import batch_sizes
 from phalanx.config.schema import Optimizer
 from phalanx.data.batch_stream import Batch
 from phalanx.families.family import BoundModel
@@ -71,7 +72,10 @@ def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) 
     average = None if ema is None else WeightAverage(applied.parameters, ema)
     every = model.run.training.noise_scale_every
     noise = None if every is None else GradientNoise(applied, every)
-    return TrainStep(applied, optimizer, config, device=device, scaler=scaler, average=average, noise=noise)
+    step = TrainStep(applied, optimizer, config, device=device, scaler=scaler, average=average, noise=noise)
+    for _, samples in batch_sizes(model.run).stages:
+        step.add_batch_size(samples)
+    return step
 
 
 def build_full_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
@@ -102,6 +106,8 @@ class TrainStep:
         """
         self.applied = applied
         self.executor = Executor(applied)
+        self.executors: dict[int, Executor] = {}
+        """By samples of a rank: what runs the smaller batches of a warm-up."""
         self.optimizer = optimizer
         self.config = config
         self.kind = find_optimizer(config)
@@ -113,9 +119,16 @@ class TrainStep:
         self.limits = NO_LIMITS
         """Of the next step's loss and gradient norm; the same on all ranks."""
 
+    def add_batch_size(self, samples: int) -> None:
+        """Take global batches of `samples` too, as steps of a warm-up have. All ranks call it together."""
+        other = Executor(self.applied.with_global_batch(samples))
+        self.executors[other.layout.samples_per_rank] = other
+
     def report_to(self, heartbeat: Heartbeat) -> None:
         """Tell `heartbeat` from now on what each step is doing."""
-        self.heartbeat = self.executor.heartbeat = heartbeat
+        self.heartbeat = heartbeat
+        for executor in (self.executor, *self.executors.values()):
+            executor.heartbeat = heartbeat
 
     def run(self, step: int, batch: Batch) -> StepResult:
         """Run optimizer step `step` (from 1) on this rank's samples of the global batch.
@@ -129,7 +142,8 @@ class TrainStep:
 
         These are those of `update_parameters` with the norm of half the batch behind the first two.
         """
-        batch = self.executor.cut(batch, self.executor.layout.accumulation).to(self.device)
+        executor = self.executors.get(len(batch.sample_indices), self.executor)
+        batch = executor.cut(batch, executor.layout.accumulation).to(self.device)
         count = batch.target_counts()
         self.heartbeat.enter("collective")
         # Ranks that read the same samples count their targets once.
@@ -137,12 +151,12 @@ class TrainStep:
         # Losses are sums: divided by the targets of the whole batch, uneven micro-batches and ranks average right.
         scale = 1.0 / targets if self.scaler is None else self.scaler.scale(1.0 / targets)
         half_norm = torch.full((), torch.nan, dtype=torch.float64, device=self.device)
-        if self.noise is not None and self.noise.is_due(step):
+        if self.noise is not None and executor is self.executor and self.noise.is_due(step):
             loss, half_norm = self.noise.run_halves(step, batch, scale)
             if self.scaler is not None:
                 half_norm = half_norm / self.scaler.scale(torch.ones_like(half_norm))
         else:
-            loss = self.executor.forward_backward(step, batch, scale)
+            loss = executor.forward_backward(step, batch, scale)
         loss = self._sum_over_ranks(loss)
         figures = self.update_parameters((loss / targets).sum())
         if self.average is not None:

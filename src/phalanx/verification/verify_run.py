@@ -272,7 +272,8 @@ def with_small_batch(run: Run, world_size: int) -> Run:
     """Return `run` with a batch that every choice of degrees for `world_size` ranks divides into enough micro-batches."""
     stated = run.layout.microbatch
     microbatch = _MOST_SAMPLES if stated == "auto" else min(stated, _MOST_SAMPLES)
-    return _change_sections(run, {"layout": {"microbatch": microbatch, "global_batch": 2 * microbatch * world_size}})
+    layout = {"microbatch": microbatch, "global_batch": 2 * microbatch * world_size, "batch_warmup": []}
+    return _change_sections(run, {"layout": layout, "training": {"noise_scale_every": None}})
 
 
 def reduced_run(model: VerifiableModel, precision: str, steps: int, world_size: int) -> Run:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from phalanx.config.check import batch_sizes
 from phalanx.config.model import BlockModel
 from phalanx.data.sources import (
     DataSource,
@@ -186,7 +187,7 @@ class BoundBlocks(DeclaredBlocks, TracedModel, TrainableModel, VerifiableModel):
         reader = SourceReader(self.open_source(), self.run.training.seed, data.sequence_length, specs)
         stream = SampleStream(
             reader,
-            global_batch=layout.global_batch,
+            global_batch=batch_sizes(self.run),
             rank=mesh.data_rank,
             ranks=layout.data_ranks,
             prefetch=data.prefetch,

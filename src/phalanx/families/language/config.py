@@ -29,8 +29,19 @@ class DataSource(Section):
 
     path: PathText
     """Folder written by `phalanx data prepare`, a Megatron `.bin/.idx` prefix, or a folder of MDS shards."""
-    weight: Annotated[float, Field(gt=0.0)] = 1.0
-    """Share of the samples drawn from this source, relative to the other sources' weights."""
+    weight: Annotated[float, Field(ge=0.0)] = 1.0
+    """Share of the samples drawn from this source, relative to the other sources' weights; 0 for one that joins later."""
+
+
+class MixtureChange(Section):
+    """Other weights of the sources from some step on."""
+
+    after_step: PositiveInt
+    """Last optimizer step with the weights before."""
+    weights: Annotated[list[Annotated[float, Field(ge=0.0)]], Field(min_length=1)]
+    """Weight of each source from then on, in the order of the sources; 0 leaves one out."""
+    over_steps: NonNegativeInt = 0
+    """Steps over which weights move there linearly, in up to 64 parts; 0 changes them at once."""
 
 
 class Data(Section):
@@ -42,6 +53,8 @@ class Data(Section):
         Words("a list of at least one, each a path or a mapping with path and weight"),
     ]
     """Where the tokens come from; a plain path stands for a source of weight 1."""
+    mixture: list[MixtureChange] = Field(default_factory=list)
+    """Changes of the weights during the run, one after the other, as for annealing on the best sources."""
     sequence_length: Positions
     """Tokens a sample."""
     document_mask: bool = False
@@ -85,7 +98,7 @@ class LanguageRun(Run):
 
     def find_problems(self) -> Iterator[Problem]:
         """See `Run`."""
-        for rule in (_check_sequence, _check_attention, _check_evaluation):
+        for rule in (_check_sequence, _check_attention, _check_evaluation, _check_mixture):
             yield from rule(self)
 
     @property
@@ -107,6 +120,32 @@ def _check_sequence(run: LanguageRun) -> Iterator[Problem]:
             f"data.sequence_length={length} is longer than model.max_positions={longest}",
             f"data.sequence_length={longest} or model.max_positions={length}",
         )
+
+
+def _check_mixture(run: LanguageRun) -> Iterator[Problem]:
+    """Yield a problem for a change that names other sources, or comes before the one before it has ended."""
+    known, free = len(run.data.sources), 0
+    for number, source in enumerate(run.data.sources):
+        later = (change.weights[number] for change in run.data.mixture if number < len(change.weights))
+        if not source.weight and not any(later):
+            name = f"data.sources.{number}.weight"
+            yield Problem(
+                ("data", "sources", number, "weight"), f"{name}=0 draws no sample from {source.path}", f"{name}=1"
+            )
+    if not any(source.weight for source in run.data.sources):
+        yield Problem(("data", "sources"), "data.sources: one weight must be above 0 from the first step on")
+    for number, change in enumerate(run.data.mixture):
+        name = f"data.mixture.{number}"
+        if len(change.weights) != known or not any(change.weights):
+            wanted = f"{known} weights, one a source, of which one is above 0"
+            yield Problem(("data", "mixture", number, "weights"), f"{name}.weights={change.weights} must be {wanted}")
+        if change.after_step < free:
+            yield Problem(
+                ("data", "mixture", number, "after_step"),
+                f"{name}.after_step={change.after_step} comes before step {free}, at which the change before it ends",
+                f"{name}.after_step={free}",
+            )
+        free = change.after_step + change.over_steps
 
 
 def _check_attention(run: LanguageRun) -> Iterator[Problem]:

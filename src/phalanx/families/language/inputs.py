@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from phalanx.config.check import batch_sizes
 from phalanx.config.model import LanguageModel, Model
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
@@ -95,7 +96,7 @@ class LanguageInputs(TrainableModel):
         tasks = load_run_tasks(run)
         stream = TokenBatchStream(
             reader,
-            global_batch=layout.global_batch,
+            global_batch=batch_sizes(run),
             rank=mesh.data_rank,
             ranks=layout.data_ranks,
             prefetch=run.data.prefetch,
@@ -160,6 +161,7 @@ def _open_training(run: LanguageRun) -> tuple[list[TokenSource], SampleReader]:
         sequence_length=run.data.sequence_length,
         seed=run.training.seed,
         documents=run.data.document_mask,
+        changes=mixture_changes(run),
     )
     reader.require_vocabulary(run.model.vocab_size)
     check_same_tokenizer(run)
@@ -173,6 +175,27 @@ def _require_tokenizer(found: Found | None, training: list[TokenSource]) -> Foun
         raise ConfigError(
             f"evaluation.tasks needs a tokenizer, and {paths} came without one; leave evaluation.tasks out"
         )
+    return found
+
+
+RAMP_PARTS = 64
+"""Parts of equal weights in which weights of sources move to others."""
+
+
+def mixture_changes(run: LanguageRun) -> list[tuple[int, list[float]]]:
+    """Return the weights of sources after each change of the mixture, with the number of the first sample drawn by them."""
+    sizes, weights = batch_sizes(run), [source.weight for source in run.data.sources]
+    found: list[tuple[int, list[float]]] = []
+    for change in run.data.mixture:
+        # As shares, so that half way there is half way, however large the numbers are.
+        before, after = ([weight / sum(given) for weight in given] for given in (weights, change.weights))
+        parts = min(RAMP_PARTS, change.over_steps)
+        for part in range(parts):
+            step, moved = change.after_step + part * change.over_steps // parts, (part + 0.5) / parts
+            mixed = [a + moved * (b - a) for a, b in zip(before, after, strict=True)]
+            found.append((sizes.samples_through(step), mixed))
+        found.append((sizes.samples_through(change.after_step + change.over_steps), list(change.weights)))
+        weights = change.weights
     return found
 
 

@@ -150,6 +150,12 @@ class MaterialsRun(Run):
     def find_problems(self) -> Iterator[Problem]:
         """See `Run`."""
         data, model = self.data.cutoff, self.model.cutoff
+        if self.layout.batch_warmup:
+            yield Problem(
+                ("layout", "batch_warmup"),
+                "layout.batch_warmup changes the number of samples a step, and batches of structures are cut at equal cost",
+                "layout.batch_warmup=[]",
+            )
         if self.training.noise_scale_every is not None:
             yield Problem(
                 ("training", "noise_scale_every"),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.config.check import batch_sizes
 from phalanx.config.model import Model
 from phalanx.errors import DataError
 from phalanx.families.weather.config import WeatherModel, WeatherRun
@@ -70,7 +71,7 @@ class WeatherInputs(TrainableModel):
             _report_left_out(reader)
         stream = FieldBatchStream(
             reader,
-            global_batch=layout.global_batch,
+            global_batch=batch_sizes(run),
             rank=mesh.data_rank,
             ranks=layout.data_ranks,
             prefetch=run.data.prefetch,

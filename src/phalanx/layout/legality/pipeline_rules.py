@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from phalanx.config.check import batch_sizes
+from phalanx.config.schema import Run
 from phalanx.layout.legality.rule import Fix, Requirements, Rule
 from phalanx.layout.spec import DATA_AXES, DEGREES, SINGLE_STAGE, Bools, Ints, LayoutTable, ResolvedLayout
 
@@ -88,6 +90,36 @@ def halves_batch(layouts: LayoutTable) -> Bools:
     """Return where a step can run as two, of half of the micro-batches each, as estimates of gradient noise do."""
     half = replace(layouts, global_batch=layouts.global_batch // 2)
     return np.asarray((layouts.accumulation % 2 == 0) & suits_schedule(half))
+
+
+def suits_warmup(run: Run, layouts: LayoutTable) -> Bools:
+    """Return where the smaller global batches of a warm-up are whole numbers of micro-batches that suit the schedule too."""
+    suited = np.ones(len(layouts), np.bool_)
+    for samples in {samples for _, samples in batch_sizes(run).stages}:
+        smaller = replace(layouts, global_batch=np.full_like(layouts.global_batch, samples))
+        suited &= divides_batch(smaller) & suits_schedule(smaller)
+    return suited
+
+
+def _explain_warmup(needs: Requirements, layout: ResolvedLayout) -> str:
+    unit = layout.data_ranks * layout.microbatch
+    number, samples = next(
+        (number, samples)
+        for number, (_, samples) in enumerate(batch_sizes(needs.run).stages)
+        if not suits_warmup(_with_stage(needs.run, number), layout.table)[0]
+    )
+    below = samples // unit * unit
+    nearest = " or ".join(str(batch) for batch in (below, below + unit) if batch)
+    pipelined = "" if layout.pp == 1 else f" over layout.pp={layout.pp} with layout.schedule={layout.schedule}"
+    ranks = f"layout.microbatch={layout.microbatch} x {layout.data_ranks} data-parallel ranks = {unit}"
+    stated = f"layout.batch_warmup.{number}.global_batch of {samples} samples"
+    return f"{stated} does not suit {ranks}{pipelined}; multiples of it: {nearest}"
+
+
+def _with_stage(run: Run, number: int) -> Run:
+    """Return `run` with one stage of its warm-up alone."""
+    stage = run.layout.batch_warmup[number]
+    return run.model_copy(update={"layout": run.layout.model_copy(update={"batch_warmup": [stage]})})
 
 
 def measures_noise(needs: Requirements) -> bool:
@@ -176,6 +208,11 @@ BATCH_RULES = (
             f"layout.schedule={x.schedule}"
         ),
         fixes=lambda x: (*_smaller_microbatch(x), *_nearest_batches(x, x.data_ranks * x.pp)),
+    ),
+    Rule(
+        reads=(*_BATCH_FIELDS, "pp", "schedule", "stages_per_rank"),
+        broken=lambda needs, t: divides_batch(t) & suits_schedule(t) & ~suits_warmup(needs.run, t),
+        message=_explain_warmup,
     ),
     Rule(
         reads=(*_BATCH_FIELDS, "pp", "schedule", "stages_per_rank"),

@@ -29,7 +29,6 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.expert_parallel.token_exchange import BalancedExchange, TokenExchange
 from phalanx.layout.layout_model import Stage
 from phalanx.layout.mesh import Axis, Mesh, build_mesh
-from phalanx.layout.pipeline import Pipeline
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import from_other_ranks
 from phalanx.nn.attention import causal_block_mask
@@ -147,12 +146,7 @@ def _with_microbatches(layout: ResolvedLayout, count: int) -> ResolvedLayout:
 
 def _lay_again(applied: ParallelModel, mesh: Mesh, layout: ResolvedLayout) -> ParallelModel:
     """Return the same stages with another number of micro-batches."""
-    if layout == applied.layout:
-        return applied
-    pipeline = None
-    if layout.pp > 1:
-        pipeline = Pipeline(applied.stages, layout, mesh.pp, DEVICE)
-    return replace(applied, layout=layout, pipeline=pipeline)
+    return applied.with_global_batch(layout.global_batch)
 
 
 def _label_state(trace: StepTrace, applied: ParallelModel, step: Step) -> None:

@@ -38,13 +38,14 @@ _KILLED_BY_SLURM = ("oom_kill", "oom-kill", "oom killed")
 _QUIET = (
     *("evaluation.every=null", "evaluation.prompt=null", "training.tensorboard=false", "training.wandb=null"),
     *("training.mlflow=null", "training.run_dir=null", "training.on_nonfinite=stop", "training.profile=null"),
-    *("training.memory_snapshot=null", "data.verify=false"),
+    *("training.memory_snapshot=null", "data.verify=false", "evaluation.tasks=null"),
 )
 """Overrides of every trial and measurement."""
 _MEASURED = (
     *("checkpoint.every=null", "checkpoint.last=false", "evaluation.samples=8", "training.resume=never"),
     # A schedule is a function of the number of steps; its warm-up alone may be longer than the measured run.
-    *("optimizer.schedule=constant", "optimizer.warmup_steps=0"),
+    *("optimizer.schedule=constant", "optimizer.warmup_steps=0", "layout.batch_warmup=[]"),
+    "training.noise_scale_every=null",
 )
 _RESUMABLE = (
     *("training.resume=auto", "checkpoint.last=true", "checkpoint.keep_last=1", "checkpoint.keep_every=null"),

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.config.check import BatchSizes
 from phalanx.errors import DataError
-from phalanx.families.language.data.token_batches import SampleReader, TokenBatchStream
+from phalanx.families.language.data.token_batches import SampleReader, TokenBatch, TokenBatchStream
 from phalanx.families.language.data.token_source import Int64Array, TokenSource
 from token_data import in_files
 
@@ -184,3 +185,52 @@ def test_closing_while_the_reader_is_ahead_does_not_hang() -> None:
     stream.seek(0)
     assert torch.equal(stream.next().tokens, stream.batch(1).tokens)
     stream.close()
+
+
+SIZES = BatchSizes(12, ((2, 4), (3, 8)))
+CHANGES = ((10, (0.0, 1.0)), (40, (0.5, 0.5)))
+
+
+def changing() -> SampleReader:
+    sources = [(CountingSource("a", 1000), 1.0), (CountingSource("b", 1000, first=5000), 0.0)]
+    return SampleReader(sources, sequence_length=8, seed=3, changes=CHANGES)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_batches_that_grow_and_mixtures_that_change_are_the_same_on_any_number_of_ranks_and_from_any_step(
+    ranks: int,
+) -> None:
+    def batches(rank: int, of: int, after: int = 0) -> list[TokenBatch]:
+        stream = TokenBatchStream(changing(), global_batch=SIZES, rank=rank, ranks=of, prefetch=0)
+        stream.seek(after)
+        return [stream.next() for _ in range(8 - after)]
+
+    whole = batches(0, 1)
+    assert [len(batch.tokens) for batch in whole] == [4, 4, 8, 8, 8, 12, 12, 12]
+    # No sample is left out or read twice.
+    assert torch.cat([batch.sample_indices for batch in whole]).tolist() == list(range(68))
+    shares = [batches(rank, ranks) for rank in range(ranks)]
+    for step, batch in enumerate(whole):
+        assert torch.equal(torch.cat([share[step].tokens for share in shares]), batch.tokens)
+    for after in (1, 4, 6):
+        assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(batches(0, 1, after), whole[after:], strict=True))
+    first = torch.cat([batch.tokens for batch in whole])[:, 0]
+    assert (first[:10] < 1000).all() and (first[10:40] >= 5000).all() and 0 < (first[40:] >= 5000).sum() < 28
+
+
+def test_what_changes_of_batches_and_mixtures_is_part_of_the_fingerprint() -> None:
+    plain = SampleReader([(CountingSource("a", 1000), 1.0)], sequence_length=8, seed=3)
+    assert (
+        TokenBatchStream(plain, global_batch=12).fingerprint
+        == TokenBatchStream(plain, global_batch=BatchSizes(12)).fingerprint
+    )
+    assert (
+        TokenBatchStream(plain, global_batch=12).fingerprint != TokenBatchStream(plain, global_batch=SIZES).fingerprint
+    )
+    other = SampleReader(
+        [(CountingSource("a", 1000), 1.0), (CountingSource("b", 1000, first=5000), 0.0)],
+        sequence_length=8,
+        seed=3,
+        changes=CHANGES[:1],
+    )
+    assert changing().fingerprint != other.fingerprint

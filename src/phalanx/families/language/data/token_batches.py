@@ -20,7 +20,7 @@ from torch import Tensor
 
 from phalanx.counter_random import stable_key
 from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
-from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Mixture
+from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, MixtureSchedule
 from phalanx.errors import DataError
 from phalanx.families.language.data.token_source import Int64Array, TokenSource
 from phalanx.nn.cross_entropy import IGNORED
@@ -55,9 +55,18 @@ class SampleReader:
     """Reads samples by global sample number from a weighted mixture of sources."""
 
     def __init__(
-        self, sources: Sequence[tuple[TokenSource, float]], *, sequence_length: int, seed: int, documents: bool = False
+        self,
+        sources: Sequence[tuple[TokenSource, float]],
+        *,
+        sequence_length: int,
+        seed: int,
+        documents: bool = False,
+        changes: Sequence[tuple[int, Sequence[float]]] = (),
     ) -> None:
-        """Take the sources with their weights. Raises DataError for a source too short for one sample."""
+        """Take the sources with their weights. Raises DataError for a source too short for one sample.
+
+        changes: other weights, each with the number of the first sample that is drawn by them.
+        """
         self.sources = [source for source, _ in sources]
         self.sequence_length = sequence_length
         self.documents = documents
@@ -67,7 +76,7 @@ class SampleReader:
                     f"{source.path} holds {source.tokens} tokens, too few for one sample of "
                     f"data.sequence_length={sequence_length} and its last target"
                 )
-        self._mixture = Mixture([weight for _, weight in sources])
+        self._mixture = MixtureSchedule([(0, [weight for _, weight in sources]), *changes])
         self._orders = [
             EpochShuffle(source.samples(sequence_length), stable_key("samples", seed, index))
             for index, source in enumerate(self.sources)
@@ -77,7 +86,7 @@ class SampleReader:
             ORDER_VERSION,
             seed,
             sequence_length,
-            self._mixture.weights,
+            self._mixture.description,
             [s.fingerprint for s in self.sources],
         ]
         self.fingerprint = hashlib.sha256(json.dumps(description).encode()).hexdigest()
