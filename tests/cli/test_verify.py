@@ -50,8 +50,14 @@ def test_every_legal_layout_as_json(run_file: str, call: Call) -> None:
     assert report["ranks"] == 2 and report["passed"] and len(layouts) == len(set(layouts)) == 19
     assert {"tp=2", "dp_replicate=2 zero=0"} <= set(layouts)
     worst = report["layouts"][0]["worst"]
-    assert set(worst) == {"activations", "loss", "gradient", "gradient norm", "parameter"}
+    assert set(worst) == {"activations", "loss", "gradient", "input gradient", "gradient norm", "parameter"}
     assert all(entry["error"] <= entry["bound"] for entry in worst.values())
+
+
+def test_streamed_weights_are_refused_in_fp16(run_file: str, call: Call) -> None:
+    outcome = call("verify", run_file, "dp_shard=2", "gather=stream", "--precision", "fp16")
+    assert outcome.code == 2
+    assert "loss scaling of layout.precision=fp16" in outcome.err and "nearest legal:" in outcome.err
 
 
 def test_what_a_verdict_was_reached_with_is_said(run_file: str, call: Call) -> None:
@@ -87,8 +93,9 @@ def test_a_difference_is_named_and_ends_with_code_3(run_file: str, call: Call, m
     assert outcome.code == 3
     lines = outcome.out.splitlines()
     assert lines[2] == "FAIL  one rank microbatch=2 x 2"
-    assert lines[3].startswith("      first: activations of embedding in step 1 differs by 1.")
-    assert lines[4].startswith("      then:  activations of blocks.0 in step 1 differs by ")
+    assert lines[3] == "      first module out of its bound: embedding"
+    assert lines[4].startswith("      first: activations of embedding in step 1 differs by 1.")
+    assert lines[5].startswith("      then:  activations of blocks.0.attention_norm in step 1 differs by ")
     assert lines[-1] == "0 of 1 layouts compute what one rank computes"
     assert outcome.err.startswith("error: 1 of 1 layouts differ from one rank: activations of embedding in step 1")
 

@@ -110,4 +110,8 @@ def test_verdicts_cover_every_parameter_and_module(verdicts: dict[tuple[int, str
         names = {check.name for check in found[0].checks if check.what == "gradient"}
         assert len(names) == {"llama": 27, "gpt": 60, "mpt": 27}[model]
         watched = {check.name for check in found[0].checks if check.what == "activations"}
-        assert watched == ({"embedding", *(f"blocks.{n}" for n in range(4))} if precision == "fp64" else set())
+        inner = ("attention_norm", "attention", "mlp_norm", "mlp")
+        modules = {f"blocks.{n}" for n in range(4)} | {f"blocks.{n}.{name}" for n in range(4) for name in inner}
+        assert watched == ({"embedding", *modules} if precision == "fp64" else set())
+        taken = {check.name for check in found[0].checks if check.what == "input gradient"}
+        assert taken == ({*modules, "head"} if precision == "fp64" else set())

@@ -12,7 +12,7 @@ from phalanx.families.registry import bind
 from phalanx.layout.legality import reasons_against
 from phalanx.layout.resolve import every_layout, resolve_layout, with_degrees
 from phalanx.layout.spec import DEGREES
-from phalanx.verification.compare_records import ErrorBound, layer_of
+from phalanx.verification.error_bounds import ErrorBound, layer_of
 from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import reduced_run
 

@@ -366,3 +366,8 @@ def _no_transform() -> bool:
 
 
 _probe = getattr(torch._C, "_are_functorch_transforms_active", _no_transform)
+
+
+def in_backward_pass() -> bool:
+    """Return whether autograd is running a backward pass in this thread: what runs forward in it is computed again."""
+    return bool(torch._C._current_graph_task_id() != -1)

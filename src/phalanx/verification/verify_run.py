@@ -8,15 +8,17 @@ widths, heads, layers, vocabulary, sequence and batch are made small.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from phalanx.config.check import global_batch_samples
+from phalanx.config.check import check_run, global_batch_samples
+from phalanx.config.problems import config_error
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.registry import bind
@@ -25,6 +27,7 @@ from phalanx.launch.fork_server import RanksFailed, run_ranks
 from phalanx.layout.mesh import (
     ONE_RANK,
     Groups,
+    Mesh,
     build_mesh,
     join_process_group,
     leave_process_group,
@@ -35,16 +38,11 @@ from phalanx.layout.spec import ONE_RANK_FIELDS, ResolvedLayout
 from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import find_optimizer
 from phalanx.printable import write_stderr
-from phalanx.verification.compare_records import (
-    Check,
-    ChoiceCheck,
-    ErrorBound,
-    compare_records,
-    from_first,
-    send_from_first,
-)
+from phalanx.verification.compare_records import Check, ChoiceCheck, compare_records
+from phalanx.verification.error_bounds import NOISE_RUNS, Bound, ErrorBound, MeasuredBound, parts_of_sums
+from phalanx.verification.exchange_records import Exchange
 from phalanx.verification.family import VerifiableModel
-from phalanx.verification.record_training import Record, record_training
+from phalanx.verification.record_training import Perturbation, Record, record_training
 from phalanx.verification.replay_routing import Choices, StepRouting
 
 MOST_RANKS = 256
@@ -116,6 +114,11 @@ class Verdict:
         checks = [check for check in self.checks if isinstance(check, ChoiceCheck)]
         return (sum(c.otherwise for c in checks), sum(c.tokens for c in checks)) if checks else None
 
+    @property
+    def module(self) -> str:
+        """Return the first module that is out of its bound, in the order of computation; empty where there is none."""
+        return next((check.module for check in self.checks if not check.passed and check.module), "")
+
     def worst(self, what: str) -> Check | None:
         """Return the check of this kind that comes nearest to its bound, or exceeds it most."""
         return max((c for c in self.checks if c.what == what), key=lambda c: c.error / c.bound, default=None)
@@ -130,6 +133,7 @@ class Verdict:
             "in_words": self.in_words,
             "passed": self.passed,
             "bound": self.bound,
+            "module": self.module,
             "first": self.first.as_dict() if self.first else None,
             "worst": worst,
             "failed": failed,
@@ -153,7 +157,13 @@ def verify_run(run: Run, options: Options) -> Outcome:
             "same kinds, which show as much, or start it with torchrun or srun"
         )
     # The batch of the small model is made to suit any degrees: that of the run file need not.
-    judged = model if options.full else model.rebind(with_small_batch(run, world))
+    # Legality may depend on the number format, and what is verified is that of the options.
+    judged = model.rebind(_change_sections(run, {"layout": {"precision": options.precision}}))
+    problems = [problem for problem in check_run(judged.run) if problem.path == ("layout", "precision")]
+    if problems:
+        raise config_error(problems)
+    if not options.full:
+        judged = judged.rebind(with_small_batch(judged.run, world))
     layouts = every_layout(judged, world) if options.everything else [resolve_layout(judged, world)]
     if not layouts:
         raise ConfigError(f"no layout is legal for {world} ranks with the other fields as they are")
@@ -225,47 +235,104 @@ class Verifier:
         self.activations = activations
         self.reference: Record | None = None
         self._groups: Groups = {} if groups is None else groups
+        self._exchange = Exchange()
+        precision = PRECISIONS[model.run.layout.precision]
+        batch = global_batch_samples(model.run)
+        targets = int(model.samples(1, 0, batch, batch).target_counts().max())
+        self._formula = ErrorBound(precision.compute_dtype, model.run.model.n_layers, targets)
+        self._measured = precision.compute_dtype.itemsize < 4
+        """Whether bounds are measured: the formula leaves room for anything in 16 bits."""
         # Once for all layouts, and on one rank only: the others get its tensors as they compare.
+        noise: dict[tuple[str, str, int], float] = {}
         if not dist.is_initialized() or dist.get_rank() == 0:
-            single = model.rebind(one_rank_run(model.run))
-            layout = resolve_layout(single, 1)
-            self.reference = record_training(single, layout, ONE_RANK, device, steps=steps, activations=activations)
-        reference = self.reference
+            self.reference = self._record_one_rank()
+            if self._measured:
+                noise = self._measure_noise(self.reference)
+        finite = self.reference is None or all(math.isfinite(step.grad_norm) for step in self.reference.steps)
+        if not self._exchange.from_first(finite):
+            raise PhalanxError(f"gradients of one rank are not finite in {precision.name}; verify in a wider format")
+        self.noise = self._exchange.from_first(noise)
+        """Largest error of any perturbed one-rank run, by kind, name and step of the check; empty where none is measured."""
         self.choices: list[Choices] | None = [
-            _send_choices(None if reference is None else reference.steps[number].routing) for number in range(steps)
+            self._send_choices(None if self.reference is None else self.reference.steps[number].routing)
+            for number in range(steps)
         ]
         """What routers chose on one rank in each step, which every layout replays; None lets layouts choose."""
 
     def verify(self, layout: ResolvedLayout) -> Verdict:
         """Compare `layout` with one rank. Every rank calls it and gets the same verdict."""
         start = time.perf_counter()
-        model, run = self.model, self.model.run
         mesh = build_mesh(layout, self.device, self._groups)
-        mine = record_training(
+        mine = self._record(self.model, layout, mesh, self.choices)
+        bound: Bound = self._formula
+        if self._measured:
+            bound = MeasuredBound(self._formula, self.noise, parts_of_sums(layout))
+        checks = self._compare(mine, self.reference, bound)
+        # Ranks' clocks differ, and all must return one verdict.
+        seconds = self._exchange.from_first(time.perf_counter() - start)
+        in_words = layout.in_words(self.model.run.layout)
+        return Verdict(str(layout), in_words, str(bound), checks, seconds)
+
+    def _record_one_rank(
+        self,
+        choices: Sequence[Choices] | None = None,
+        perturbation: Perturbation | None = None,
+        *,
+        larger_microbatch: bool = False,
+    ) -> Record:
+        """Return the record of one rank, which all ranks but the first do without."""
+        single = self.model.rebind(one_rank_run(self.model.run))
+        layout = resolve_layout(single, 1)
+        if larger_microbatch and layout.accumulation % 2 == 0:
+            layout = replace(layout, microbatch=2 * layout.microbatch)
+        return self._record(single, layout, ONE_RANK, choices, perturbation)
+
+    def _record(
+        self,
+        model: VerifiableModel,
+        layout: ResolvedLayout,
+        mesh: Mesh,
+        choices: Sequence[Choices] | None,
+        perturbation: Perturbation | None = None,
+    ) -> Record:
+        return record_training(
             model,
             layout,
             mesh,
             self.device,
             steps=self.steps,
             activations=self.activations,
-            choices=self.choices,
+            updates=self._measured,
+            choices=choices,
+            perturbation=perturbation,
         )
-        batch = global_batch_samples(run)
-        targets = int(model.samples(1, 0, batch, batch).target_counts().max())
-        bound = ErrorBound(PRECISIONS[run.layout.precision].compute_dtype, run.model.n_layers, targets)
-        gain = find_optimizer(run.optimizer).update_gain(run.optimizer)
+
+    def _measure_noise(self, reference: Record) -> dict[tuple[str, str, int], float]:
+        """Return how far runs of one rank are from `reference` that differ from it by rounding alone."""
+        # About the rounding of a stored number: uniform over a spacing, which is eps times 1/2 to 1 of the number.
+        size = 0.25 * self._formula.eps
+        choices = [step.routing.chosen for step in reference.steps]
+        noise: dict[tuple[str, str, int], float] = {}
+        for number in range(NOISE_RUNS):
+            # Every second run also adds micro-batches up in another way.
+            run = self._record_one_rank(choices, Perturbation(number, size), larger_microbatch=number % 2 == 1)
+            for check in self._compare(run, reference, self._formula, alone=True):
+                key = check.what, check.name, check.step
+                noise[key] = max(noise.get(key, 0.0), check.error)
+        return noise
+
+    def _compare(self, mine: Record, reference: Record | None, bound: Bound, *, alone: bool = False) -> list[Check]:
+        optimizer = self.model.run.optimizer
+        gain = find_optimizer(optimizer).update_gain(optimizer)
         if gain is not None:
-            gain *= max(1.0, *run.optimizer.lr_ratios.values(), 1.0)
-        checks = compare_records(mine, self.reference, bound, gain, model.vanishing)
-        # Ranks' clocks differ, and all must return one verdict.
-        seconds = from_first(time.perf_counter() - start)
-        return Verdict(str(layout), layout.in_words(run.layout), str(bound), checks, seconds)
+            gain *= max(1.0, *optimizer.lr_ratios.values(), 1.0)
+        layers = self.model.run.model.n_layers
+        return compare_records(mine, reference, bound, layers, gain, self.model.vanishing, alone=alone)
 
-
-def _send_choices(routing: StepRouting | None) -> Choices:
-    """Return the choices of one step on every rank. routing: what rank 0 recorded; None elsewhere."""
-    names = from_first(None if routing is None else list(routing.chosen))
-    return dict(send_from_first(names, None if routing is None else routing.chosen))
+    def _send_choices(self, routing: StepRouting | None) -> Choices:
+        """Return the choices of one step on every rank. routing: what rank 0 recorded; None elsewhere."""
+        names = self._exchange.from_first(None if routing is None else list(routing.chosen)) or []
+        return dict(self._exchange.send_from_first(names, None if routing is None else routing.chosen))
 
 
 def with_small_batch(run: Run, world_size: int) -> Run:

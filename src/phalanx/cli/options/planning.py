@@ -160,7 +160,8 @@ class VerifyArguments:
     ] = None
     full: Annotated[bool, typer.Option(help="The model itself rather than a small one of the same kind.")] = False
     precision: Annotated[
-        Literal["fp64", "fp32", "bf16"], typer.Option(help="Number format to compute in; the bound follows from it.")
+        Literal["fp64", "fp32", "bf16", "fp16"],
+        typer.Option(help="Number format to compute in; the bound follows from it."),
     ] = "fp64"
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 2
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which silent ranks are given up.")] = 1800.0

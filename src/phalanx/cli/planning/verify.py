@@ -67,7 +67,8 @@ def _write_verdict(verdict: Verdict) -> list[str]:
         margin = f"largest gradient error {worst.error:.1e} ({worst.name}), bound {worst.bound:.1e}"
         return [f"PASS  {verdict.in_words}  {margin}, {verdict.seconds:.1f} s", *replayed]
     failed = [check for check in verdict.checks if not check.passed]
-    lines = [f"FAIL  {verdict.in_words}", f"      first: {failed[0]}"]
+    lines = [f"FAIL  {verdict.in_words}", f"      first module out of its bound: {verdict.module or 'none'}"]
+    lines.append(f"      first: {failed[0]}")
     lines += [f"      then:  {check}" for check in failed[1:_NAMED]]
     if len(failed) > _NAMED:
         lines.append(f"      and {len(failed) - _NAMED} more of {len(verdict.checks)} checks")

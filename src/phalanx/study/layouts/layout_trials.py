@@ -38,7 +38,7 @@ from phalanx.study.processes.trial_files import (
 )
 from phalanx.study.store import save_outcome
 from phalanx.study.trial import ASKED, INTERRUPTED, OK, Outcome, Trial
-from phalanx.verification.compare_records import ErrorBound
+from phalanx.verification.error_bounds import ErrorBound
 
 _LOSS_SHARE, _NORM_SHARE = 0.01, 0.03
 """Relative differences of losses and of gradient norms that no number format excuses."""
