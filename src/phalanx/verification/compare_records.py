@@ -129,7 +129,7 @@ class _Comparison:
         errors = self._compare_tensors(self.mine.parameters, _of(self.reference, lambda one: one.parameters))
         for name, error in errors.items():
             # In units of the parameter: how much of it a relative error of its gradient can move in all steps.
-            gain = steps * update_gain * norms[name] / max(error.norm, 1e-30)
+            gain = steps * update_gain * norms.get(name, 0.0) / max(error.norm, 1e-30)
             checks.append(self._check("parameter", name, steps, error, gain))
         return checks
 
