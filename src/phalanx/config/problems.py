@@ -63,6 +63,9 @@ def explain_errors(error: ValidationError, values: Value, kind: type[Run] = Run)
             found.setdefault(path, Problem(path, dotted_name(path)))
         else:
             problem = _explain_one(item, path, values, kind)
+            # A mapping that was read and does not fit together says more than that it is no list and no number either.
+            if item["type"] == "value_error" and isinstance(_value_at(values, path), dict):
+                found[problem.path] = problem
             found.setdefault(problem.path, problem)
     # A field that is written wrongly is reported once: as misspelt, and not as missing too.
     misspelt = {problem.nearest for problem in found.values()}

@@ -274,8 +274,10 @@ class LeadRange(Section):
 
     @model_validator(mode="after")
     def _ordered(self) -> LeadRange:
-        if self.last < self.first or (self.last - self.first) % self.step:
-            raise ValueError(f"last={self.last} is not first={self.first} plus a multiple of step={self.step}")
+        over = (self.last - self.first) % self.step
+        if self.last < self.first or over:
+            nearest = f"; take last={self.last - over}" if self.last > self.first else ""
+            raise ValueError(f"last={self.last} is not first={self.first} plus a multiple of step={self.step}{nearest}")
         return self
 
 

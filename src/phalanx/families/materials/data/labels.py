@@ -92,6 +92,8 @@ _PROPERTY = Kind(False, (), None)
 _ATOM_PROPERTY = Kind(True, (), None)
 _VOIGT = np.array([[0, 5, 4], [5, 1, 3], [4, 3, 2]])
 """Place of each stress component among xx, yy, zz, yz, xz, xy."""
+_MOST_EV = 1e9
+"""Largest unit of energies and forces, in eV and eV/A: a joule or a kilocalorie is one of matter by the gram."""
 _ASYMMETRY = 1e-3
 """Largest difference of stress components that should be equal, relative to the largest component."""
 
@@ -164,9 +166,15 @@ def length_factor(source: GraphSource) -> float:
 def _make_label(source: GraphSource, name: str, given: GraphLabel, kind: Kind, field: str) -> Label:
     try:
         unit = parse_unit(given.unit) if kind.dimension is None else parse_unit_of(given.unit, kind.dimension, name)
+        factor = unit.factor * given.factor
+        if kind.dimension in (ENERGY, FORCE) and factor > _MOST_EV:
+            raise ValueError(
+                f'unit "{given.unit}" is {factor:.1e} {"eV" if kind.dimension == ENERGY else "eV/A"}, far beyond any {name} '
+                "of a structure; tables are per mole, as in kcal/mol or kJ/mol/nm"
+            )
     except ValueError as error:
         raise ConfigError(f"data.sources.{source.name}.{field}.{name}: {error}") from None
-    return Label(name, given.key or name, given.column, kind, unit.factor * given.factor)
+    return Label(name, given.key or name, given.column, kind, factor)
 
 
 _FACTOR = re.compile(r"([A-Za-z]+|1)(?:\^(-?[1-9]))?")
