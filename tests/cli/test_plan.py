@@ -121,9 +121,12 @@ def test_page(call: Call, folder: Path) -> None:
     facts = json.loads(call("plan", "run.yaml", *FRONTIER, *QUICK, *words).out)
     html = (folder / "plan.html").read_text()
     page = Page(html.replace("<br>", ""))
-    assert "http" not in html.replace("http-equiv", "") and not page.all("script")
+    assert "http" not in html.replace("http-equiv", "") and len(page.all("script")) == 2
     assert page.figure("fits") == f"{facts['layouts'][0]['p_fits']:.2f}"
-    assert len(page.all("svg", "drawing")) == 5
+    # the chart, the scaling, and three of each layout of the two tables, as no two of these have the same
+    drawn = {json.dumps(row["step_s"]) for row in facts["layouts"] + facts["pareto"]}
+    assert len(page.all("div", "picture")) == len(drawn)
+    assert len(page.all("svg", "drawing")) == 2 + 3 * len(drawn)
     rows = [element for element in page.all("tr") if "1f1b" in element.text]
     assert rows
     assert page.all("path", "bar-forward-0") and page.all("path", "bar-backward-0")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -30,10 +33,26 @@ def read_template(name: str) -> str:
     return resources.files("phalanx.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
-def render_page(template: str, *styles: str, **values: Any) -> str:
+@dataclass(frozen=True)
+class Script:
+    """A script of a page, and the digest by which the page's policy allows it and no other."""
+
+    text: Markup
+    digest: str
+
+
+def read_script(name: str) -> Script:
+    """Return the script of that name."""
+    text = read_template(name)
+    return Script(Markup(text), base64.b64encode(hashlib.sha256(text.encode()).digest()).decode())
+
+
+def render_page(template: str, *styles: str, scripts: Sequence[str] = (), **values: Any) -> str:
     """Return the page that `template` makes of `values`, with these style sheets after the common one.
 
     Every value is escaped and made printable: names of runs, texts of models and logs of others stand on these pages.
+
+    scripts: names of the only ones that may run.
     """
     environment = Environment(
         loader=FunctionLoader(read_template),
@@ -44,7 +63,9 @@ def render_page(template: str, *styles: str, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     style = Markup("".join(map(read_template, ("page.css", *styles))))
-    return make_printable(environment.get_template(template).render(version=__version__, style=style, **values))
+    allowed = [read_script(name) for name in scripts]
+    page = environment.get_template(template)
+    return make_printable(page.render(version=__version__, style=style, scripts=allowed, **values))
 
 
 def write_script_json(value: object) -> Markup:

@@ -1,15 +1,18 @@
 """A plan as one HTML page that loads nothing: what a step's time and memory go to, the pipeline, the trade-offs, scaling.
 
-The markup is in `templates/plan.html`. The columns of a table of layouts and the words of a budget are the terminal's, too.
+The markup is in `templates/plan.html`; `plan.js` filters, sorts and looks up, and the page is whole without it. The columns
+of a table of layouts and the words of a budget are the terminal's, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup
 
+from phalanx.planner.plan.layout_list import LayoutList, list_layouts, pick_drawn
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.plan_summary import Row, describe_break_evens, describe_large_batch, summarise_plan
 from phalanx.planner.rank.cost_models import COMPUTING_SHARE, WAITING_SHARE
@@ -21,42 +24,51 @@ from phalanx.report.drawing import (
     Drawing,
     Plot,
     Scale,
-    choose_value_ticks,
     draw_bars,
     draw_nothing,
     finish_drawing,
-    fit_scale,
     make_line,
     make_rectangle,
     make_text,
 )
 from phalanx.report.formatting import (
     format_count,
-    format_difference,
     format_duration,
     format_gibibytes,
     format_interval,
     format_number,
     format_percent,
 )
-from phalanx.report.page import Tile, render_page
-from phalanx.report.table import Column
+from phalanx.report.page import Tile, render_page, write_script_json
+from phalanx.report.plan_layouts import (
+    GIB,
+    LAYOUT_COLUMNS,
+    LISTED_COLUMNS,
+    MOST_SHOWN,
+    explore_layouts,
+    layout_columns,
+    list_choices,
+    list_filters,
+    list_rows,
+    name_memory_causes,
+    name_slower_causes,
+)
 
-GIB = 2**30
 COLOURS = 12
 """Classes fill-c1 to fill-c12 in `figures.css`."""
 _SMALL = 0.004
 """Share of the whole below which a cause is not drawn apart."""
-_MATTERS = 0.02
-"""Share of the time that a choice costs more below which a cause of it is not named."""
+MOST_DRAWN = 1_800_000
+"""Characters of the drawings of single layouts; long pipelines take a hundred thousand each."""
 
 
 def render_plan(plan: Plan, command: str) -> str:
     """Return the page as text. command: what runs the best layout."""
     summary = summarise_plan(plan)
-    best = plan.best.take([0])
-    models, run = plan.planner.models, plan.task.run
-    bars = models.timeline(plan.task.model, best.layouts)
+    run, listed = plan.task.run, list_layouts(plan)
+    rows = list_rows(plan, listed)
+    pictures = draw_pictures(plan, listed)
+    explorer, trade_off = explore_layouts(plan, listed, rows, [picture.place for picture in pictures])
     fixed = " ".join(f"{name}={value}" for name, value in summary["fixed"].items())
     subtitle = [
         plan.planner.machine.about,
@@ -67,81 +79,63 @@ def render_plan(plan: Plan, command: str) -> str:
     return render_page(
         "plan.html",
         "figures.css",
+        "plan.css",
+        scripts=["plan.js"],
         title=f"{run.model.preset or 'Model'} on {plan.task.devices:,} x {plan.device.name}",
         summary=summary,
         subtitle=subtitle,
         tiles=_headline_tiles(summary),
         columns=layout_columns([*summary["layouts"], *summary["pareto"]], LAYOUT_COLUMNS),
         command=command,
-        layout=write_section(run, best.layouts.row(0)),
-        waterfall=draw_time_breakdown(summary["layouts"][0]["time_by_cause_s"]),
-        memory=draw_memory(models.stage_memory(plan.task.model, best.layouts), summary["device_memory_bytes"]),
-        timeline=draw_pipeline(bars) if bars else None,
-        pareto=draw_pareto(summary["pareto"], summary["layouts"]),
+        layout=write_section(run, plan.best.layouts.row(0)),
+        pictures=pictures,
+        trade_off=trade_off,
+        listed_columns=[column for column, _ in LISTED_COLUMNS],
+        listed_rows=rows[:MOST_SHOWN],
+        listed=len(listed),
+        filters=list_filters(explorer["fields"]),
+        choices=list_choices(explorer, plan.task.fixed),
         scaling=None if summary["scaling"] is None else draw_scaling(summary["scaling"]),
         why=[(row["asked"], _answer_why(row)) for row in summary["why"]],
         hybrid=describe_break_evens(summary) if summary["hybrid_break_even"] else "",
         budget=_describe_budget(summary["budget"]),
         large_batch="" if summary["large_batch"] is None else describe_large_batch(summary),
+        explorer=write_script_json(explorer),
     )
 
 
-def _unless_alone(row: Row, text: object) -> str:
-    """Return - where parameters lie whole on every rank, so that nothing is sharded and gathered."""
-    return "-" if row["dp_shard"] * row["cp"] == 1 else str(text)
+@dataclass(frozen=True)
+class Picture:
+    """What the page draws of one layout."""
+
+    place: int
+    """Position in the list."""
+    name: str
+    time: Drawing
+    memory: Drawing
+    pipeline: Drawing | None
 
 
-def _schedule_cell(row: Row) -> str:
-    if row["pp"] == 1:
-        return "-"
-    return str(row["schedule"]) + (f" x{row['stages_per_rank']}" if row["stages_per_rank"] > 1 else "")
-
-
-PARALLELISM_COLUMNS: tuple[Column[Row], ...] = (
-    Column("tp", lambda row: row["tp"]),
-    Column("pp", lambda row: row["pp"]),
-    Column("cp", lambda row: row["cp"], gives_way=4),
-    Column("ep", lambda row: row["ep"], gives_way=4),
-    Column("dp_shard", lambda row: row["dp_shard"], gives_way=1),
-    Column("dp_rep", lambda row: row["dp_replicate"], gives_way=2),
-    Column("mbs", lambda row: row["microbatch"], gives_way=1),
-    # r where parameters are resharded after the forward pass
-    Column(
-        "zero",
-        lambda row: _unless_alone(row, f"{row['zero']}{'r' if row['reshard_after_forward'] else ''}"),
-        gives_way=3,
-    ),
-    Column("gather", lambda row: _unless_alone(row, row["gather"]), gives_way=3),
-    Column("schedule", _schedule_cell, gives_way=2),
-    Column("recompute", lambda row: row["recompute"], gives_way=2),
-    Column("GiB", lambda row: format_gibibytes(row["memory_bytes"])),
-)
-"""Columns for how a layout splits the work, and the memory that takes: on a terminal and on the page."""
-
-FITS: Column[Row] = Column("P(fits)", lambda row: f"{row['p_fits']:.2f}", gives_way=3)
-STEP: Column[Row] = Column(
-    "step, 90% interval",
-    lambda row: format_interval(row["step_s"], *row["step_s_interval"]),
-    gives_way=4,
-    narrow=Column("step", lambda row: format_duration(row["step_s"])),
-)
-RATE: Column[Row] = Column("TFLOP/s", lambda row: f"{row['tflops_per_device']:.1f}", gives_way=1)
-LAYOUT_COLUMNS: tuple[Column[Row], ...] = (
-    *PARALLELISM_COLUMNS,
-    FITS,
-    STEP,
-    RATE,
-    Column("MFU", lambda row: "" if row["mfu"] is None else format_percent(row["mfu"])),
-    Column("bubble", lambda row: format_percent(row["bubble_share"])),
-    Column("exposed", lambda row: format_percent(row["exposed_share"])),
-)
-"""Columns of the page's tables of layouts."""
-
-
-def layout_columns(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> list[Column[Row]]:
-    """Return the columns without that of the gathering where all rows gather a layer at a time."""
-    differ = any(row["gather"] != "layer" for row in rows)
-    return [column for column in columns if column.head != "gather" or differ]
+def draw_pictures(plan: Plan, listed: LayoutList) -> list[Picture]:
+    """Draw the layouts of the page's tables, the best one first, as many as go into MOST_DRAWN characters."""
+    models, model = plan.planner.models, plan.task.model
+    pictures: list[Picture] = []
+    room = MOST_DRAWN
+    for place, layout in pick_drawn(plan, listed):
+        bars = models.timeline(model, layout.table)
+        picture = Picture(
+            place,
+            layout.in_words(),
+            draw_time_breakdown({name: float(values[place]) for name, values in listed.times.causes.items()}),
+            draw_memory(models.stage_memory(model, layout.table), models.device_bytes),
+            draw_pipeline(bars) if bars else None,
+        )
+        room -= sum(len(drawn.svg) for drawn in (picture.time, picture.memory, picture.pipeline) if drawn is not None)
+        # the best layout is drawn whatever it takes
+        if room < 0 and pictures:
+            break
+        pictures.append(picture)
+    return pictures
 
 
 def _headline_tiles(summary: Row) -> list[Tile]:
@@ -167,22 +161,12 @@ def _headline_tiles(summary: Row) -> list[Tile]:
     return tiles
 
 
-def name_slower_causes(row: Row) -> list[str]:
-    """Return by which causes another choice is slower than the best layout, those that matter, with their signs."""
-    return [
-        f"{name} {format_difference(value)}"
-        for name, value in row["by_cause_s"].items()
-        if abs(value) > _MATTERS * row["slower_by_s"]
-    ]
-
-
 def _answer_why(row: Row) -> str:
     """Return why the best layout does not have what was asked for."""
     if not row["legal"]:
         return "not legal: " + "; ".join(row["reason"].splitlines())
     if not row["fits"]:
-        most = list(row["memory_by_cause_bytes"].items())[:4]
-        causes = ", ".join(f"{name} {format_gibibytes(size)} GiB" for name, size in most)
+        causes = name_memory_causes(row["memory_by_cause_bytes"])
         return f"does not fit: at least {format_gibibytes(row['least_memory_bytes'])} GiB ({causes})"
     if row["slower_by_s"] <= 0:
         return "the best layout has it"
@@ -264,13 +248,14 @@ def draw_pipeline(bars: Sequence[StageBar]) -> Drawing:
     end = max(bar.end for bar in bars)
     left, row = 60, max(5.0, min(26.0, 420 / ranks))
     across = (WIDTH - left - 5) / end
-    # one path for all bars of a kind: thousands of rectangles would make the page slow
-    paths: dict[str, list[str]] = {}
+    # one path for all bars of a kind: thousands of rectangles would make the page slow and large
+    kinds_of_bars: dict[str, list[StageBar]] = {}
     for bar in bars:
-        x, wide = left + bar.start * across, max((bar.end - bar.start) * across - 0.3, 0.3)
-        shape = f"M{x:.1f} {bar.rank * row:.1f}h{wide:.1f}v{row * 0.86:.1f}h-{wide:.1f}z"
-        paths.setdefault(f"{bar.kind}-{bar.stage // ranks % 4}", []).append(shape)
-    parts = [Markup('<path class="bar-{}" d="{}"/>').format(name, "".join(shapes)) for name, shapes in paths.items()]
+        kinds_of_bars.setdefault(f"{bar.kind}-{bar.stage // ranks % 4}", []).append(bar)
+    lane = Markup('<path class="lane bar-{}" stroke-width="{:.1f}" d="{}"/>')
+    parts = [
+        lane.format(name, 0.86 * row, _trace_lanes(some, left, across, row)) for name, some in kinds_of_bars.items()
+    ]
     every = -(-ranks // 16)
     parts += [make_text(left - 8, rank * row + row * 0.7, str(rank), "end") for rank in range(0, ranks, every)]
     busy = sum(bar.end - bar.start for bar in bars) / (end * ranks)
@@ -279,23 +264,22 @@ def draw_pipeline(bars: Sequence[StageBar]) -> Drawing:
     return finish_drawing(parts, ranks * row + 6, words, tuple((f"bar-{kind}-0", kind) for kind in kinds))
 
 
-def draw_pareto(front: Sequence[Row], best: Sequence[Row]) -> Drawing:
-    """Draw time against memory: the Pareto front as a line, the best layout of each tp, cp and pp as dots."""
-    points = {
-        kind: [(row["step_s"], row["memory_bytes"] / GIB) for row in rows]
-        for kind, rows in (("off-front", best), ("on-front", front))
-    }
-    seconds, sizes = (np.array(values) for values in zip(*points["off-front"], *points["on-front"], strict=True))
-    plot = Plot(fit_scale(seconds, logarithmic=True), fit_scale(sizes), left=70)
-    plot.label_up(lambda value: f"{value:g}")
-    plot.label_across([tick.value for tick in choose_value_ticks(plot.across)], format_duration)
-    xs, ys = zip(*points["on-front"], strict=True)
-    plot.add_line(xs, ys, "front")
-    for kind, rows in (("off-front", best), ("on-front", front)):
-        for row, (x, y) in zip(rows, points[kind], strict=True):
-            plot.add_dot(x, y, kind, f"tp={row['tp']} pp={row['pp']}, {format_duration(x)}, {y:.1f} GiB")
-    legend = (("on-front", "nothing beats it"), ("off-front", "best of its tp, cp and pp"))
-    return plot.finish("Seconds of a step against GiB on the worst rank.", legend)
+def _trace_lanes(bars: Sequence[StageBar], left: float, across: float, row: float) -> str:
+    """Return a path with a line for each bar, thick enough to be one; a line begins relative to the end of the one before.
+
+    left: where time begins; across: units a second; row: units from a rank to the next.
+    """
+    path, rank, last = [], -1, 0
+    for bar in sorted(bars, key=lambda bar: (bar.rank, bar.start)):
+        # Tenths of a unit are whole numbers here: what is rounded does not add up from one line to the next.
+        start = round(10 * (left + bar.start * across))
+        end = max(round(10 * (left + bar.end * across - 0.3)), start + 3)
+        if bar.rank != rank:
+            rank, last = bar.rank, 0
+            path.append(f"M0 {(rank + 0.43) * row:.1f}")
+        path.append(f"m{(start - last) / 10:g} 0h{(end - start) / 10:g}")
+        last = end
+    return "".join(path)
 
 
 def draw_scaling(summary: Row) -> Drawing:

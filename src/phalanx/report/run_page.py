@@ -6,8 +6,6 @@ content security policy lets no other script than ours run, whatever the run's t
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from markupsafe import Markup
 
 from phalanx.config.families import sizes_of
 from phalanx.config.load import parse_run
@@ -32,7 +29,7 @@ from phalanx.report.formatting import (
     shorten_blank_lines,
 )
 from phalanx.report.interactive_chart import PLOT_HEIGHT, PLOT_WIDTH, Chart, draw_chart
-from phalanx.report.page import Tile, read_template, render_page, write_script_json
+from phalanx.report.page import Tile, render_page, write_script_json
 from phalanx.report.run_charts import chart_run, format_value, read_out
 from phalanx.report.run_log import Event, RunLog, Summary, summarise_run
 from phalanx.report.table import Column
@@ -92,7 +89,7 @@ def write_page(log: RunLog, out: Path | None = None) -> Path:
 def render_run(log: RunLog) -> str:
     """Return the page as text."""
     run, summary = chart_run(log), summarise_run(log)
-    script, figures, experts = read_template("run.js"), read_out(run), describe_experts(log.experts)
+    figures, experts = read_out(run), describe_experts(log.experts)
     headline = [f"loss {format_number(summary.final_loss)}"]
     if summary.validation_step is not None:
         headline.append(f"validation {format_number(summary.validation_loss)}")
@@ -104,6 +101,7 @@ def render_run(log: RunLog) -> str:
     return render_page(
         "run.html",
         *(["figures.css"] if experts else []),
+        scripts=["run.js"],
         experts=experts,
         layer_columns=LAYER_COLUMNS,
         tasks=describe_tasks(log),
@@ -131,8 +129,6 @@ def render_run(log: RunLog) -> str:
         plot_width=PLOT_WIDTH,
         plot_height=PLOT_HEIGHT,
         readout=write_script_json({"domains": figures.domains, "positions": figures.positions, "columns": columns}),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
 
 

@@ -95,9 +95,12 @@ class Rule:
     """As for `Reason`, or what finds them."""
 
     def explain(self, needs: Requirements, layout: ResolvedLayout) -> Reason:
-        """Return why `layout` breaks this rule."""
+        """Return why `layout` breaks this rule, and what would mend it."""
+        fixes = tuple(self.fixes(layout)) if callable(self.fixes) else self.fixes
+        return Reason(self.describe(needs, layout), fixes)
+
+    def describe(self, needs: Requirements, layout: ResolvedLayout) -> str:
+        """Return the text of the reason alone: looking for fixes takes longer."""
         if isinstance(self.message, str):
-            text = self.message.format(x=layout, needs=needs)
-        else:
-            text = self.message(needs, layout)
-        return Reason(text, tuple(self.fixes(layout)) if callable(self.fixes) else self.fixes)
+            return self.message.format(x=layout, needs=needs)
+        return self.message(needs, layout)

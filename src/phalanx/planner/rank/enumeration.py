@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+import numpy as np
 import yaml
 
 from phalanx.config.check import global_batch_samples
@@ -83,46 +84,74 @@ def enumerate_layouts(
             "leave it at 1 to plan"
         )
     needs = Requirements.of_model(model, world_size, devices_per_node)
-    batch, length = global_batch_samples(model.run), needs.positions.count
-    # Where these have no effect they stay as they are fixed; others are normalized below.
-    kept = {name: fixed[name] for name in ("schedule", "zero", "reshard_after_forward", "ep") if name in fixed}
-    first = ResolvedLayout(batch, **kept)
-    order = ("tp", "pp", "cp", "dp_replicate", "dp_shard")
-    splits: Iterator[dict[str, Any]] = (
-        dict(zip(order, degrees, strict=True)) for degrees in all_factorisations(world_size, len(order))
-    )
-    table = LayoutTable.from_rows(
-        [
-            replace(first, **split)
-            for split in splits
-            if all(fixed.get(name, degree) == degree for name, degree in split.items())
-            and ("cp" in fixed or split["cp"] == 1 or length // split["cp"] >= limits.positions)
-        ]
-    )
+    options = list_options(model, fixed, limits)
+    table = list_splits(model, world_size, fixed)
+    table = table.take(keeps_positions(model, table, fixed, limits))
     decided = {"global_batch", "cuts_structures", "branch_groups", "expert_tp", *DEGREES}
     # Before anything else is chosen: every choice multiplies what is left.
     table = table.take(is_legal(needs, table, decided))
 
-    def choose(field: str, options: Sequence[Any], where: Bools | None = None) -> LayoutTable:
-        """Return the legal layouts with each of these values, or with the fixed one, at the places of `where`."""
-        varied = table.vary(field, [fixed[field]] if field in fixed else options, where)
+    def choose(field: str, where: Bools | None = None, among: Sequence[Any] | None = None) -> LayoutTable:
+        """Return the legal layouts with each of its options, or of `among`, at the places of `where`."""
+        varied = table.vary(field, among or options[field], where)
         decided.add(field)
         return varied.take(is_legal(needs, varied, decided))
 
-    # Each rank of `ep` has whole experts; a model without any has ep=1, or what is fixed and then refused.
-    table = choose("ep", [1] if needs.experts is None else list_divisors(needs.experts.count))
-    table = choose("context", CONTEXTS, table.cp > 1)
-    table = choose("schedule", SCHEDULES, table.pp > 1)
-    most_stages = int(min(limits.stages_per_rank, model.run.model.n_layers))
-    table = choose("stages_per_rank", range(1, most_stages + 1), table.pp > 1)
-    table = choose("microbatch", [size for size in list_divisors(batch) if size <= limits.microbatch])
+    table = choose("ep")
+    table = choose("context", table.cp > 1)
+    table = choose("schedule", table.pp > 1)
+    table = choose("stages_per_rank", table.pp > 1)
+    table = choose("microbatch")
     # ZeRO 0 differs from 3 for replicas as well: their gradients are reduced by DDP.
-    table = choose("zero", (0, 3), (table.sharding_ranks == 1) & (table.dp_replicate > 1))
-    table = choose("zero", (0, 1, 2, 3), table.sharding_ranks > 1)
-    table = choose("reshard_after_forward", (False, True), table.sharding_ranks > 1)
-    table = choose("recompute", RECOMPUTES)
-    table = choose("gather", GATHERS, table.sharding_ranks > 1)
+    replicas = (table.sharding_ranks == 1) & (table.dp_replicate > 1)
+    table = choose("zero", replicas, None if "zero" in fixed else (0, 3))
+    table = choose("zero", table.sharding_ranks > 1)
+    table = choose("reshard_after_forward", table.sharding_ranks > 1)
+    table = choose("recompute")
+    table = choose("gather", table.sharding_ranks > 1)
     return table if "gather" in fixed else table.take(table.streamed <= limits.streamed)
+
+
+def list_splits(model: BoundModel, world_size: int, fixed: Fixed) -> LayoutTable:
+    """Return a layout for each choice of degrees whose product is `world_size`, legal or not; all else is plain or fixed."""
+    # Where these have no effect they stay as they are fixed; others are normalized when they are chosen.
+    kept = {name: fixed[name] for name in ("schedule", "zero", "reshard_after_forward", "ep") if name in fixed}
+    first = ResolvedLayout(global_batch_samples(model.run), **kept)
+    order = ("tp", "pp", "cp", "dp_replicate", "dp_shard")
+    splits: Iterator[dict[str, Any]] = (
+        dict(zip(order, degrees, strict=True)) for degrees in all_factorisations(world_size, len(order))
+    )
+    return LayoutTable.from_rows(
+        [
+            replace(first, **split)
+            for split in splits
+            if all(fixed.get(name, degree) == degree for name, degree in split.items())
+        ]
+    )
+
+
+def keeps_positions(model: BoundModel, splits: LayoutTable, fixed: Fixed, limits: Limits) -> Bools:
+    """Return where context-parallel ranks keep as many positions as the limits ask for, [splits]."""
+    kept = model.positions().count // splits.cp
+    return np.asarray((splits.cp == 1) | (kept >= limits.positions) | ("cp" in fixed))
+
+
+def list_options(model: BoundModel, fixed: Fixed, limits: Limits) -> dict[str, Sequence[Any]]:
+    """Return the values each field of CHOSEN but the degrees is chosen among: the fixed one, or those within the limits."""
+    experts, batch = model.experts(), global_batch_samples(model.run)
+    free: dict[str, Sequence[Any]] = {
+        # Each rank of `ep` has whole experts; a model without any has ep=1, or what is fixed and then refused.
+        "ep": [1] if experts is None else list_divisors(experts.count),
+        "context": CONTEXTS,
+        "schedule": SCHEDULES,
+        "stages_per_rank": range(1, int(min(limits.stages_per_rank, model.run.model.n_layers)) + 1),
+        "microbatch": [size for size in list_divisors(batch) if size <= limits.microbatch],
+        "zero": (0, 1, 2, 3),
+        "reshard_after_forward": (False, True),
+        "recompute": RECOMPUTES,
+        "gather": GATHERS,
+    }
+    return {name: [fixed[name]] if name in fixed else values for name, values in free.items()}
 
 
 def drop_equivalent(layouts: LayoutTable) -> LayoutTable:
