@@ -40,7 +40,7 @@ from phalanx.report.formatting import (
     format_percent,
 )
 from phalanx.report.page import Tile, render_page, write_script_json
-from phalanx.report.plan_layouts import (
+from phalanx.report.plan.plan_layouts import (
     GIB,
     LAYOUT_COLUMNS,
     LISTED_COLUMNS,
@@ -50,6 +50,7 @@ from phalanx.report.plan_layouts import (
     list_choices,
     list_filters,
     list_rows,
+    name_layout,
     name_memory_causes,
     name_slower_causes,
 )
@@ -125,7 +126,7 @@ def draw_pictures(plan: Plan, listed: LayoutList) -> list[Picture]:
         bars = models.timeline(model, layout.table)
         picture = Picture(
             place,
-            layout.in_words(),
+            name_layout(layout),
             draw_time_breakdown({name: float(values[place]) for name, values in listed.times.causes.items()}),
             draw_memory(models.stage_memory(model, layout.table), models.device_bytes),
             draw_pipeline(bars) if bars else None,

@@ -238,7 +238,7 @@ def draw_trade_off(listed: LayoutList, front: Ints, best: Ints, device_bytes: fl
     for places, style in ((front, "on-front"), (best, "off-front")):
         for place in places.tolist():
             row = listed.layouts.row(place)
-            title = f"{row}: {format_duration(seconds[place])}, {sizes[place]:.1f} GiB"
+            title = f"{name_layout(row)}: {format_duration(seconds[place])}, {sizes[place]:.1f} GiB"
             plot.add_dot(float(seconds[place]), float(sizes[place]), style, title)
     legend = (
         ("on-front", "nothing beats it in time and memory"),
@@ -340,6 +340,13 @@ def write_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def name_layout(layout: ResolvedLayout) -> str:
+    """Return the fields of a layout that are not plain, as on a command line: what `plan.js` writes of a chosen one."""
+    words = {name: write_value(getattr(layout, name)) for name in CHOSEN}
+    changed = [f"{name}={word}" for name, word in words.items() if word != _PLAIN[name]]
+    return " ".join(changed) or "all on one rank"
+
+
 def encode_questions(asked: Questions, limits: str, unlisted: str) -> dict[str, Any]:
     """Return what the script looks up about layouts that the list has not. limits, unlisted: why it may not, in words."""
     columns = [getattr(asked.splits, name).tolist() for name in DEGREES]
@@ -349,7 +356,7 @@ def encode_questions(asked: Questions, limits: str, unlisted: str) -> dict[str, 
         "degrees": DEGREES,
         "splits": list(zip(*columns, strict=True)),
         "options": {name: [write_value(value) for value in values] for name, values in asked.options.items()},
-        "plain": {name: write_value(getattr(ResolvedLayout(1), name)) for name in CHOSEN},
+        "plain": _PLAIN,
         "rules": [_encode_refusals(refusals) for refusals in asked.refusals],
         "words": {
             "no_split": f"Not legal: {' x '.join(DEGREES)} has to be {devices:,} devices, and with these degrees it cannot"
@@ -374,6 +381,10 @@ def _encode_refusals(refusals: Refusals) -> dict[str, Any]:
             for split, place in zip(refusals.splits, block.reshape(-1).tolist(), strict=True)
         },
     }
+
+
+_PLAIN = {name: write_value(getattr(ResolvedLayout(1), name)) for name in CHOSEN}
+"""Values of fields that need no mention."""
 
 
 def describe_limits(limits: Limits) -> str:
