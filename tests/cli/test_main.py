@@ -46,6 +46,7 @@ def test_help_lists_the_verbs_in_order_of_use(call: Call) -> None:
         "dryrun",
         "doctor",
         "train",
+        "watch",
         "bench",
         "launch",
         "evaluate",

@@ -158,6 +158,13 @@ SUBCOMMANDS = (
         ),
     ),
     Subcommand(
+        "watch",
+        "models.watch",
+        "models",
+        "Watch a run or a study on the terminal.",
+        ("phalanx watch runs/quickstart", "phalanx watch studies/materials", "phalanx watch run.search.log --once"),
+    ),
+    Subcommand(
         "bench",
         "bench",
         "training",
@@ -221,7 +228,7 @@ SUBCOMMANDS = (
         "models.report",
         "models",
         "Make an HTML page about a run.",
-        ("phalanx report runs/quickstart",),
+        ("phalanx report runs/quickstart", "phalanx report runs/quickstart --serve"),
     ),
     Subcommand(
         "convert",

@@ -13,7 +13,7 @@ from phalanx.hardware.machine import load_machine
 from phalanx.printable import write_stderr
 from phalanx.report.formatting import format_duration, format_number, format_percent
 from phalanx.report.study_page import list_importance, render_tune
-from phalanx.report.table import Column, write_text_table
+from phalanx.report.table import Column, cut_line, write_text_table
 from phalanx.study.trial import FAILURES, Trial
 
 Row = dict[str, Any]
@@ -117,7 +117,7 @@ def write_tune_lines(summary: Row, width: int) -> list[str]:
     return [
         piece
         for line in lines
-        for piece in (wrap_line(line, width) if line.startswith("note: ") else [_cut_line(line, width)])
+        for piece in (wrap_line(line, width) if line.startswith("note: ") else [cut_line(line, max(width, NARROWEST))])
     ]
 
 
@@ -127,10 +127,6 @@ TRIAL_COLUMNS: tuple[Column[Row], ...] = (
     Column("reached", lambda row: f"step {row['steps']}", "left"),
     Column("choice", lambda row: _write_values(row["values"]), "left"),
 )
-
-
-def _cut_line(line: str, width: int) -> str:
-    return line if len(line) <= width else line[: max(width, NARROWEST) - 1] + "…"
 
 
 def _write_devices(summary: Row) -> list[str]:

@@ -47,12 +47,14 @@ def read_script(name: str) -> Script:
     return Script(Markup(text), base64.b64encode(hashlib.sha256(text.encode()).digest()).decode())
 
 
-def render_page(template: str, *styles: str, scripts: Sequence[str] = (), **values: Any) -> str:
+def render_page(
+    template: str, *styles: str, scripts: Sequence[str] = (), live: str | None = None, **values: Any
+) -> str:
     """Return the page that `template` makes of `values`, with these style sheets after the common one.
 
     Every value is escaped and made printable: names of runs, texts of models and logs of others stand on these pages.
 
-    scripts: names of the only ones that may run.
+    scripts: names of the only ones that may run. live: what tells this page from the next, where a server makes it anew.
     """
     environment = Environment(
         loader=FunctionLoader(read_template),
@@ -63,9 +65,14 @@ def render_page(template: str, *styles: str, scripts: Sequence[str] = (), **valu
         keep_trailing_newline=True,
     )
     style = Markup("".join(map(read_template, ("page.css", *styles))))
-    allowed = [read_script(name) for name in scripts]
+    allowed = [read_script(name) for name in (*scripts, *([] if live is None else ["live.js"]))]
     page = environment.get_template(template)
-    return make_printable(page.render(version=__version__, style=style, scripts=allowed, **values))
+    return make_printable(page.render(version=__version__, style=style, scripts=allowed, live=live, **values))
+
+
+def render_message(title: str, words: str, live: str) -> str:
+    """Return the page that a server shows where there is nothing to report on yet. live: see `render_page`."""
+    return render_page("message.html", title=title, words=words, live=live)
 
 
 def write_script_json(value: object) -> Markup:

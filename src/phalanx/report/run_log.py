@@ -45,6 +45,8 @@ OPTIONAL_COLUMNS = (
 
 LARGEST = 1e60
 """Larger figures count as infinite, and as small ones as 0: nobody measures them, and sums of them leave the range."""
+SAVE_EVENT = "checkpoint_written"
+"""Kind of the event that says how long a checkpoint took from the copy of the state until it was published."""
 EXPERT_WINDOW = 100
 """Last records whose use of experts is read: what a router does changes as training goes on."""
 _SMALL_BYTES = 1 << 20
@@ -113,7 +115,7 @@ class RunLog:
             raise ConfigError(f"{run_dir} is not a directory: give the run directory that `phalanx train` printed")
         notes: list[str] = []
         steps, columns, experts = _read_metrics(run_dir / "metrics.jsonl", notes)
-        events = _read_events(run_dir / "events.jsonl", notes)
+        events = read_events(run_dir / "events.jsonl", notes)
         config_text, config = _read_config(run_dir / "run.yaml", notes)
         machine = _read_machine(run_dir / "machine.json", notes)
         return cls(run_dir, steps, columns, events, config, config_text, machine, tuple(notes), experts)
@@ -136,6 +138,13 @@ class RunLog:
     def of_kind(self, kind: str) -> list[Event]:
         """Return the events of one kind, in the order they were written."""
         return [event for event in self.events if event.kind == kind]
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Optimizer steps that the run is to make; None where the run file does not tell."""
+        training = (self.config or {}).get("training")
+        planned = training.get("steps") if isinstance(training, Mapping) else None
+        return planned if isinstance(planned, int) else None
 
     @property
     def tokens_per_second(self) -> FloatArray:
@@ -204,7 +213,8 @@ def metrics_problem(record: dict[str, Any]) -> str | None:
     return None
 
 
-def _read_events(path: Path, notes: list[str]) -> tuple[Event, ...]:
+def read_events(path: Path, notes: list[str]) -> tuple[Event, ...]:
+    """Return the events of a run in the order they were written; add to `notes` what was left out."""
     if not path.exists():
         notes.append(f"{path.name} is missing: no validation loss, samples, checkpoints or resumes are shown.")
         return ()
@@ -393,6 +403,23 @@ def summarise_run(log: RunLog) -> Summary:
         resumes=len(log.of_kind("resume")),
         critical_batch=_last_finite(log.column("critical_batch")),
     )
+
+
+def split_wall_time(summary: Summary) -> dict[str, float]:
+    """Return the seconds that the wall time of a run went to, by name; the share of "training" is its goodput."""
+    stall, wait = (
+        summary.step_seconds * (share if math.isfinite(share) else 0.0)
+        for share in (summary.checkpoint_stall_share, summary.data_wait_share)
+    )
+    # Clocks of two logs: what is left is never below nothing.
+    between = max(0.0, summary.wall_seconds - summary.step_seconds - summary.redone_seconds)
+    return {
+        "training": summary.step_seconds - stall - wait,
+        "waiting for data": wait,
+        "checkpoints": stall,
+        "steps done again": summary.redone_seconds,
+        "between steps (start, compilation, evaluation, restart, pauses)": between,
+    }
 
 
 def _measure_wall_time(log: RunLog) -> float:

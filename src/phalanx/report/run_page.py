@@ -7,7 +7,7 @@ content security policy lets no other script than ours run, whatever the run's t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ from phalanx.report.formatting import (
 from phalanx.report.interactive_chart import PLOT_HEIGHT, PLOT_WIDTH, Chart, draw_chart
 from phalanx.report.page import Tile, render_page, write_script_json
 from phalanx.report.run_charts import chart_run, format_value, read_out
-from phalanx.report.run_log import Event, RunLog, Summary, summarise_run
+from phalanx.report.run_log import Event, RunLog, Summary, split_wall_time, summarise_run
 from phalanx.report.table import Column
 from phalanx.report.task_scores import TASK_COLUMNS, describe_tasks
 
@@ -86,8 +86,8 @@ def write_page(log: RunLog, out: Path | None = None) -> Path:
     return page
 
 
-def render_run(log: RunLog) -> str:
-    """Return the page as text."""
+def render_run(log: RunLog, live: str | None = None) -> str:
+    """Return the page as text. live: see `render_page`."""
     run, summary = chart_run(log), summarise_run(log)
     figures, experts = read_out(run), describe_experts(log.experts)
     headline = [f"loss {format_number(summary.final_loss)}"]
@@ -102,6 +102,7 @@ def render_run(log: RunLog) -> str:
         "run.html",
         *(["figures.css"] if experts else []),
         scripts=["run.js"],
+        live=live,
         experts=experts,
         layer_columns=LAYER_COLUMNS,
         tasks=describe_tasks(log),
@@ -260,13 +261,13 @@ def list_notes(log: RunLog, summary: Summary) -> list[str]:
         )
     rewinds = log.of_kind("rewind")
     if rewinds:
-        passed = sum(event.fields.get("passed_batches", 0) for event in rewinds)
-        found.append(f"{len(rewinds):,} rewinds to a checkpoint; {passed:,} batches were passed over.")
+        passed = sum(n for event in rewinds if math.isfinite(n := event.number("passed_batches")))
+        found.append(f"{len(rewinds):,} rewinds to a checkpoint; {passed:,.0f} batches were passed over.")
     found += [f"Step {event.step:,}: replicas of parameters differed." for event in log.of_kind("replicas_differ")]
     found += _describe_interval(log)
     found += _describe_goodput(summary)
     warnings = log.of_kind("warning")
-    found += [f"Warning at step {event.step:,}: {_describe_event(event)}" for event in warnings[:MOST_WARNINGS]]
+    found += [f"Warning at step {event.step:,}: {describe_event(event)}" for event in warnings[:MOST_WARNINGS]]
     if len(warnings) > MOST_WARNINGS:
         found.append(f"{len(warnings) - MOST_WARNINGS:,} more warnings stand among the events.")
     return found
@@ -290,22 +291,9 @@ def _describe_interval(log: RunLog) -> list[str]:
 
 def _describe_goodput(summary: Summary) -> list[str]:
     """Return what the wall time of a run went to that had to do steps again; nothing for one that had not."""
-    wall = summary.wall_seconds
-    if not summary.redone_seconds > 0.0 or not wall > 0.0:
+    if not summary.redone_seconds > 0.0 or not summary.wall_seconds > 0.0:
         return []
-    stall = summary.step_seconds * (
-        summary.checkpoint_stall_share if math.isfinite(summary.checkpoint_stall_share) else 0
-    )
-    wait = summary.step_seconds * (summary.data_wait_share if math.isfinite(summary.data_wait_share) else 0)
-    # Clocks of two logs: what is left is never below nothing.
-    between = max(0.0, wall - summary.step_seconds - summary.redone_seconds)
-    parts = {
-        "training": summary.step_seconds - stall - wait,
-        "waiting for data": wait,
-        "checkpoints": stall,
-        "steps done again": summary.redone_seconds,
-        "between steps (start, compilation, evaluation, restart, pauses)": between,
-    }
+    parts = split_wall_time(summary)
     total = sum(parts.values())
     words = ", ".join(f"{seconds / total:.1%} {name}" for name, seconds in parts.items())
     return [f"Of {format_duration(total)} wall time: {words}."]
@@ -313,9 +301,8 @@ def _describe_goodput(summary: Summary) -> list[str]:
 
 def list_facts(log: RunLog, summary: Summary) -> list[str]:
     """Return how far the run came, on what, and when."""
-    training = (log.config or {}).get("training")
-    planned = training.get("steps") if isinstance(training, Mapping) else None
-    done = f"{summary.steps:,} of {planned:,}" if isinstance(planned, int) else f"{summary.steps:,}"
+    planned = log.planned_steps
+    done = f"{summary.steps:,}" if planned is None else f"{summary.steps:,} of {planned:,}"
     found = [f"{done} step{'s' * (done != '1')}"]
     machine = log.machine or {}
     run = _parse_run_file(log)
@@ -397,7 +384,8 @@ def pick_events(log: RunLog) -> EventTable:
     return EventTable([log.events[i] for i in kept], len(routine) + len(rare) - len(kept))
 
 
-def _describe_event(event: Event) -> str:
+def describe_event(event: Event) -> str:
+    """Return what an event says beside its kind, step and time, in one line unless its text has several."""
     # Scores of each task stand in a table of their own.
     fields = {name: value for name, value in event.fields.items() if (event.kind, name) != ("tasks", "tasks")}
     parts = (
@@ -409,9 +397,9 @@ def _describe_event(event: Event) -> str:
 
 EVENT_COLUMNS: tuple[Column[Event], ...] = (
     Column("Step", lambda event: f"{event.step:,}"),
-    Column("Time (UTC)", lambda event: f"{event.time:%Y-%m-%d %H:%M:%S}", "left", style=lambda event: "nowrap"),
+    Column("Time (UTC)", lambda event: f"{event.time:%Y-%m-%d %H:%M:%S}", "left", 1, style=lambda event: "nowrap"),
     Column("Event", lambda event: _clip(event.kind, 40), "left"),
-    Column("Details", _describe_event, "left"),
+    Column("Details", describe_event, "left"),
 )
 
 

@@ -54,12 +54,20 @@ class Section:
 
 
 def _render_study(
-    command: str, title: str, about: str, tiles: list[Tile], best: str, notes: list[str], sections: list[Section]
+    command: str,
+    title: str,
+    about: str,
+    tiles: list[Tile],
+    best: str,
+    notes: list[str],
+    sections: list[Section],
+    live: str | None,
 ) -> str:
-    """Return the page of a study. command: its subcommand; about: what stands below the title."""
+    """Return the page of a study. command: its subcommand; about: what stands below the title; live: see `render_page`."""
     return render_page(
         "study.html",
         "figures.css",
+        live=live,
         command=command,
         title=title,
         about=about,
@@ -119,22 +127,9 @@ def draw_importance(measured: Row) -> Drawing:
 # --- layouts that were searched ----------------------------------------------------------------------------------------
 
 
-def render_search(summary: Row) -> str:
-    """Return the page of a search of layouts. summary: what `phalanx search --json` prints."""
+def render_search(summary: Row, live: str | None = None) -> str:
+    """Return the page of a search of layouts. summary: what `phalanx search --json` prints. live: see `render_page`."""
     planned, measured, best = summary["planned"], summary["measured"], summary["best"]
-    tiles = [
-        Tile(
-            "trials",
-            "Trials",
-            f"{len(summary['trials']):,}",
-            "",
-            f"of {summary['points']:,} points; {summary['stopped']}",
-        ),
-        _failed_tile(summary["failures"]),
-    ]
-    if best is not None:
-        expected = "" if best["planned_s"] is None else f"planned: {format_duration(best['planned_s'])}"
-        tiles.insert(0, Tile("best", "Best step", format_duration(best["step_s"]), "", expected))
     sections = [
         Section(
             "trials",
@@ -143,14 +138,11 @@ def render_search(summary: Row) -> str:
             columns=SEARCH_TRIALS,
             rows=tuple(summary["trials"]),
         ),
-        Section(
-            "believed",
-            "What is believed now",
-            "The fastest choices that are likely to fit, by the planner and all trials together.",
-            columns=SEARCH_BELIEFS,
-            rows=tuple(summary["next"]),
-        ),
     ]
+    if summary["next"]:
+        words = "The fastest choices that are likely to fit, by the planner and all trials together."
+        beliefs = tuple(summary["next"])
+        sections.append(Section("believed", "What is believed now", words, columns=SEARCH_BELIEFS, rows=beliefs))
     if planned is not None:
         effects = (draw_effects(planned), "Share of the variance of the logarithm of a step's time.")
         pairs = ((draw_interaction(pair), "Two parameters together.") for pair in planned["interactions"])
@@ -164,11 +156,27 @@ def render_search(summary: Row) -> str:
         "search",
         name_search(summary),
         f"planned for {summary['cluster']} · {summary['storage']}",
-        tiles,
+        list_search_tiles(summary),
         "" if best is None else best["words"],
         list_search_notes(summary),
         sections,
+        live,
     )
+
+
+def list_search_tiles(summary: Row) -> list[Tile]:
+    """Return the headline figures of a search."""
+    best, points = summary["best"], summary["points"]
+    # what stopped the search, and of how many points, a journal alone does not tell
+    words = "" if points is None else f"of {points:,} points; {summary['stopped']}"
+    tiles = [
+        Tile("trials", "Trials", f"{len(summary['trials']):,}", "", words),
+        _failed_tile(summary["failures"]),
+    ]
+    if best is not None:
+        expected = "" if best["planned_s"] is None else f"planned: {format_duration(best['planned_s'])}"
+        tiles.insert(0, Tile("best", "Best step", format_duration(best["step_s"]), "", expected))
+    return tiles
 
 
 def name_search(summary: Row) -> str:
@@ -205,10 +213,10 @@ def _format_memory(row: Row, decimals: int) -> str:
 SEARCH_TRIALS: tuple[Column[Row], ...] = (
     Column("trial", lambda row: row["number"]),
     Column("step", lambda row: _format_seconds(row["step_s"]) or row["state"].replace("_", " ")),
-    Column("planned", lambda row: _format_seconds(row["planned_s"])),
-    Column("expected", lambda row: _format_seconds(row["expected_s"])),
-    Column("device", lambda row: row["device"] or ""),
-    Column("GiB", lambda row: _format_memory(row, 1)),
+    Column("planned", lambda row: _format_seconds(row["planned_s"]), gives_way=4),
+    Column("expected", lambda row: _format_seconds(row["expected_s"]), gives_way=2),
+    Column("device", lambda row: row["device"] or "", gives_way=3),
+    Column("GiB", lambda row: _format_memory(row, 1), gives_way=1),
     Column("choice", lambda row: row["words"], "left"),
 )
 SEARCH_BELIEFS: tuple[Column[Row], ...] = (
@@ -283,25 +291,9 @@ def draw_interaction(pair: Row) -> Drawing:
 # --- hyperparameters that were tuned -----------------------------------------------------------------------------------
 
 
-def render_tune(summary: Row) -> str:
-    """Return the page of a study of hyperparameters. summary: what `phalanx tune --json` prints."""
-    devices, best, default = summary["devices"], summary["best"], summary["default"]
-    without, importance = summary["without_packing"], summary["importance"]
-    rungs = f"rungs at steps {', '.join(map(str, summary['rungs']))}"
-    idle = f"{len(devices['each'])} devices"
-    if without is not None and any(devices["packing"]):
-        idle += f"; without packing {format_percent(without['idle'])}, simulated"
-    tiles = [
-        Tile("trials", "Trials", f"{len(summary['trials']):,}", "", rungs),
-        _failed_tile(summary["failures"]),
-        Tile("idle", "Devices idle", format_percent(devices["idle"]), "", idle),
-    ]
-    if best is not None:
-        beside = "" if default is None else f"the run file as it stands: {format_number(default['score'])}"
-        tiles.insert(0, Tile("best", f"Best {summary['metric']}", format_number(best["score"]), "", beside))
-    # the ranked trials first, then those without a score
-    by_number = {row["number"]: row for row in summary["trials"]}
-    rest = [row for row in summary["trials"] if row["number"] not in summary["order"]]
+def render_tune(summary: Row, live: str | None = None) -> str:
+    """Return the page of a study of hyperparameters. summary: what `phalanx tune --json` prints. live: see `render_page`."""
+    devices, best, importance = summary["devices"], summary["best"], summary["importance"]
     scores = draw_scores(summary["trials"], summary["metric"])
     sections = [
         Section(
@@ -309,7 +301,7 @@ def render_tune(summary: Row) -> str:
             "Trials",
             figures=((scores, "The score of each trial where it stands, the less the better."),),
             columns=TUNE_TRIALS,
-            rows=(*(by_number[number] for number in summary["order"]), *rest),
+            rows=tuple(rank_tuned(summary)),
         ),
         Section(
             "rungs", "Early stopping", figures=((draw_rungs(summary["stopped"]), "Trials that reached each rung."),)
@@ -331,11 +323,38 @@ def render_tune(summary: Row) -> str:
         "tune",
         f"{summary['model']}: least {summary['metric']}",
         summary["study"],
-        tiles,
+        list_tune_tiles(summary),
         "" if best is None else format_choice(best["values"]),
         [summary["unfinished"]] if best is not None and summary["unfinished"] else [],
         sections,
+        live,
     )
+
+
+def list_tune_tiles(summary: Row) -> list[Tile]:
+    """Return the headline figures of a study of hyperparameters."""
+    devices, best, default = summary["devices"], summary["best"], summary["default"]
+    without = summary["without_packing"]
+    rungs = f"rungs at steps {', '.join(map(str, summary['rungs']))}"
+    idle = f"{len(devices['each'])} devices"
+    if without is not None and any(devices["packing"]):
+        idle += f"; without packing {format_percent(without['idle'])}, simulated"
+    tiles = [
+        Tile("trials", "Trials", f"{len(summary['trials']):,}", "", rungs),
+        _failed_tile(summary["failures"]),
+        Tile("idle", "Devices idle", format_percent(devices["idle"]), "", idle),
+    ]
+    if best is not None:
+        beside = "" if default is None else f"the run file as it stands: {format_number(default['score'])}"
+        tiles.insert(0, Tile("best", f"Best {summary['metric']}", format_number(best["score"]), "", beside))
+    return tiles
+
+
+def rank_tuned(summary: Row) -> list[Row]:
+    """Return the trials that have a score, the best first, then the others as they began."""
+    by_number = {row["number"]: row for row in summary["trials"]}
+    rest = [row for row in summary["trials"] if row["number"] not in summary["order"]]
+    return [*(by_number[number] for number in summary["order"]), *rest]
 
 
 def format_choice(values: Row) -> str:
@@ -349,8 +368,8 @@ TUNE_TRIALS: tuple[Column[Row], ...] = (
     Column("score", lambda row: "" if row["score"] is None else format_number(row["score"])),
     Column("steps", lambda row: row["steps"]),
     Column("state", lambda row: row["state"].replace("_", " ")),
-    Column("time", lambda row: format_duration(row["seconds"])),
-    Column("GiB", lambda row: _format_memory(row, 2)),
+    Column("time", lambda row: format_duration(row["seconds"]), gives_way=2),
+    Column("GiB", lambda row: _format_memory(row, 2), gives_way=1),
     Column("choice", lambda row: format_choice(row["values"]), "left"),
 )
 TUNE_DEVICES: tuple[Column[Row], ...] = (

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 RowT = TypeVar("RowT")
+BEGINNING = 24
+"""Characters of the last column for which others give way where lines are cut."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ def write_text_table(
     heads: bool = True,
     numbered: bool = False,
     folded: bool = False,
+    cut: bool = False,
 ) -> list[str]:
     """Return the lines of a table for a terminal, the heads first.
 
@@ -49,6 +52,7 @@ def write_text_table(
         heads: whether the first line names the columns.
         numbered: whether rows are numbered from 1.
         folded: whether cells of the last column are broken into several lines where the table is too wide still.
+        cut: whether lines end at `width`; then other columns give way only to the beginning of the last one.
     """
     first = [["", *(str(number + 1) for number in range(len(rows)))]] if numbered else []
     # from the whole table to the narrowest: the first that fits, or else the narrowest
@@ -58,12 +62,20 @@ def write_text_table(
         sides = [*("right" for _ in first), *(column.align for column in shown)]
         padded = [_pad(text, side) for text, side in zip([*first, *texts], sides, strict=True)]
         lines = [(indent + "  ".join(parts)).rstrip() for parts in zip(*padded, strict=True)]
-        if width is None or max(map(len, lines)) <= width:
-            break
-    if folded and width is not None:
         start = len(indent) + sum(len(parts[0]) + 2 for parts in padded[:-1])
+        longest = max(map(len, lines))
+        if width is None or (min(longest, start + BEGINNING) if cut else longest) <= width:
+            break
+    if cut and width is not None:
+        lines = [cut_line(line, width) for line in lines]
+    elif folded and width is not None:
         lines = [piece for line in lines for piece in _fold_line(line, start, width)]
     return lines if heads else lines[1:]
+
+
+def cut_line(line: str, width: int) -> str:
+    """Return a line cut to `width` characters, with a mark at its end where something is missing."""
+    return line if len(line) <= width else line[: max(0, width - 1)] + "…"
 
 
 def _fold_line(line: str, start: int, width: int) -> list[str]:

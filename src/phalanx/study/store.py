@@ -23,13 +23,14 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.files import write_atomically
+from phalanx.files import open_own_file, write_atomically
 from phalanx.study.processes.process import Worker
 from phalanx.study.trial import ASKED, ATTEMPTS, INTERRUPTED, OK, Outcome, Trial
 
 _OUTCOME_FILE = "outcome.json"
 _OTHER_HOST_S = 120.0
 """Seconds past its time limit after which a trial of another host counts as abandoned: clocks of a cluster differ less."""
+_FIRST_LINE_BYTES = 4096
 _DUPLICATE = "duplicate"
 """Cause of a trial that never began: another process was first, or the study had enough."""
 
@@ -205,6 +206,18 @@ class StudyStore:
 
     def _trial_id(self, number: int) -> int:
         return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
+
+
+def name_study(path: Path) -> str | None:
+    """Return the name of the study that a journal begins with; None for any other file. Creates and changes nothing."""
+    # a journal may be long, and its first line says what it is
+    with open_own_file(path.resolve()) as file:
+        first = file.readline(_FIRST_LINE_BYTES)
+    try:
+        name = json.loads(first).get("study_name")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return name if isinstance(name, str) else None
 
 
 def mend_torn_line(path: Path) -> None:

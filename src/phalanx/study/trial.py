@@ -21,6 +21,8 @@ INTERRUPTED = "interrupted"
 """The search or a process was killed from outside: nothing was found out, and the trial may be repeated."""
 ASKED = "asked"
 """Mark in `Outcome.more` of an interrupted trial that its own search asked to stop or left behind: no failed attempt."""
+DEVICE = "device"
+"""Key of `Outcome.more`: kind of a trial's devices, as machine descriptions call it."""
 ATTEMPTS = 3
 """Interrupted attempts after which a choice is not tried again: it may be what brings the machine down."""
 _LONGEST = 150

@@ -37,6 +37,7 @@ from phalanx.hardware.device import device_name
 from phalanx.hardware.device_facts import device_kind
 from phalanx.hardware.host import available_cores
 from phalanx.launch.restart import MEMORY_FILE
+from phalanx.report.run_log import SAVE_EVENT
 from phalanx.training.metrics import GIB, Peaks
 
 OWN_FILES = (
@@ -167,10 +168,6 @@ class RunDirectory:
         """Close the log files."""
         self.metrics.close()
         self.events.close()
-
-
-SAVE_EVENT = "checkpoint_written"
-"""Kind of the event that says how long a checkpoint took from the copy of the state until it was published."""
 
 
 def measured_save_seconds(run_dir: Path) -> float | None:

@@ -247,3 +247,33 @@ class ReportArguments:
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run directory that `phalanx train` wrote.")]
     out: Annotated[Path | None, typer.Option(help="HTML file to write; by default RUN_DIR/report.html.")] = None
     json_output: Annotated[bool, typer.Option("--json", help="Print the headline figures as one JSON object.")] = False
+    serve: Annotated[
+        bool,
+        typer.Option(
+            "--serve", help="Serve the page in place of writing it, and make it anew when the logs grow; studies too."
+        ),
+    ] = False
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve: the port; 0 takes any free one.")] = 8090
+    host: Annotated[
+        str,
+        typer.Option(help="With --serve: the address to listen at. Others than this machine's own let others read."),
+    ] = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class WatchArguments:
+    """Show a run or a study on the terminal while it goes on: loss, speed, memory, ranks, goodput, events.
+
+    Reads files alone, so it runs wherever the folder is seen, over ssh too, and disturbs nothing. Ctrl-C ends it. Without a
+    terminal, as in a pipe, it prints one picture and ends.
+    """
+
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="Run directory, folder of a phalanx tune study, or file of a phalanx search study (*.search.log).",
+        ),
+    ]
+    every: Annotated[float, typer.Option(min=0.2, metavar="SECONDS", help="Look for news this often.")] = 2.0
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False

@@ -39,8 +39,11 @@ _LEAST_TRIALS = 6
 Row = dict[str, Any]
 
 
-def summarise_study(folder: Path) -> Row:
-    """Return everything about a study, with units in the names. Raises ConfigError where `folder` holds none."""
+def summarise_study(folder: Path, *, quick: bool = False) -> Row:
+    """Return everything about a study, with units in the names; quick leaves out what takes seconds to compute.
+
+    Raises ConfigError where `folder` holds none.
+    """
     store = open_store(folder, None)
     run, space = load_study(folder)
     parts = store.trials()
@@ -69,9 +72,11 @@ def summarise_study(folder: Path) -> Row:
         "order": [row["number"] for row in scored],
         "stopped": stopped,
         "failures": count_failures(parts),
-        "importance": _summarise_importance(space, known, project_scores(list(standings.values()), len(rungs))),
+        "importance": None
+        if quick
+        else _summarise_importance(space, known, project_scores(list(standings.values()), len(rungs))),
         "devices": _summarise_devices(folder, known),
-        "without_packing": _simulate_unpacked_study(known, rungs, store.about["eta"] or 2),
+        "without_packing": None if quick else _simulate_unpacked_study(known, rungs, store.about["eta"] or 2),
         "costs": _summarise_costs(known),
     }
 

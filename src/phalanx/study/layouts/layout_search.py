@@ -22,8 +22,9 @@ from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.study.importance import can_be_told_apart, interactions, shapley_effects, summarise_importance
 from phalanx.study.layouts.layout_space import LayoutSpace
-from phalanx.study.layouts.layout_trials import DEVICE, ProcessRunner, Runner
+from phalanx.study.layouts.layout_trials import ProcessRunner, Runner
 from phalanx.study.layouts.prior import Prior, planned_space
+from phalanx.study.layouts.read_search import STUDY, list_devices, summarise_trial
 from phalanx.study.layouts.simulated_cluster import SimulatedRunner, draw_truth
 from phalanx.study.layouts.surrogate import PlannerSampler, Posterior, Surrogate
 from phalanx.study.loop import Job, StudyLoop
@@ -33,8 +34,6 @@ from phalanx.study.space import Choices
 from phalanx.study.store import StudyStore
 from phalanx.study.trial import Trial, best_trial, count_failures, key_of
 
-STUDY = "layout"
-"""Name of the study inside its file."""
 _LOST_RACES = 100
 """Times in a row that another search may be first before this one gives up."""
 _AROUND_S = 60.0
@@ -182,7 +181,7 @@ class SearchResult:
             "devices": self.task.devices,
             "where": self.where,
             "cluster_device": self.machine.node.device,
-            "measured_on": self._measured_on(),
+            "measured_on": list_devices(self.trials),
             "storage": str(self.path),
             "points": len(self.space),
             "stopped": self.stopped,
@@ -202,34 +201,17 @@ class SearchResult:
             raise ConfigError("--write: no trial of this space was good, so there is no best layout to write")
         # A run file has no place for variables of the environment: they go into a comment.
         env = "".join(f"#   export {name}={value}\n" for name, value in self.space.env(point).items())
-        on = self._measured_on()
+        on = list_devices(self.trials)
         measured = f"Measured best of {len(self.trials)} trials" + (f" on {' and '.join(on)}" if on else "")
         note = f"# {measured}: {best.value:.4g} s a step (trial {best.number}).\n"
         text = dump_run(parse_run(dump_run(self.task.run), "the run file", self.space.overrides(point)))
         return note + (f"# With these variables of the environment:\n{env}" if env else "") + text
 
-    def _measured_on(self) -> list[str]:
-        """Return the kinds of devices that the trials ran on; none where no trial ended well, and of a simulation."""
-        outcomes = [trial.outcome for trial in self.trials if trial.outcome is not None]
-        return sorted({outcome.more[DEVICE] for outcome in outcomes if DEVICE in outcome.more})
-
     def _summarise_trial(self, trial: Trial) -> Row:
-        point, outcome = self.space.find(trial.values), trial.outcome
-        return {
-            "number": trial.number,
-            "engine": trial.sampler,
-            "values": dict(trial.values),
-            "words": trial.key if point is None else self.space.describe(point),
-            "state": "running" if outcome is None else outcome.cause,
-            "step_s": outcome.value if outcome else None,
-            "planned_s": None if point is None else float(self.prior.seconds[point]),
-            "expected_s": trial.note.get("expected_s"),
-            "memory_bytes": outcome.memory_bytes if outcome else None,
-            "loss": outcome.losses[-1] if outcome and outcome.losses else None,
-            "said": outcome.words if outcome else "",
-            "seconds": outcome.seconds if outcome else None,
-            "device": outcome.more.get(DEVICE) if outcome else None,
-        }
+        point = self.space.find(trial.values)
+        if point is None:
+            return summarise_trial(trial, trial.key, None)
+        return summarise_trial(trial, self.space.describe(point), float(self.prior.seconds[point]))
 
     def _best_points(self, posterior: Posterior) -> list[Row]:
         """Return the points with the least expected time, measured or not."""

@@ -37,13 +37,11 @@ from phalanx.study.processes.trial_files import (
     short_run,
 )
 from phalanx.study.store import save_outcome
-from phalanx.study.trial import ASKED, INTERRUPTED, OK, Outcome, Trial
+from phalanx.study.trial import ASKED, DEVICE, INTERRUPTED, OK, Outcome, Trial
 from phalanx.verification.error_bounds import ErrorBound
 
 _LOSS_SHARE, _NORM_SHARE = 0.01, 0.03
 """Relative differences of losses and of gradient norms that no number format excuses."""
-DEVICE = "device"
-"""Key of `Outcome.more`: kind of the trial's devices, as machine descriptions call it."""
 _NORMS = "gradient_norms"
 """Key of `Outcome.more`: gradient norm of each step."""
 
