@@ -6,10 +6,12 @@ import errno
 import fcntl
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,16 @@ def start(*arguments: str, **settings: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "phalanx", *arguments], cwd=ROOT, env=environment, **settings)
 
 
-def run_in_terminal(columns: int, *arguments: str, typed: str = "", **settings: str) -> tuple[int, str]:
+def run_in_terminal(
+    columns: int,
+    *arguments: str,
+    typed: str = "",
+    enough: Callable[[str], bool] = lambda shown: False,
+    **settings: str,
+) -> tuple[int, str]:
     """Run `phalanx ARGUMENTS` in a terminal `columns` wide. Returns the exit code and all that appears on it.
 
-    typed: what somebody types ahead there.
+    typed: what somebody types ahead there. enough: says of what has appeared so far whether to interrupt it, once.
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
@@ -35,10 +43,13 @@ def run_in_terminal(columns: int, *arguments: str, typed: str = "", **settings: 
     child = start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
     os.write(ours, typed.encode())
-    shown = b""
+    shown, interrupted = b"", False
     try:
         while chunk := os.read(ours, 65536):
             shown += chunk
+            if not interrupted and enough(shown.decode(errors="ignore")):
+                interrupted = True
+                child.send_signal(signal.SIGINT)
     except OSError as error:
         # Linux ends a closed terminal so.
         if error.errno != errno.EIO:

@@ -98,7 +98,14 @@ PLACED = ("--cluster", "h200-x4", "--devices", "4")
 @pytest.mark.parametrize(
     "words",
     [
-        *(["report", "PATH"], ["train", "PATH"], ["search", "PATH", *PLACED], ["generate", "PATH"], ["bench", "PATH"]),
+        *(
+            ["report", "PATH"],
+            ["watch", "PATH"],
+            ["train", "PATH"],
+            ["search", "PATH", *PLACED],
+            ["generate", "PATH"],
+            ["bench", "PATH"],
+        ),
         *(
             ["evaluate", "PATH"],
             ["forecast", "PATH"],

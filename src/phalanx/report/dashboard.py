@@ -439,7 +439,7 @@ def _fit(lines: list[Text], room: Room) -> list[Text]:
     """Cut lines to the room."""
     for line in lines:
         if room.plain:
-            line.plain = line.plain.translate(_PLAIN)
+            line.plain = line.plain.translate(_PLAIN).encode("ascii", "replace").decode()
         line.no_wrap = True
-        line.truncate(room.width, overflow="ellipsis")
+        line.truncate(room.width, overflow="crop" if room.plain else "ellipsis")
     return lines if room.height is None else lines[: room.height]

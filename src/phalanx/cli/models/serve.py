@@ -66,12 +66,6 @@ class PageServer(ThreadingHTTPServer):
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
-    def serve_forever_quietly(self) -> None:
-        """Serve until somebody ends it."""
-        with ending_quietly():
-            self.serve_forever()
-        self.server_close()
-
 
 class PageRequest(BaseHTTPRequestHandler):
     """One request."""
@@ -118,9 +112,14 @@ class PageRequest(BaseHTTPRequestHandler):
 
 def serve_page(watched: Watched, host: str, port: int) -> None:
     """Serve the page of `watched` until somebody ends it. Raises as `PageServer` does."""
-    server = PageServer(watched, host, port)
-    port = server.server_address[1]
-    print(f"serving {make_printable(watched.name)} at http://{host}:{port}/", flush=True)
+    with PageServer(watched, host, port) as server, ending_quietly():
+        _tell_address(server, watched.name)
+        server.serve_forever()
+
+
+def _tell_address(server: PageServer, name: str) -> None:
+    host, port = server.host, server.server_address[1]
+    print(f"serving {make_printable(name)} at http://{host}:{port}/", flush=True)
     if server.only_here:
         # How to get there from the desk: clusters have no browser.
         write_stderr(f"from another machine: ssh -N -L {port}:{host}:{port} {platform.node()}")
@@ -130,7 +129,6 @@ def serve_page(watched: Watched, host: str, port: int) -> None:
             f"--host {host}: whoever reaches this address can read the run; the default is for this machine alone"
         )
     write_stderr("Ctrl-C ends it")
-    server.serve_forever_quietly()
 
 
 def _is_loopback(host: str) -> bool:
