@@ -240,9 +240,13 @@ def _draw_loss(log: RunLog, summary: Summary, room: Room, tall: int) -> list[Tex
     across = Scale(*ends) if ends[1] > ends[0] else Scale(ends[0] - 0.5, ends[0] + 0.5)
     raster = Raster(room, tall, scale)
     for one, style in zip(series, ("cyan", "magenta"), strict=False):
+        places, values = across.share(one.positions.step[one.kept]), one.values[one.kept]
+        if one.look == "dotted":
+            # few evaluations: a line between them would hide the curve of training
+            raster.add_marks(places, values, style)
+            continue
         # a gap between two kept points breaks the line even where the gap itself was not kept
-        gaps = np.cumsum(~np.isfinite(one.values))[one.kept]
-        raster.add_curve(across.share(one.positions.step[one.kept]), one.values[one.kept], style, gaps)
+        raster.add_curve(places, values, style, np.cumsum(~np.isfinite(one.values))[one.kept])
     return [title, *raster.finish(f"step {ends[0]:,.0f}", f"{ends[1]:,.0f}")]
 
 
