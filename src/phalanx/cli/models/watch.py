@@ -16,11 +16,14 @@ from rich.live import Live
 from phalanx.cli.models.watched import Picture, Watched, open_watched
 from phalanx.cli.options.models import WatchArguments
 from phalanx.errors import ConfigError
+from phalanx.launch.parent import is_ignored
 from phalanx.printable import plain_console
 from phalanx.report.dashboard import Room
 
 MOST_OF_TIME = 0.1
 """Share of the time that may be spent reading: logs of long runs are large."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals of Ctrl-C, of the end of a job, and of a terminal that closes."""
 _CLOCK_S = 1.0
 """Seconds between two drawings where nothing is new: times go on, and the window may have another size."""
 
@@ -64,7 +67,8 @@ def follow(watched: Watched, console: Console, frame: Frame, every_s: float) -> 
     stamp, due = watched.stamp(), 0.0
     with Live(frame, console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.refresh()
+            with _signals_waiting():
+                live.refresh()
             time.sleep(min(every_s, _CLOCK_S))
             began = time.monotonic()
             if began < due or (now := watched.stamp()) == stamp:
@@ -75,13 +79,23 @@ def follow(watched: Watched, console: Console, frame: Frame, every_s: float) -> 
 
 
 @contextmanager
+def _signals_waiting() -> Iterator[None]:
+    """Let signals that end the program wait until the block ends: half a character would spoil what follows it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def ending_quietly() -> Iterator[None]:
     """End the block without a word at Ctrl-C, and at the signals of a closed terminal or an ended job."""
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {one: signal.signal(one, stop) for one in (signal.SIGTERM, signal.SIGHUP)}
+    before = {one: signal.signal(one, stop) for one in _ENDING if not is_ignored(one)}
     try:
         yield
     except KeyboardInterrupt:
