@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.config.check import batch_sizes
 from phalanx.config.families import FAMILIES, Family, sizes_of
-from phalanx.config.load import parse_run
+from phalanx.config.load import load_run, parse_run
 from phalanx.config.model import LanguageModel
-from phalanx.config.presets import PublishedCount, load_preset, preset_names
+from phalanx.config.presets import PublishedCount, load_preset, preset_names, recipe_names
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.decoder import Decoder
@@ -176,3 +177,25 @@ def test_a_family_of_another_package_brings_presets(tmp_path: Path, monkeypatch:
 def test_a_name_is_no_path() -> None:
     with pytest.raises(ConfigError, match="no such preset"):
         load_preset("../presets/gpt2")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_recipe_is_a_whole_run_on_about_20_tokens_a_parameter(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = load_run(name, ["data.sources=[mine]"])
+    assert isinstance(run, LanguageRun) and run.data_names == ["mine"]
+    tokens = batch_sizes(run).samples_through(run.training.steps) * run.data.sequence_length
+    assert 18 < tokens / sizes_of(run.model).parameter_count(run.model) < 22
+
+
+def test_a_recipe_gives_way_to_a_file_and_is_proposed_for_a_name_like_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"run file mpt-1c does not exist\nnearest: the recipe mpt-1b"):
+        load_run("mpt-1c")
+    Path("mpt-1b").write_text("model: {preset: nano-10m}\n")
+    with pytest.raises(ConfigError, match="section data is missing"):
+        load_run("mpt-1b")

@@ -42,7 +42,7 @@ def show_examples(*commands: str) -> str:
     return "\b\n" + "\n".join(["Examples:" if len(commands) > 1 else "Example:", *(f"  {line}" for line in commands)])
 
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="Run file, or folder of a run.")]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="Run file, folder of a run, or name of a recipe.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

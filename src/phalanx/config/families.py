@@ -47,6 +47,8 @@ class Family:
 
     presets: Path | None = None
     """Folder of its presets, one YAML file each; None where it has none."""
+    recipes: Path | None = None
+    """Folder of its recipes, run files that are found by name; None where it has none."""
     start: Path | None = None
     """YAML file that `phalanx init` begins its run files with (`config.starting_run`); None where it begins none."""
 

@@ -30,7 +30,7 @@ from phalanx.config.document import (
 )
 from phalanx.config.families import BUILT_IN, DEFAULT_FAMILY, FAMILIES, find_family
 from phalanx.config.fields import all_fields, field_pattern, nearest_names
-from phalanx.config.presets import find_preset, preset_names
+from phalanx.config.presets import find_preset, find_recipe, preset_names, recipe_names
 from phalanx.config.problems import Problem, config_error, explain_errors, unknown_choice
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
@@ -41,12 +41,15 @@ RESOLVED_NAME = "run.yaml"
 
 
 def load_run(path: Path | str, overrides: Sequence[str] = ()) -> Run:
-    """Read a run file, or the resolved one of a run folder, and apply `section.field=value` overrides.
+    """Read a run file, the resolved one of a run folder, or a recipe, and apply `section.field=value` overrides.
 
-    Raises ConfigError for anything a person can get wrong.
+    path: a file or folder, or the name of a recipe where there is neither. Raises ConfigError for anything a person can get
+    wrong.
     """
     path = Path(path)
     file = path / RESOLVED_NAME if path.is_dir() else path
+    if not file.exists() and (recipe := find_recipe(str(path))) is not None:
+        file = path = recipe
     if file != path and not file.exists():
         raise ConfigError(f"folder {path} holds no {RESOLVED_NAME}; give a run file or a run folder")
     return parse_run(_read_text(file), str(file), overrides)
@@ -108,11 +111,13 @@ def _read_text(file: Path) -> str:
 
 
 def _nearest_file(file: Path) -> str | None:
+    recipes = nearest_names(str(file), recipe_names())
+    recipe = f"the recipe {recipes[0]}" if recipes else None
     if not file.parent.is_dir():
-        return None
+        return recipe
     candidates = [path.name for path in file.parent.iterdir() if path.suffix in (".yaml", ".yml") or path.is_dir()]
     matches = nearest_names(file.name, candidates)
-    return str(file.parent / matches[0]) if matches else None
+    return str(file.parent / matches[0]) if matches else recipe
 
 
 def _top_level(document: Document, name: str) -> dict[str, Value]:

@@ -1,11 +1,13 @@
 """Named model shapes: one YAML file each in the folder `presets` of its family, with where its figures come from.
 
-A preset lies below the run file: it fills the fields of `model` that the file does not give.
+A preset lies below the run file: it fills the fields of `model` that the file does not give. Recipes are whole run files, found by
+name as well.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
@@ -89,6 +91,23 @@ def find_preset(name: str) -> Preset | None:
             if file.stem == name:
                 return _read_preset(file, family)
     return None
+
+
+def find_recipe(name: str) -> Path | None:
+    """Return the run file of the recipe `name`; None where there is none."""
+    return next((file for file in _recipe_files() if file.stem == name), None)
+
+
+def recipe_names() -> tuple[str, ...]:
+    """Return the names of all recipes of all families, series together and small before large."""
+    return tuple(sorted((file.stem for file in _recipe_files()), key=_series_and_size))
+
+
+def _recipe_files() -> Iterator[Path]:
+    # One after the other: what other packages offer is imported only where none of ours is meant.
+    for family in _families():
+        folder = find_family(family).recipes
+        yield from [] if folder is None else sorted(folder.glob("*.yaml"))
 
 
 def _families() -> list[str]:

@@ -208,6 +208,7 @@ FAMILY = Family(
     bound="phalanx.families.language.bound:BoundLanguage",
     sizes="phalanx.families.language.sizes",
     presets=Path(__file__).with_name("presets"),
+    recipes=Path(__file__).with_name("recipes"),
     start=Path(__file__).with_name("start.yaml"),
 )
 """The language family as run files know it."""
