@@ -1,7 +1,7 @@
 """Named model shapes: one YAML file each in the folder `presets` of its family, with where its figures come from.
 
-A preset lies below the run file: it fills the fields of `model` that the file does not give. Recipes are whole run files, found by
-name as well.
+A preset lies below the run file: it fills the fields of `model` that the file does not give. Recipes are whole run files,
+found by name as well.
 """
 
 from __future__ import annotations
