@@ -229,7 +229,7 @@ def steps_of(
     kinds = _part_names(setting)
     wanted = [(name, one, size) for one, size in settings for name in kinds]
     sizes, blocks = _part_sizes(settings, framework)
-    counts = sizes[which]
+    sizes = sizes.take(which)
     alone = layouts.pp == 1
     layers, joined = rank_layers(plain, layouts, framework)
     unit = np.minimum(gather_blocks, np.ceil(layers.most / layouts.stages_per_rank).astype(np.int64))
@@ -261,12 +261,13 @@ def steps_of(
         layers=layers,
         unit=unit,
         joined=joined,
-        block_parameters=counts[:, 1],
-        embedding_parameters=counts[:, 0],
-        leading_parameters=n_leading * (counts[:, 8] - counts[:, 1]),
-        expert_parameters=counts[:, 7],
-        head_parameters=counts[:, 2] - np.where(alone, counts[:, 3], 0.0),
-        tensors=Tensors(block=counts[:, 5], embedding=counts[:, 4], head=counts[:, 6]),
+        block_parameters=sizes.block,
+        embedding_parameters=sizes.embedding,
+        leading_parameters=n_leading * (sizes.leading - sizes.block),
+        expert_parameters=sizes.experts,
+        # One rank that holds both ends has the shared table once.
+        head_parameters=sizes.head - np.where(alone, sizes.shared, 0.0),
+        tensors=sizes.tensors,
         streams=Streams.of(blocks, distinct[:, 3], part_tracer(setting).random_drops()).take(which),
         alike=distinct_rows([like_parts, like_shards, like_replicas, like_expert_shards, like_expert_copies, unit])[1],
         hidden_bytes=samples * positions * width / layouts.tp,
@@ -316,10 +317,32 @@ def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, i
     return one if chunk_tokens is None else replace(one, chunk_tokens=chunk_tokens[tp]), microbatch
 
 
-def _part_sizes(settings: Sequence[tuple[Setting, int]], framework: FrameworkProfile) -> tuple[Floats, list[PartCosts]]:
-    """(elements of embedding, block and head, of what both ends share, tensors of the three, elements of experts and of a
-    leading block, [settings, 9]; the blocks)."""
-    sizes: list[tuple[int, ...]] = []
+@dataclass(frozen=True)
+class _PartSizes:
+    """Elements of the parts of a model on one rank before data parallelism shares them out. Arrays of [settings]."""
+
+    embedding: Floats
+    block: Floats
+    head: Floats
+    leading: Floats
+    """Of a first block of another kind; of a block where there is none."""
+    shared: Floats
+    """Of the table that embedding and head share; 0 where each has its own."""
+    experts: Floats
+    """Of a block's, those of experts that ranks share out."""
+    tensors: Tensors
+
+    def take(self, which: Ints) -> _PartSizes:
+        """Return those at these positions."""
+        arrays = {name: column[which] for name, column in vars(self).items() if name != "tensors"}
+        return _PartSizes(**arrays, tensors=at(self.tensors, which))
+
+
+def _part_sizes(
+    settings: Sequence[tuple[Setting, int]], framework: FrameworkProfile
+) -> tuple[_PartSizes, list[PartCosts]]:
+    """Return the sizes of the parts in each setting, and its blocks."""
+    rows: list[tuple[int, ...]] = []
     blocks: list[PartCosts] = []
     for one, microbatch in settings:
         # Parameters are the same with any recompute: ask a trace that is made anyway.
@@ -327,12 +350,13 @@ def _part_sizes(settings: Sequence[tuple[Setting, int]], framework: FrameworkPro
         embedding, block, head, *leading = (part_costs(name, traced, microbatch) for name in _part_names(one))
         blocks.append(block)
         shared = head.largest_parameter.count if part_tracer(one).tied() else 0
-        counts = [part.parameter_count for part in (embedding, block, head)]
-        tensors = [sum(not parameter.streamed for parameter in part.parameters) for part in (embedding, block, head)]
+        counts = [part.parameter_count for part in (embedding, block, head, leading[0] if leading else block)]
         experts = sum(parameter.count for parameter in block.parameters if parameter.expert)
-        first = leading[0].parameter_count if leading else block.parameter_count
-        sizes.append((*counts, shared, *tensors, experts, first))
-    return np.asarray(sizes, np.float64), blocks
+        # Streamed matrices travel in chunks of their own.
+        tensors = [sum(not parameter.streamed for parameter in part.parameters) for part in (block, embedding, head)]
+        rows.append((*counts, shared, experts, *tensors))
+    first, middle, last, before, tied, of_experts, *counted = np.asarray(rows, np.float64).T
+    return _PartSizes(first, middle, last, before, tied, of_experts, Tensors(*counted)), blocks
 
 
 def rank_layers(setting: Setting, layouts: LayoutTable, framework: FrameworkProfile) -> tuple[RankLayers, Floats]:
