@@ -1,0 +1,254 @@
+"""Held-out errors of models that begin with other weights, beside those from scratch, on a tenth of the data and on all.
+
+    python benchmarks/transfer_gain.py --out benchmarks/results/transfer/sample.json [--weather-steps N] [--materials-steps N]
+
+All data are simulated (`phalanx data sample`). Weather: weights of a forecaster of six variables go to one of five on
+another simulation, of which it knew four. Materials: weights of a potential of metal clusters go to alloy crystals, with a head of
+their own that begins as the clusters' head. Every run is scored at the best of its evaluations, by data that none has been
+trained on: RMSE of all variables at 24 h over that of persistence, and the mean error of force components. The result is
+written again after each run; beside it, with the ending .svg, stand the bars.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.report.drawing import Bar, draw_bars
+
+ROOT = Path(__file__).parents[1]
+KNOWN = ["geopotential_500", "temperature_650", "u_component_of_wind_500", "v_component_of_wind_500"]
+BEFORE = [*KNOWN, "temperature_350", "u_component_of_wind_200"]
+AFTER = ["u_component_of_wind_800", *KNOWN[::-1]]
+FRAMES = {"all": 300, "tenth": 30}
+"""Frames to train on; 370 to 399 are held out."""
+DAYS, TRAJECTORIES = 200, 80
+EVALUATIONS = 6
+"""Evaluations of a run, evenly spaced: what learns from little data is soon at its best."""
+
+
+def main() -> None:
+    """Train all runs and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weather-steps", type=int, default=600)
+    parser.add_argument("--materials-steps", type=int, default=480)
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    result: dict[str, Any] = {
+        "command": shlex.join(["python", "benchmarks/transfer_gain.py", *sys.argv[1:]]),
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip(),
+        "torch": metadata.version("torch"),
+        "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+    }
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for name, compare, steps in (
+            ("materials", compare_potentials, asked.materials_steps),
+            ("weather", compare_forecasters, asked.weather_steps),
+        ):
+            result[name] = compare(root / name, steps)
+            asked.out.write_text(json.dumps(result, indent=1) + "\n")
+    asked.out.with_suffix(".svg").write_text(draw(result))
+
+
+def compare_forecasters(root: Path, steps: int) -> dict[str, Any]:
+    """Return errors of forecasters, as shares of persistence's."""
+    for name, seed in (("before", 1), ("after", 2)):
+        phalanx("data", "sample", "weather", "--out", root / name, "--days", DAYS, "--seed", seed)
+    begin = {"training.init_from": str(root / "runs" / "before")}
+    transfer = {"training.transfer": {"resize": ["embedding.*", "head.output.*"]}}
+    runs = {
+        "before": forecaster(root, "before", BEFORE, "all", steps),
+        "scratch all": forecaster(root, "after", AFTER, "all", steps),
+        "scratch tenth": forecaster(root, "after", AFTER, "tenth", steps),
+        "transfer tenth": forecaster(root, "after", AFTER, "tenth", steps) | begin | transfer,
+    }
+    return {"what": "RMSE at 24 h over persistence's", "steps": steps, **train_all(root, runs, relative_rmse)}
+
+
+def forecaster(root: Path, data: str, variables: list[str], share: str, steps: int) -> dict[str, Any]:
+    """Return the fields of a run on a share of the frames."""
+    return {
+        "model": {
+            "family": "weather",
+            "n_layers": 3,
+            "d_model": 64,
+            "n_heads": 4,
+            "d_ff": 128,
+            "n_lat": 32,
+            "n_lon": 64,
+            "patch_size": 4,
+            "prediction": "change",
+            "variables": [*variables, "orography"],
+            "outputs": variables,
+        },
+        "data": {
+            "sources": [str(root / data / "weather.nc")],
+            "inputs": variables,
+            "static": ["orography"],
+            "lead_hours": 24,
+            "splits": {
+                "train": {"first": "step 0", "last": f"step {FRAMES[share] - 1}"},
+                "validation": {"first": "step 340", "last": "step 399"},
+            },
+            "climatology_days": 183,
+        },
+        **settings(8, steps),
+    }
+
+
+def relative_rmse(event: dict[str, Any]) -> float:
+    """Return the RMSE of all variables over that of persistence, in the mean."""
+    return float(np.mean([score["rmse"] / score["persistence_rmse"] for score in event["scores"]]))
+
+
+def compare_potentials(root: Path, steps: int) -> dict[str, Any]:
+    """Return errors of forces, in eV/A."""
+    for name, seed in (("before", 1), ("after", 2), ("held-out", 3)):
+        phalanx("data", "sample", "molecules", "--out", root / name, "--trajectories", TRAJECTORIES, "--seed", seed)
+    take_tenth(root / "after" / "crystals.npz", root / "tenth" / "crystals.npz")
+    begin = {"training.init_from": str(root / "runs" / "before")}
+    transfer = {"training.transfer": {"rename": {"head.*.copies.crystals.*": "head.*.copies.clusters.*"}}}
+    runs = {
+        "before": potential(root, "before", "clusters", steps),
+        "scratch all": potential(root, "after", "crystals", steps),
+        "scratch tenth": potential(root, "tenth", "crystals", steps),
+        "transfer tenth": potential(root, "tenth", "crystals", steps) | begin | transfer,
+    }
+    return {"what": "mean error of forces, eV/A", "steps": steps, **train_all(root, runs, None)}
+
+
+def potential(root: Path, data: str, name: str, steps: int) -> dict[str, Any]:
+    """Return the fields of a run on the clusters or the crystals of a folder."""
+    source = {"name": name, "path": str(root / data / f"{name}.npz"), "group_by": "trajectory"}
+    return {
+        "model": {
+            "family": "materials",
+            "body": "painn",
+            "n_layers": 2,
+            "d_model": 48,
+            "n_radial": 12,
+            "cutoff": 5.0,
+            "envelope": "polynomial",
+            "max_atomic_number": 79,
+            "energy": {"loss": "mae", "weight": 1.0, "force_weight": 1.0},
+            "branches": [{"name": name}],
+        },
+        "data": {
+            "sources": [{**source, "labels": {"energy": "eV", "forces": "eV/A"}}],
+            "prepared": str(root / "graphs" / f"{data}-{name}"),
+            "cutoff": 5.0,
+            "validation_fraction": 0.1,
+        },
+        **settings(8, steps),
+    }
+
+
+def take_tenth(whole: Path, part: Path) -> None:
+    """Write a tenth of the trajectories of `whole`."""
+    arrays = dict(np.load(whole))
+    kept = np.flatnonzero(arrays["trajectory"] < (arrays["trajectory"].max() + 1) // 10)
+    starts, count = arrays["ptr"], len(arrays["energy"])
+    atoms = np.concatenate([np.arange(starts[one], starts[one + 1]) for one in kept])
+    rows = {name: kept if len(values) == count else atoms for name, values in arrays.items() if name != "ptr"}
+    taken = {name: arrays[name][found] for name, found in rows.items()}
+    part.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(part, ptr=np.concatenate(([0], np.cumsum(np.diff(starts)[kept]))), **taken)
+
+
+def settings(batch: int, steps: int) -> dict[str, Any]:
+    """Return the sections that all runs have in common."""
+    return {
+        "layout": {"global_batch": batch, "precision": "fp32"},
+        "optimizer": {"lr": 1e-3, "warmup_steps": min(20, steps), "weight_decay": 0.01, "schedule": "cosine"},
+        "training": {"steps": steps, "tensorboard": False, "log_every": 100},
+        "checkpoint": {"every": None},
+        "evaluation": {"every": steps // EVALUATIONS, "samples": 64},
+    }
+
+
+def train_all(root: Path, runs: dict[str, dict[str, Any]], score: Any) -> dict[str, Any]:
+    """Train runs in their order; return the errors of each, the best first evaluation's for weather.
+
+    score: gives the error of an evaluation; None takes the error of forces on the structures of held-out.
+    """
+    found: dict[str, Any] = {}
+    for name, fields in runs.items():
+        words = {key: fields.pop(key) for key in list(fields) if "." in key}
+        file, folder = root / f"{name}.yaml".replace(" ", "-"), root / "runs" / name.replace(" ", "-")
+        for key, value in words.items():
+            section, _, field = key.partition(".")
+            fields[section] |= {field: value}
+        # JSON is YAML.
+        file.write_text(json.dumps(fields))
+        if fields["model"]["family"] == "materials":
+            phalanx("data", "prepare-graphs", file)
+        phalanx("train", file, "--run-dir", folder)
+        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+        evaluations = [event for event in events if event["kind"] == "evaluation"]
+        if score is not None:
+            curve = [score(event) for event in evaluations]
+            found[name] = {"error": round(min(curve), 5), "curve": [round(value, 5) for value in curve]}
+        elif name != "before":
+            found[name] = {"error": round(force_error(root, folder), 5)}
+    return found
+
+
+def force_error(root: Path, run_dir: Path) -> float:
+    """Return the mean absolute error of force components on the held-out crystals, eV/A."""
+    source = {"name": "crystals", "path": str(root / "held-out" / "crystals.npz"), "group_by": "trajectory"}
+    data = {
+        "sources": [{**source, "labels": {"energy": "eV", "forces": "eV/A"}}],
+        "prepared": str(root / "graphs" / "held-out"),
+        "cutoff": 5.0,
+        "validation_fraction": 0.1,
+    }
+    words = [f"data.{name}={json.dumps(value)}" for name, value in data.items()]
+    if not Path(str(data["prepared"])).exists():
+        phalanx("data", "prepare-graphs", run_dir / "run.yaml", *words)
+    text = phalanx("errors", run_dir, "--split", "train", "--device", "cpu", "--json", *words)
+    rows = json.loads(text)["errors"]
+    return float(next(row["mae"] for row in rows if row["quantity"].startswith("forces")))
+
+
+def phalanx(*words: object) -> str:
+    """Run a command of phalanx to its end; return what it wrote on stdout."""
+    return subprocess.run(
+        [sys.executable, "-m", "phalanx", *map(str, words)], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+
+
+def draw(result: dict[str, Any]) -> str:
+    """Return the errors as bars, each family's relative to a run from scratch on all data."""
+    bars = []
+    for family in ("weather", "materials"):
+        errors = {name: result[family][name]["error"] for name in ("scratch all", "scratch tenth", "transfer tenth")}
+        for name, error in errors.items():
+            style = "quick" if name.startswith("transfer") else "slow"
+            bars.append(Bar(f"{family}: {name} of the data", error / errors["scratch all"], f"{error:.3g}", style))
+    svg = str(draw_bars(bars, "Held-out errors, as multiples of those from scratch on all data").svg)
+    styles = "text { font: 14px sans-serif } .grid { stroke: #ddd } .slow { fill: #999 } .quick { fill: #06c }"
+    start = svg.index(">") + 1
+    return (
+        svg[:start].replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
+        + f"<style>{styles}</style>"
+        + svg[start:]
+    )
+
+
+if __name__ == "__main__":
+    main()
