@@ -1,12 +1,12 @@
 """Held-out errors of models that begin with other weights, beside those from scratch, on a tenth of the data and on all.
 
-    python benchmarks/transfer_gain.py --out benchmarks/results/transfer/sample.json [--weather-steps N] [--materials-steps N]
+    python benchmarks/transfer_gain.py --out benchmarks/results/transfer/sample.json [--weather-steps N] [...]
 
 All data are simulated (`phalanx data sample`). Weather: weights of a forecaster of six variables go to one of five on
-another simulation, of which it knew four. Materials: weights of a potential of metal clusters go to alloy crystals, with a head of
-their own that begins as the clusters' head. Every run is scored at the best of its evaluations, by data that none has been
-trained on: RMSE of all variables at 24 h over that of persistence, and the mean error of force components. The result is
-written again after each run; beside it, with the ending .svg, stand the bars.
+another simulation, of which it knew four. Materials: weights of a potential of metal clusters go to alloy crystals, whose
+head begins as the clusters' head. Forecasters are scored at the best of their evaluations, in RMSE of all variables at 24 h
+over that of persistence; potentials at their end, in the mean error of force components on structures of another seed. The
+result is written again after each family; beside it, with the ending .svg, stand the bars.
 """
 
 from __future__ import annotations

@@ -79,6 +79,9 @@ class WeatherModel(BlockModel):
     """Tokens a location keeps after aggregation."""
     decoder_depth: Annotated[int, Field(ge=0, le=10_000)] = 2
     """Hidden layers of the head."""
+    absent_inputs: Literal["mean", "masked"] = "mean"
+    """What the aggregation makes of a variable that a sample lacks, whose field is at the mean throughout: a token of that
+    field, or none, so that the others share the attention."""
     qk_norm: bool = False
     """Whether queries and keys are normalised per head before the product."""
     norm_eps: PositiveFloat = 1e-5
@@ -307,6 +310,9 @@ class FieldSource(Section):
         Words('a list, each "name in the run=name in the files" or a mapping with name, stored_as, scale and offset'),
     ] = Field(default=[])
     """Variables whose names or units differ in this source."""
+    variables: Annotated[list[str], Field(min_length=1)] | None = None
+    """Variables of the run that this source has, at least one that is read and one that is predicted; null means all. Of
+    the others nothing is learnt from it."""
     static_path: PathText | None = None
     """File of the static fields, where they lie apart; null looks for them beside the variables."""
     time_dim: str | None = None
@@ -329,7 +335,8 @@ class FieldData(Section):
         Field(min_length=1),
         Words("a list of at least one, each a path or a mapping with path and weight"),
     ]
-    """Where the fields come from; a plain path stands for a source of weight 1. All have the run's variables and grid."""
+    """Where the fields come from; a plain path stands for a source of weight 1. All have one grid, and each some of the
+    run's variables."""
     inputs: Annotated[list[str], Field(min_length=1)]
     """Variables the model reads, as in z500 (z at the 500 hPa level) or 2m_temperature."""
     outputs: Annotated[list[str], Field(min_length=1)] | None = None
@@ -377,6 +384,22 @@ class FieldData(Section):
             twice = first_repeated(names)
             if twice is not None:
                 raise ValueError(f"{field} names {twice} twice")
+        return self
+
+    @model_validator(mode="after")
+    def _sources_have_variables(self) -> FieldData:
+        wanted = list(dict.fromkeys([*self.inputs, *self.target_variables]))
+        for source in self.sources:
+            if source.variables is None:
+                continue
+            _no_repeats(f"variables of {source.path}", tuple(source.variables))
+            _all_among(f"variables of {source.path}", tuple(source.variables), "inputs and outputs", tuple(wanted))
+            for field, names in (("inputs", self.inputs), ("outputs", self.target_variables)):
+                if not set(names) & set(source.variables):
+                    raise ValueError(f"source {source.path} has none of the {field}, so nothing can be learnt from it")
+        if all(source.variables is not None for source in self.sources):
+            had = {name for source in self.sources for name in source.variables or ()}
+            _all_among("inputs and outputs", tuple(wanted), "the variables of any source", tuple(had))
         return self
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -105,3 +107,26 @@ def test_keeps_no_token_of_a_variable() -> None:
 @pytest.mark.parametrize(("variables", "groups", "sizes"), [(5, 3, [2, 2, 1]), (48, 8, [6] * 8), (4, 4, [1] * 4)])
 def test_sizes_of_groups(variables: int, groups: int, sizes: list[int]) -> None:
     assert group_sizes(variables, groups) == sizes
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_masked_model_is_that_of_the_variables_that_are_there(groups: int) -> None:
+    shape: dict[str, Any] = {"aggregation": "hierarchical", "aggregation_groups": groups} if groups > 1 else {}
+    whole = random_forecaster(small(**shape, absent_inputs="masked"))
+    fields = random_fields(whole.config, 3, 5)
+    hours = torch.tensor([6.0, 24.0, 72.0], dtype=fields.dtype)
+    # One of each group stays: two of five are gone, of one sample alone.
+    fields[1, [1, 3]] = 0.0
+    predicted = whole.forecast(fields, hours)
+    there = [0, 2, 4]
+    fewer = random_forecaster(small(**shape, inputs=[SMALL.variables[place] for place in there]))
+    fewer.load_state_dict(whole.state_dict())
+    if groups == 1:
+        torch.testing.assert_close(predicted[1], fewer.forecast(fields[1:2][:, there], hours[1:2])[0])
+    as_mean = random_forecaster(small(**shape))
+    as_mean.load_state_dict(whole.state_dict())
+    torch.testing.assert_close(predicted[[0, 2]], as_mean.forecast(fields, hours)[[0, 2]])
+    assert not torch.allclose(predicted[1], as_mean.forecast(fields, hours)[1])
+    # A sample without any variable is computed as if nothing were masked.
+    fields[1] = 0.0
+    torch.testing.assert_close(whole.forecast(fields, hours), as_mean.forecast(fields, hours))

@@ -126,8 +126,11 @@ def find_windows(data: FieldData, store: FieldStore, survey: Survey, split: Spli
     first frame with missing values.
     """
     frames = split_frames(data, store, split)
-    inputs = [store.variables.index(name) for name in data.inputs]
-    outputs = [store.variables.index(name) for name in data.target_variables]
+    # What a source does not have at all is missing in no frame of it.
+    inputs, outputs = (
+        [place for name in names if (place := store.variables.index(name)) not in store.lacking]
+        for names in (data.inputs, data.target_variables)
+    )
     missing = survey.empty if data.missing == "mask" else survey.incomplete
     if data.missing == "refuse":
         _refuse_missing(store, survey, frames)

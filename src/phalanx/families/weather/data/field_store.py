@@ -47,6 +47,8 @@ class FieldStore(ABC):
     """Which file holds which frames (of the first variable, where variables lie in files of their own), in order."""
     fingerprint: str
     """Changes whenever files are added, removed, or change in length or times."""
+    lacking: frozenset[int] = frozenset()
+    """Places of variables of the run that the source does not have: they are NaN in every frame."""
     gaps_refused: bool = False
     """Whether holes in the time axis were refused as the store was made."""
     units_compared: bool = False
@@ -92,6 +94,41 @@ class FieldStore(ABC):
     def stack_static(self, fields_HW: Sequence[Float32Array]) -> Float32Array:
         """Return static fields as one array [S, H, W], which has the shape of the grid also where there are none."""
         return np.stack(fields_HW) if fields_HW else np.empty((0, *self.grid.shape), dtype=np.float32)
+
+
+class PartialStore(FieldStore):
+    """A store with some of a run's variables, as one that has all of them: the others have no value anywhere."""
+
+    def __init__(self, inner: FieldStore, variables: Sequence[str]) -> None:
+        """Join a store and the variables of the run, in the order that they are to have."""
+        self.inner = inner
+        self.path, self.statics, self.grid, self.times = inner.path, inner.statics, inner.grid, inner.times
+        self.segments = inner.segments
+        self.gaps_refused, self.units_compared = inner.gaps_refused, inner.units_compared
+        self.variables = tuple(variables)
+        self.columns = [self.variables.index(name) for name in inner.variables]
+        """Places of the inner store's variables."""
+        self.lacking = frozenset(range(len(self.variables))) - set(self.columns)
+        self.fingerprint = hash_of(inner.fingerprint, self.columns)
+
+    def fill(self, out: Float32Array, frames: Int64Array, variables: Sequence[int]) -> None:
+        """See `FieldStore`."""
+        known = [place for place, variable in enumerate(variables) if variable not in self.lacking]
+        out[...] = np.nan
+        if known:
+            out[:, known] = self.inner.read(frames, [self.columns.index(variables[place]) for place in known])
+
+    def read_static(self) -> Float32Array:
+        """See `FieldStore`."""
+        return self.inner.read_static()
+
+    def locate(self, variable: int, frame: int) -> tuple[Path, int]:
+        """See `FieldStore`."""
+        return self.inner.locate(0 if variable in self.lacking else self.columns.index(variable), frame)
+
+    def allows_gap(self, frame: int) -> bool:
+        """See `FieldStore`."""
+        return self.inner.allows_gap(frame)
 
 
 class Naming:

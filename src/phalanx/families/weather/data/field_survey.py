@@ -83,6 +83,19 @@ class Survey:
             segment_frames=self.segment_frames,
         )
 
+    def spread(self, columns: Sequence[int], count: int) -> Survey:
+        """Return the survey of `count` variables, of which these are at `columns` and the others have no value anywhere."""
+
+        def place(known: np.ndarray, rest: float) -> np.ndarray:
+            shape = (len(known), count, *known.shape[2:])
+            made = np.full(shape, rest, dtype=known.dtype)
+            made[:, list(columns)] = known
+            return made
+
+        nothing = {"valid": 0, "mean": np.nan, "squares": 0, "low": np.nan, "high": np.nan, "profile": np.nan}
+        arrays = {name: place(getattr(self, name), rest) for name, rest in nothing.items()}
+        return Survey(**arrays, segment_frames=self.segment_frames)
+
     def points(self, frames: Int64Array) -> Float64Array:
         """Return the number of values behind `moments` of the same frames, [V]."""
         count: Float64Array = self._counted[frames].sum(axis=0).astype(np.float64)
@@ -193,7 +206,11 @@ def merge_moments(parts: Sequence[Moments], points: Sequence[Float64Array]) -> M
     with np.errstate(invalid="ignore"):
         # NaN for a variable that has no value anywhere.
         weights = np.stack(points) / np.sum(points, axis=0)
-    means, stds = np.stack([part.mean for part in parts]), np.stack([part.std for part in parts])
+    # A source without a variable has no mean of it, and no weight.
+    means, stds = (
+        np.where(np.stack(points) > 0, np.stack([getattr(part, name) for part in parts]), 0.0)
+        for name in ("mean", "std")
+    )
     mean = (weights * means).sum(axis=0)
     variance = (weights * (stds**2 + (means - mean) ** 2)).sum(axis=0)
     return Moments(sum(part.frames for part in parts), mean, np.sqrt(variance))

@@ -31,7 +31,7 @@ from phalanx.families.weather.data.field_statistics import (
     read_statistics,
     static_statistics,
 )
-from phalanx.families.weather.data.field_store import BlockCache, FieldStore, hash_of
+from phalanx.families.weather.data.field_store import BlockCache, FieldStore, PartialStore, hash_of
 from phalanx.families.weather.data.field_survey import (
     Moments,
     SourceSummary,
@@ -124,8 +124,9 @@ class FieldSet:
         Raises DataError naming the file, expected and found.
         """
         for store in self.stores:
-            if isinstance(store, PreparedStore) and not is_kept_elsewhere(store.path):
-                store.verify()
+            files = store.inner if isinstance(store, PartialStore) else store
+            if isinstance(files, PreparedStore) and not is_kept_elsewhere(files.path):
+                files.verify()
 
     def climatology(self, source: int = 0) -> Climatology:
         """Return the mean of a source's output variables for each day of the year and time of day, over
@@ -188,6 +189,8 @@ class FieldSet:
 
 def _read_survey(store: FieldStore, source: FieldSource) -> Survey:
     """Return the survey of a prepared store, or look through one that is small enough. Raises DataError for others."""
+    if isinstance(store, PartialStore):
+        return _read_survey(store.inner, source).spread(store.columns, len(store.variables))
     if isinstance(store, PreparedStore):
         return store.read_survey()
     # Every rank opens its data: what takes minutes to look through must be prepared once instead.
@@ -204,8 +207,12 @@ def open_store(source: FieldSource, variables: Sequence[str], statics: Sequence[
     """Open the fields at `source.path`: a prepared folder, ClimaX shards, a netCDF file, a zarr store, or several of
     these two.
 
-    Raises DataError where nothing readable is there, or something is wrong with what is.
+    Of a source that has some of `variables` only, the others are without a value. Raises DataError where nothing readable is
+    there, or something is wrong with what is.
     """
+    if source.variables is not None and set(variables) - set(source.variables):
+        known = [name for name in variables if name in source.variables]
+        return PartialStore(open_store(source, known, statics, cache), variables)
     if is_zarr_address(source.path):
         require_package("xarray", f"{source.path} needs")
         from phalanx.families.weather.data.xarray_store import XarrayStore  # noqa: PLC0415  (needs xarray)

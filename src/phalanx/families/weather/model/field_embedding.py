@@ -109,7 +109,11 @@ class FieldEmbedding(nn.Module):
             locations = rows_S[:: config.aggregation_queries] // config.aggregation_queries
             patches_BLVP = patches_BLVP.index_select(1, locations)
         weight_VDP, offset_VD = self.variable_maps(input_places(config))
-        tokens: Tensor = self.aggregation(patches_BLVP, weight_VDP, offset_VD)
+        present_BV = None
+        if config.absent_inputs == "masked":
+            # Exactly the mean throughout is how data hand over a field that is not there.
+            present_BV = (fields_BVHW != 0.0).flatten(2).any(dim=2)
+        tokens: Tensor = self.aggregation(patches_BLVP, weight_VDP, offset_VD, present_BV)
         return tokens
 
     def variable_maps(self, variables: list[int]) -> tuple[Tensor, Tensor]:
@@ -178,14 +182,19 @@ class _Aggregation(nn.Module):
 class PatchAggregation(_Aggregation):
     """Attention to variables as they come out of the patches."""
 
-    def forward(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor) -> Tensor:
+    def forward(
+        self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor, present_BV: Tensor | None = None
+    ) -> Tensor:
         """Return tokens [B, L*N, D] of all queries; see `attend`."""
-        return self.attend(patches_BLVP, weight_VDP, offset_VD, slice(None))
+        return self.attend(patches_BLVP, weight_VDP, offset_VD, present_BV, slice(None))
 
-    def attend(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor, queries: slice) -> Tensor:
+    def attend(
+        self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor, present_BV: Tensor | None, queries: slice
+    ) -> Tensor:
         """Return tokens [B, L*N, D] of `queries`, over the variables given; N is the number of queries.
 
-        A variable's token would be weight_DP x_P + offset_D. All in the format of the activations.
+        A variable's token would be weight_DP x_P + offset_D. All in the format of the activations. present: bool, the
+        variables that each sample has, where not all have all; those of a sample that has none all take part.
         """
         # Weights are multiplied first: scores then need no token of a variable (see the top of this module).
         direction_NAD = self.directions(self.queries[queries].to(patches_BLVP.dtype))
@@ -194,6 +203,9 @@ class PatchAggregation(_Aggregation):
         patches_BLVQ = torch.cat((patches_BLVP, torch.ones_like(patches_BLVP[..., :1])), dim=-1)
         per_point_NAVQ = torch.einsum("nad,vdq->navq", direction_NAD, weight_VDQ)
         scores_ABLNV = torch.einsum("blvq,navq->ablnv", patches_BLVQ, per_point_NAVQ)
+        if present_BV is not None:
+            taken_BV = present_BV | ~present_BV.any(dim=1, keepdim=True)
+            scores_ABLNV = scores_ABLNV.masked_fill(~taken_BV[:, None, None], -torch.inf)
         share_ABLNV = scores_ABLNV.softmax(dim=-1)
         value_AED = self.value.weight.to(weight_VDQ.dtype).unflatten(0, (-1, self.head_size))
         # The same for values: linear in the patch, so mixed before they are projected.
@@ -227,10 +239,17 @@ class HierarchicalAggregation(nn.Module):
         self.groups = PatchAggregation(config, config.aggregation_groups)
         self.final = TokenAggregation(config, config.aggregation_queries)
 
-    def forward(self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor) -> Tensor:
+    def forward(
+        self, patches_BLVP: Tensor, weight_VDP: Tensor, offset_VD: Tensor, present_BV: Tensor | None = None
+    ) -> Tensor:
         """Return tokens [B, L*K, D], as of `PatchAggregation`."""
+        present = [None] * len(self.sizes) if present_BV is None else present_BV.split(self.sizes, 1)
         parts = zip(
-            patches_BLVP.split(self.sizes, 2), weight_VDP.split(self.sizes), offset_VD.split(self.sizes), strict=True
+            patches_BLVP.split(self.sizes, 2),
+            weight_VDP.split(self.sizes),
+            offset_VD.split(self.sizes),
+            present,
+            strict=True,
         )
         tokens = [self.groups.attend(*part, slice(group, group + 1)) for group, part in enumerate(parts)]
         combined: Tensor = self.final(torch.stack(tokens, dim=2))
