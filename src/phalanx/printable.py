@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +29,19 @@ def _choose_symbol(match: re.Match[str]) -> str:
     if code < 0x20:
         return chr(0x2400 + code)
     return "\u2421" if code == 0x7F else f"\\u{code:04x}"
+
+
+def wrap_line(line: str, width: int, hanging: str = "  ") -> list[str]:
+    """Return `line` in pieces of at most `width` columns, later ones indented by `hanging`; words and paths stay whole."""
+    # wrap drops the margin of later lines
+    margin = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(
+        line,
+        max(20, width),
+        subsequent_indent=margin + hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [""]
 
 
 def write_stderr(text: str) -> None:

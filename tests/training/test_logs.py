@@ -1,5 +1,7 @@
 import importlib.util
+import io
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,8 @@ import pytest
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
+from phalanx.printable import PrintableConsole, plain_console
+from phalanx.training import logs
 from phalanx.training.inputs import Finding
 from phalanx.training.logs import ConsoleSink, TensorBoardSink, format_duration, open_sinks
 from phalanx.training.metrics import StepMetrics
@@ -93,6 +97,52 @@ def test_log_every_leaves_lines_out_but_not_the_first_and_the_last(
 def test_a_step_without_update_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     ConsoleSink(total_steps=20, first_step=0, every=1).step(metrics(updated=False))
     assert "NOT UPDATED: gradient not finite" in capsys.readouterr().err
+
+
+def show_on_terminal(monkeypatch: pytest.MonkeyPatch, width: int, every: int, steps: tuple[int, ...]) -> list[str]:
+    """What a run of 20 steps shows on a terminal, without styles, a line for each drawing of the bar."""
+    shown = io.StringIO()
+
+    def console(**_: object) -> PrintableConsole:
+        return plain_console(stderr=False, file=shown, force_terminal=True, width=width, no_color=True)
+
+    monkeypatch.setattr(logs, "plain_console", console)
+    sink = ConsoleSink(total_steps=20, first_step=0, every=every)
+    sink.note("layout  tp=2 dp_shard=4 microbatch=2 (auto) x 16; bf16, attention flash, recompute selective")
+    for step in steps:
+        sink.step(metrics(step, tokens_per_second=10.0 ** (3 + step % 3), memory_now_gib=61.2, memory_peak_gib=74.0))
+        assert sink._progress is not None
+        sink._progress.refresh()
+    sink.close()
+    return [line.rstrip() for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue()))]
+
+
+@pytest.mark.parametrize("width", [100, 80, 60, 40, 24])
+def test_a_run_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    lines = show_on_terminal(monkeypatch, width, 10, (1, 2, 9, 10))
+    assert max(map(len, lines)) <= width and "…" not in "".join(lines)
+    # how far it is is never left out, and of a figure no part stands on another line
+    assert [line for line in lines if line.startswith("step  9/20")]
+    text = "\n".join(lines)
+    for figure in ("grad 0.5", "lr 3.00e-04", "tok/s", "1.5 TFLOP/s"):
+        assert figure in text
+    assert any("━" in line for line in lines) == (width > 60)
+    assert width < 40 or re.search("step  9/20  loss 3.250  ETA 0:00:06", text)
+
+
+def test_a_note_is_broken_below_its_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = show_on_terminal(monkeypatch, 60, 10, ())
+    start = next(place for place, line in enumerate(lines) if line.startswith("layout"))
+    assert lines[start] == "layout  tp=2 dp_shard=4 microbatch=2 (auto) x 16; bf16,"
+    assert lines[start + 1] == "        attention flash, recompute selective"
+
+
+def test_the_bar_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = show_on_terminal(monkeypatch, 80, 1, (10, 11, 12, 13))
+    # from the widest rate on
+    drawn = [line for line in lines if "━" in line and "tok/s" in line]
+    wide = next(place for place, line in enumerate(drawn) if "100,000 tok" in line)
+    assert len({line.index("━") for line in drawn[wide:]}) == 1 and len(drawn[wide:]) >= 3
 
 
 def test_durations() -> None:

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import replace_nonfinite, require_replaceable, write_atomically
-from phalanx.printable import make_printable, plain_console, write_stderr
+from phalanx.printable import make_printable, plain_console, wrap_line, write_stderr
 from phalanx.report.table import Column, RowT, write_text_table
 
 UNWRAPPED = 1000
@@ -160,19 +159,6 @@ def short_count(number: float) -> str:
             digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
             return f"{scaled:.{digits}f}{unit}"
     return f"{number:g}"
-
-
-def wrap_line(line: str, width: int, hanging: str = "  ") -> list[str]:
-    """Return `line` in pieces of at most `width` columns, later ones indented by `hanging`; words and paths stay whole."""
-    # wrap drops the margin of later lines
-    margin = " " * (len(line) - len(line.lstrip()))
-    return textwrap.wrap(
-        line,
-        max(20, width),
-        subsequent_indent=margin + hanging,
-        break_long_words=False,
-        break_on_hyphens=False,
-    ) or [""]
 
 
 def _open_console(*, stderr: bool) -> Console:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli.console import open_output, print_json, print_lines, print_warning, wrap_line, write_file
+from phalanx.cli.console import open_output, print_json, print_lines, print_warning, write_file
 from phalanx.cli.options.planning import SearchArguments
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
@@ -17,7 +17,7 @@ from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.ranking import Planner, Task, fixed_fields
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.traced_model import bind_planned
-from phalanx.printable import write_stderr
+from phalanx.printable import wrap_line, write_stderr
 from phalanx.report.formatting import format_duration, format_gibibytes, format_percent
 from phalanx.report.study_page import (
     MOST_PARAMETERS,

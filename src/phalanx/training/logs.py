@@ -14,17 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.files import write_atomically
-from phalanx.printable import plain_console, write_stderr
+from phalanx.printable import plain_console, wrap_line, write_stderr
 from phalanx.training.inputs import Finding
 from phalanx.training.metrics import StepMetrics
 from phalanx.training.run_dir import RunDirectory
 
+_LEAST_WIDTH_OF_BAR = 64
+"""Columns of a terminal below which a run shows numbers alone."""
+_GLUE = "\u00a0"
+"""Blank at which no line is broken."""
 TRACKERS = "trackers.json"
 """File of a run directory: the run's identity in each tracker it was logged to."""
 MOST_LOAD_CURVES = 512
@@ -103,16 +107,14 @@ class ConsoleSink(Sink):
         self.every = every
         self.first_step = first_step
         self._seconds: float | None = None
+        self._widest = 0
         self._progress: Progress | None = None
         if self.console.is_terminal:
-            self._progress = Progress(
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[line]}"),
-                console=self.console,
-            )
-            self._task = self._progress.add_task("train", total=total_steps, completed=first_step, line="")
+            # Where there is no room for both, numbers say more than a bar.
+            bar = [BarColumn(bar_width=20)] if self.console.width >= _LEAST_WIDTH_OF_BAR else []
+            self._progress = Progress(TextColumn("{task.fields[line]}"), *bar, console=self.console)
+            done = self._fit_line([])
+            self._task = self._progress.add_task("train", total=total_steps, completed=first_step, line=done)
             self._progress.start()
 
     def step(self, metrics: StepMetrics) -> None:
@@ -123,9 +125,8 @@ class ConsoleSink(Sink):
         eta = format_duration(self._seconds * (self.total_steps - metrics.step))
         if self._progress is not None:
             rate = f"{metrics.tokens_per_second:,.0f} {self.unit}/s"
-            self._progress.update(
-                self._task, completed=metrics.step, line=f"loss {metrics.loss:.3f}  {rate}  ETA {eta}"
-            )
+            line = self._fit_line([f"loss {metrics.loss:.3f}", f"ETA {eta}", rate], metrics.step)
+            self._progress.update(self._task, completed=metrics.step, line=line)
         # The first step's line says within a moment that the run goes well, however rare the others are.
         if metrics.step % self.every == 0 or metrics.step in (self.first_step + 1, self.total_steps):
             line = f"step {metrics.step}/{self.total_steps}  {_describe_step(metrics, self.unit)}  ETA {eta}"
@@ -133,14 +134,40 @@ class ConsoleSink(Sink):
             if self._progress is None or self.every > 1:
                 self.note(line)
 
+    def _fit_line(self, parts: Sequence[str], step: int | None = None) -> str:
+        """Return the step and those of `parts`, the most important first, that the terminal has room for."""
+        count = f"{self.first_step if step is None else step}/{self.total_steps}"
+        line = f"step {count:>{2 * len(str(self.total_steps)) + 1}}"
+        for part in parts:
+            if len(line) + 2 + len(part) < self.console.width:
+                line += f"  {part}"
+        # A line that grew shorter would make the bar behind it jump.
+        self._widest = min(max(self._widest, len(line)), self.console.width - 1)
+        return line.ljust(self._widest)
+
     def note(self, text: str) -> None:
-        """Print a line above the progress bar."""
+        """Print a line above the progress bar; on a terminal broken where it reads well."""
+        # In a file lines stay whole, for grep; text with line ends, as of a sample, has a form of its own.
+        if self.console.is_terminal and "\n" not in text:
+            text = "\n".join(break_note(text, self.console.width))
         self.console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._progress is not None:
             self._progress.stop()
+
+
+def break_note(text: str, width: int) -> list[str]:
+    """Return a line as lines of `width` columns: below its label where it has one, figures with their names and units."""
+    label = re.match(r"\S+ {2,}", text)
+    if label is not None:
+        return wrap_line(text, width, hanging=" " * len(label[0]))
+    # Figures stand two blanks apart; what has a single blank inside belongs together.
+    parts = text.split("  ")
+    if len(parts) > 2:
+        text = "  ".join(part.replace(" ", _GLUE) if len(part) <= width - 2 else part for part in parts)
+    return [line.replace(_GLUE, " ") for line in wrap_line(text, width)]
 
 
 def _describe_step(m: StepMetrics, unit: str) -> str:
