@@ -55,6 +55,10 @@ class Measured:
     """Share of the steps' time spent waiting for data."""
     memory_bytes: float | None
     """Most bytes of live tensors, and of buffers that peers read, on the rank that had most; None on a CPU."""
+    step_joules: float | None
+    """Energy of all devices in a step, median; None where nothing counts it."""
+    joules_per_unit: float | None
+    """Energy a token, or of what else `unit` counts."""
     memory_retries: int | None
     """Times that rank 0's allocator found its device full, and gave back what it kept, which takes long."""
 
@@ -107,6 +111,8 @@ def _summarise_log(log: RunLog, ranks: int, skip: int, peak: float | None) -> Me
         flops_convention=str(machine.get("flops_convention", "")),
         data_wait_share=float(counted("data_wait_seconds").sum() / seconds.sum()),
         memory_bytes=peak,
+        step_joules=median("step_joules"),
+        joules_per_unit=median("joules_per_token"),
         memory_retries=None if np.isnan(retries) else int(retries),
     )
 

@@ -462,6 +462,15 @@ def test_scores_on_tasks_are_a_table_and_a_curve(tmp_path: Path) -> None:
     assert len(page.paths("tasks", "dots")) == 3 * 4
 
 
+def test_energy_is_a_tile_and_a_curve_of_power(tmp_path: Path) -> None:
+    page = _page(write_run(tmp_path / "told", change=lambda step: {"step_joules": 3.6e5, "joules_per_token": 0.25}))
+    # 40 steps of 0.1 kWh and half a second.
+    assert page.figure("energy") == "4.000 kWh"
+    assert "0.2500 J per token" in page.text
+    assert _readout(page)["columns"]["power.watts"][-1] == "7.20e5"
+    assert not _page(write_run(tmp_path / "untold")).has_id("figure-energy")
+
+
 def test_a_run_without_tasks_says_nothing_of_them(tmp_path: Path) -> None:
     page = _page(write_run(tmp_path))
     assert "In-context" not in page.text

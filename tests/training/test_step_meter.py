@@ -9,6 +9,7 @@ import torch
 
 from phalanx.config.load import load_run
 from phalanx.families.registry import bind
+from phalanx.hardware.energy import EnergyMeter
 from phalanx.layout.resolve import resolve_layout
 from phalanx.training.metrics import Peaks, StepMeter
 from phalanx.training.start import train
@@ -38,3 +39,17 @@ def test_a_peak_that_was_too_low_is_said_once(
     data = write_token_folder(tmp_path / "data")
     train(load_run(write_run_file(tmp_path / "run.yaml", data), ["training.steps=5"]), tmp_path / "run")
     assert capsys.readouterr().err.count("the matmul rate measured at the start, 1e-12 TFLOP/s, was too low") == 1
+
+
+def test_energy_of_all_devices_follows_from_that_of_the_first_ranks(tmp_path: Path) -> None:
+    run = load_run(write_run_file(tmp_path / "run.yaml", tmp_path), ["layout.dp_shard=4", "layout.microbatch=1"])
+    # Two of the four ranks share the counter.
+    energy = EnergyMeter(lambda: 0.0, "RAPL", ranks=2)
+    energy.step_joules = lambda seconds: 30.0 * seconds  # type: ignore[method-assign]
+    layout = resolve_layout(bind(run), 4)
+    meter = StepMeter(bind(run), layout, torch.device("cpu"), Peaks(None, None), energy=energy)
+    found = meter.measure(
+        step=1, result=StepResult(1.0, 1.0, True), lr=0.1, seconds=2.0, data_wait=0.0, checkpoint_stall=0.0
+    )
+    assert found.step_joules == 120.0
+    assert found.joules_per_token == 120.0 / (8 * 32)

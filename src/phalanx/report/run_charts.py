@@ -46,6 +46,7 @@ def chart_run(log: RunLog) -> RunCharts:
         _chart_gradient_norm(log, positions),
         _chart_critical_batch(log, positions),
         _chart_throughput(log, positions),
+        _chart_power(log, positions),
         _chart_memory(log, positions),
         _chart_step_time(log, positions),
         _chart_imbalance(log, positions),
@@ -211,6 +212,14 @@ def _chart_throughput(log: RunLog, positions: Positions) -> Chart | None:
     series = _recorded_series(columns, positions, averaged=("tokens",))
     explanation = f"Of each step, over all devices.{_explain_average(series)}"
     return _make_chart(series, "throughput", "Throughput", f"{log.unit}/s", explanation, scales=("linear",))
+
+
+def _chart_power(log: RunLog, positions: Positions) -> Chart | None:
+    """Chart the mean power of all devices in each step, where they count their energy."""
+    watts = log.column("step_joules") / log.columns["step_seconds"]
+    series = _recorded_series([("watts", "power", 1, watts)], positions, averaged=("watts",))
+    explanation = f"Mean of each step, all devices, by their own counters of energy.{_explain_average(series)}"
+    return _make_chart(series, "power", "Power", "W", explanation, scales=("linear",))
 
 
 def _chart_memory(log: RunLog, positions: Positions) -> Chart | None:

@@ -37,6 +37,8 @@ OPTIONAL_COLUMNS = (
     "rank_wait_seconds",
     "imbalance",
     "imbalance_expected",
+    "step_joules",
+    "joules_per_token",
     "gradient_square",
     "gradient_variance",
     "critical_batch",
@@ -361,6 +363,10 @@ class Summary:
     rank_wait_share: float
     """Share of `step_seconds` that ranks waited for the slowest, mean over ranks, where their shares are uneven."""
     resumes: int
+    energy_joules: float
+    """Energy of all devices in all steps that tell."""
+    joules_per_token: float
+    """The same over what `tokens` counts, median over the steps."""
     critical_batch: float
     """Samples of the critical batch, by the last estimate."""
 
@@ -401,6 +407,8 @@ def summarise_run(log: RunLog) -> Summary:
         checkpoint_stall_share=_share_of(log.column("checkpoint_stall_seconds"), seconds),
         rank_wait_share=_share_of(log.column("rank_wait_seconds"), seconds),
         resumes=len(log.of_kind("resume")),
+        energy_joules=_sum_finite(log.column("step_joules")),
+        joules_per_token=_median_of_finite(log.column("joules_per_token")),
         critical_batch=_last_finite(log.column("critical_batch")),
     )
 

@@ -226,6 +226,11 @@ def make_headline(summary: Summary) -> list[Tile]:
     if math.isfinite(summary.data_wait_share):
         share = format_percent(summary.data_wait_share)
         tiles.append(Tile("data_wait", "Data wait", share, "", "of the time in steps"))
+    if math.isfinite(summary.joules_per_token):
+        note = (
+            f"{format_number(summary.joules_per_token)} J per {unit.removesuffix('s')}, median; all devices, in steps"
+        )
+        tiles.append(Tile("energy", "Energy", format_number(summary.energy_joules / 3.6e6), "kWh", note))
     if math.isfinite(summary.critical_batch):
         words = "samples, by the noise of gradients; last estimate"
         tiles.append(Tile("critical_batch", "Critical batch", format_count(summary.critical_batch), "", words))

@@ -13,6 +13,7 @@ from phalanx.config.check import batch_sizes
 from phalanx.families.family import BoundModel
 from phalanx.hardware.device import device_name, measure_matmul_tflops
 from phalanx.hardware.device_facts import find_facts
+from phalanx.hardware.energy import EnergyMeter
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.torch_compat import common as compat
 from phalanx.training.expert_use import ExpertUse, measure_use
@@ -72,6 +73,10 @@ class StepMetrics:
     """Times so far that the allocator of rank 0 found its device full and gave back what it kept, which takes long."""
     ranks: RankTimes | None = None
     """None where all ranks have equal shares."""
+    step_joules: float | None = None
+    """Energy of all devices in the step, as that of the first rank counts it (of CPUs, the first node's), for each alike."""
+    joules_per_token: float | None = None
+    """The same over what `tokens` counts."""
     noise: NoiseFigures | None = None
     """Noise of gradients, in the steps that `training.noise_scale_every` names."""
     experts: tuple[ExpertUse, ...] = ()
@@ -145,10 +150,12 @@ class StepMeter:
         peaks: Peaks,
         note: Callable[[str], None] = lambda text: None,
         noise: GradientNoise | None = None,
+        energy: EnergyMeter | None = None,
     ) -> None:
         """Measure steps of `model` in `layout`.
 
-        note: told, once, that the peak measured at the start was too low. noise: of gradients, where it is measured.
+        note: told, once, that the peak measured at the start was too low. noise: of gradients, where it is measured. energy:
+        counts that of some ranks; None where nothing does.
         """
         self.sizes = batch_sizes(model.run)
         self.positions = model.positions().count
@@ -159,6 +166,7 @@ class StepMeter:
         self.device = device
         self.peaks = peaks
         self.noise = noise
+        self.energy = energy
         self._note = note
         self._told_of_peak = False
 
@@ -185,6 +193,9 @@ class StepMeter:
                     f"machine busy?): a step reached {tflops:.3g}; MFU of measured now counts from the fastest step"
                 )
             self.peaks = replace(self.peaks, measured=tflops)
+        joules = None
+        if self.energy is not None:
+            joules = self.energy.step_joules(seconds) * self.world_size / self.energy.ranks
         # This rank's own; the first rank logs its own, since asking the others each step would cost an exchange.
         memory = compat.memory_statistics(self.device)
         return StepMetrics(
@@ -204,6 +215,8 @@ class StepMeter:
             checkpoint_stall_seconds=checkpoint_stall,
             updated=result.updated,
             memory_retries=memory["retries"] if memory else None,
+            step_joules=joules,
+            joules_per_token=None if joules is None else joules / (rate * seconds),
             noise=self._measure_noise(result),
             experts=measure_use(result.expert_figures, self.experts) if self.experts else (),
         )

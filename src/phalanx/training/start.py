@@ -16,6 +16,7 @@ from phalanx.config.schema import Run
 from phalanx.errors import Interrupted
 from phalanx.families.registry import bind
 from phalanx.hardware.device import choose_device, device_name, memory_bytes, require_cpu_format
+from phalanx.hardware.energy import open_energy_meter
 from phalanx.launch.faults import Limits
 from phalanx.launch.heartbeat import Heartbeat, heartbeat_of
 from phalanx.launch.watch import make_node_folder, start_watch, started_by_launcher
@@ -166,6 +167,8 @@ def _train_in_directory(
         inputs.stream.seek(first_step + restored.safeguards.skipped_batches)
         inputs.watch(applied)
         peaks = find_peaks(model, device)
+        # Metrics are those of the first rank.
+        energy = open_energy_meter(device, ranks.ranks_per_node or ranks.world_size) if ranks.first else None
         machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
         describe = partial(directory.describe_run, run, machine, inputs.write)
         if ranks.first:
@@ -202,7 +205,7 @@ def _train_in_directory(
             store=store,
             directory=directory,
             describe=describe,
-            meter=StepMeter(model, place.layout, device, peaks, log.note, step.noise),
+            meter=StepMeter(model, place.layout, device, peaks, log.note, step.noise, energy),
             log=log,
             callbacks=CallbackList(recorders | callbacks, directory.path, ranks.rank),
             heartbeat=heartbeat,
