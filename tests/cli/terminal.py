@@ -11,11 +11,13 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+_LONGEST_S = 120.0
 
 
 def start(*arguments: str, **settings: Any) -> subprocess.Popen[bytes]:
@@ -42,6 +44,9 @@ def run_in_terminal(
     environment = {**unset, "TERM": "xterm-256color", **settings}
     child = start(*arguments, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
+    # what never is enough must not go on for ever
+    end = threading.Timer(_LONGEST_S, child.kill)
+    end.start()
     os.write(ours, typed.encode())
     shown, interrupted = b"", False
     try:
@@ -54,5 +59,6 @@ def run_in_terminal(
         # Linux ends a closed terminal so.
         if error.errno != errno.EIO:
             raise
+    end.cancel()
     os.close(ours)
     return child.wait(), shown.decode().replace("\r\n", "\n")
