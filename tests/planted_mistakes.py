@@ -1,4 +1,4 @@
-"""Mistakes put into the code on purpose: each is verified in a layout on two ranks, beside the right code."""
+"""Mistakes put into the code on purpose: each is verified in a layout on a few ranks, beside the right code."""
 
 from __future__ import annotations
 
@@ -37,29 +37,30 @@ class Mistake:
     steps: int = 1
 
 
-def verify_mistakes(mistakes: Mapping[str, Mistake]) -> dict[str, Verdicts]:
+def verify_mistakes(mistakes: Mapping[str, Mistake], ranks: int = 2) -> dict[str, Verdicts]:
     """Return the verdicts on each mistake, by its name."""
-    found: dict[str, Verdicts] = run_ranks(_verify_on_rank, 2, mistakes, timeout_s=240.0)[0]
+    found: dict[str, Verdicts] = run_ranks(_verify_on_rank, ranks, mistakes, ranks, timeout_s=240.0)[0]
     return found
 
 
-def _verify_on_rank(mistakes: Mapping[str, Mistake]) -> dict[str, Verdicts]:
+def _verify_on_rank(mistakes: Mapping[str, Mistake], ranks: int) -> dict[str, Verdicts]:
     found: dict[str, Verdicts] = {}
     groups: Groups = {}
-    right: dict[tuple[str, str, str, int], tuple[Verifier, Verdict]] = {}
+    verifiers: dict[tuple[str, str, int], Verifier] = {}
+    right: dict[tuple[str, str, str, int], Verdict] = {}
     for name, mistake in mistakes.items():
         fields = dict(word.split("=") for word in mistake.layout.split())
         degrees = {key: int(value) if value.isdecimal() else value for key, value in fields.items()}
-        run = run_of(mistake.model, 2, mistake.precision, **degrees)
-        layout = resolve_layout(bind(run), 2)
+        layout = resolve_layout(bind(run_of(mistake.model, ranks, mistake.precision, **degrees)), ranks)
+        what = mistake.model, mistake.precision, mistake.steps
+        if what not in verifiers:
+            model = bind(run_of(mistake.model, ranks, mistake.precision), VerifiableModel)
+            verifiers[what] = Verifier(model, torch.device("cpu"), steps=mistake.steps, activations=True, groups=groups)
         case = mistake.model, mistake.layout, mistake.precision, mistake.steps
         if case not in right:
-            model = bind(run, VerifiableModel)
-            verifier = Verifier(model, torch.device("cpu"), steps=mistake.steps, activations=True, groups=groups)
-            right[case] = verifier, verifier.verify(layout)
-        verifier, verdict = right[case]
+            right[case] = verifiers[what].verify(layout)
         with mistake.plant():
-            found[name] = verdict, verifier.verify(layout)
+            found[name] = right[case], verifiers[what].verify(layout)
     return found
 
 
@@ -68,6 +69,10 @@ def found_where_it_is(mistake: Mistake, verdicts: Verdicts) -> None:
     right, wrong = verdicts
     assert right.passed, right.first
     assert not wrong.passed and wrong.first is not None
+    if mistake.precision == "bf16":
+        # A loss that is off by less than the noise of losses shows in the next check, of the same module.
+        assert (wrong.first.name or wrong.module).startswith(mistake.where or "head"), wrong.first
+        return
     assert (wrong.first.what, wrong.first.name.startswith(mistake.where)) == (mistake.what, True), wrong.first
     # Float32 has half the digits: what is wrong by parts of itself exceeds its bound by fewer orders of magnitude.
     assert wrong.first.error > (1e6 if mistake.precision == "fp64" else 1e2) * wrong.first.bound, wrong.first

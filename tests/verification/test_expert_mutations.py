@@ -1,4 +1,4 @@
-"""Mistakes with mixtures of experts: each must make verification fail in its own module, in float32 too.
+"""Mistakes with mixtures of experts: each must make verification fail in its own module, in bfloat16 too.
 
 In float32 and below layouts replay the choices of one rank, so that a near-tie cannot hide what else is wrong.
 """
@@ -91,7 +91,7 @@ _DOUBLE = {
         move_biases_by_local_counts, "deepseek", "dp_shard=2 ep=2", "state", "blocks.1.mlp.router.bias", steps=2
     ),
 }
-MISTAKES = _DOUBLE | {f"{name}, float32": replace(mistake, precision="fp32") for name, mistake in _DOUBLE.items()}
+MISTAKES = _DOUBLE | {f"{name}, bf16": replace(mistake, precision="bf16") for name, mistake in _DOUBLE.items()}
 
 
 @pytest.fixture(scope="module")

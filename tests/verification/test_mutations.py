@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -125,7 +126,7 @@ def start_from_other_weights() -> Any:
     return patch.object(initial_values, "fill_initial", wrong)
 
 
-MISTAKES = {
+_DOUBLE = {
     "one rank's loss doubled": Mistake(double_the_loss_on_the_last_rank, "llama", "dp_shard=2", "gradient", "head"),
     "mean over ranks": Mistake(average_over_ranks_instead_of_targets, "llama", "dp_shard=2", "gradient", "head"),
     "no sum over tp": Mistake(leave_out_the_sum_over_tensor_ranks, "llama", "tp=2", "gradient", "head.norm"),
@@ -140,6 +141,7 @@ MISTAKES = {
     "gathered out of order": Mistake(gather_in_the_wrong_order, "llama", "tp=2", "activations", "blocks.0"),
     "other weights": Mistake(start_from_other_weights, "llama", "tp=2", "activations", "embedding"),
 }
+MISTAKES = _DOUBLE | {f"{name}, bf16": replace(mistake, precision="bf16") for name, mistake in _DOUBLE.items()}
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ _GROWTH_PER_LAYER = 1.03
 """C of the bound."""
 NOISE_RUNS = 4
 """Perturbed runs of one rank that noise is measured over."""
-_MARGIN = 3.0
+_MARGIN = 2.0
 """Times the measured noise that rounding may be."""
 _LEAST_NOISE = 0.25
 """Least noise of any value, in spacings of its format: a few runs of a single number may agree by chance."""

@@ -309,8 +309,9 @@ class Verifier:
 
     def _measure_noise(self, reference: Record) -> dict[tuple[str, str, int], float]:
         """Return how far runs of one rank are from `reference` that differ from it by rounding alone."""
-        # About the rounding of a stored number: uniform over a spacing, which is eps times 1/2 to 1 of the number.
-        size = 0.25 * self._formula.eps
+        # Enough to draw roundings anew. What is changed by less than its spacing moves by a whole one or not at all, and on
+        # average by about as much as rounding a number moves it.
+        size = self._formula.eps / 16.0
         choices = [step.routing.chosen for step in reference.steps]
         noise: dict[tuple[str, str, int], float] = {}
         for number in range(NOISE_RUNS):
