@@ -12,14 +12,18 @@ import numpy as np
 import pytest
 from rich.text import Text
 
-from phalanx.report.dashboard import Raster, Room, draw_message, draw_run, draw_search, draw_tune
+from phalanx.report.dashboard import Raster, Room, RunFigures, draw_message, draw_run, draw_search, draw_tune
 from phalanx.report.drawing import Scale
-from phalanx.report.run_log import RunLog, split_wall_time, summarise_run
+from phalanx.report.run_log import RunLog, split_wall_time
 from report.run_dirs import EVENTS, event, write_run
 
 ROOMS = [Room(80), Room(50), Room(20, 8), Room(80, 24), Room(50, 40), Room(200, 60), Room(60, 30, plain=True)]
 WILD = "\x1b[31mred\x07\u202egnp.exe\ud800 \n\t" + "漢字" * 60
 RUNNING = [one for one in EVENTS if one["kind"] != "end"]
+
+
+def read(run_dir: Path) -> RunFigures:
+    return RunFigures.of(RunLog.read(run_dir))
 
 
 def words(lines: list[Text]) -> str:
@@ -54,8 +58,8 @@ def search_summary(trials: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_the_figures_are_those_of_the_report(tmp_path: Path) -> None:
-    log = RunLog.read(write_run(tmp_path / "night-run"))
-    lines = draw_run(log, Room(120))
+    run = read(write_run(tmp_path / "night-run"))
+    lines = draw_run(run, Room(120))
     assert lines[0].plain == "night-run  finished  40 steps in 1 min 55 s"
     assert "Loss 0.2500 · lowest 0.2500 · held out 0.5000" in words(lines)
     assert row(lines, "Tokens/s") == "8.19k now, median 8.19k; 164k in all; a step takes 0.5 s"
@@ -63,7 +67,7 @@ def test_the_figures_are_those_of_the_report(tmp_path: Path) -> None:
     assert row(lines, "Ranks") == "8 resumed 1 time"
     assert row(lines, "Evaluation") == "step 40 loss 0.5000 · perplexity 1.649 · bits per byte 0.1750"
     assert row(lines, "Checkpoint") == "step 20 path checkpoints/20 · stall seconds 0.1250"
-    parts = split_wall_time(summarise_run(log))
+    parts = split_wall_time(run.summary)
     assert sum(parts.values()) == pytest.approx(115.0) and parts["training"] == pytest.approx(0.99 * 20)
     assert row(lines, "Goodput") == "17.2 % of 1 min 55 s; 0.17 % waiting for data, 82.6 % between steps"
     # the newest first, without what lines of their own tell
@@ -72,12 +76,12 @@ def test_the_figures_are_those_of_the_report(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_says_how_far_it_is(tmp_path: Path) -> None:
-    log = RunLog.read(write_run(tmp_path, 30, events=RUNNING))
+    log = read(write_run(tmp_path, 30, events=RUNNING))
     assert "training  step 30 of 40, 5 s left" in draw_run(log, Room(80))[0].plain
     quiet = draw_run(log, Room(120), quiet_s=90.0)[0].plain
     assert "no new line for 1 min 30 s  step 30 of 40; stopped, or busy between steps" in quiet
     # a step that takes a minute is no reason to worry
-    slow = RunLog.read(write_run(tmp_path, 30, change=lambda step: {"step_seconds": 60.0}, events=RUNNING))
+    slow = read(write_run(tmp_path, 30, change=lambda step: {"step_seconds": 60.0}, events=RUNNING))
     assert "training" in draw_run(slow, Room(80), quiet_s=90.0)[0].plain
     lines = draw_run(log, Room(120), faults=["rank 1 in step 3, hang", "rank 2 in step 5, signal"])
     assert row(lines, "Ranks") == "8 2 faults, the last: rank 2 in step 5, signal; resumed 1 time"
@@ -86,7 +90,7 @@ def test_a_run_that_goes_on_says_how_far_it_is(tmp_path: Path) -> None:
 def test_a_rank_that_is_late_is_named_while_it_is(tmp_path: Path) -> None:
     def late(last: int) -> str:
         write_run(tmp_path, change=lambda step: {"straggler": 3 if step == last else None})
-        return row(draw_run(RunLog.read(tmp_path), Room(80)), "Ranks")
+        return row(draw_run(read(tmp_path), Room(80)), "Ranks")
 
     assert late(38).startswith("8 rank 3 is slow;") and "slow" not in late(10)
 
@@ -122,7 +126,7 @@ def odd_run(folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["one step", "long", "nan", "hostile", "ends", "torn"])
 def test_every_frame_fits_its_room(tmp_path: Path, kind: str) -> None:
-    log = RunLog.read(odd_run(tmp_path, kind))
+    log = read(odd_run(tmp_path, kind))
     for room in ROOMS:
         check_frame(draw_run(log, room, quiet_s=1e9, faults=[WILD]), room)
 
@@ -135,7 +139,7 @@ def check_frame(lines: list[Text], room: Room) -> None:
 
 
 def test_a_low_terminal_keeps_the_curve_and_a_high_one_shows_more(tmp_path: Path) -> None:
-    log = RunLog.read(write_run(tmp_path, events=[*EVENTS, *(event("spike", 40, 120 + n) for n in range(30))]))
+    log = read(write_run(tmp_path, events=[*EVENTS, *(event("spike", 40, 120 + n) for n in range(30))]))
     curves = [sum("┤" in line.plain for line in draw_run(log, Room(80, height))) for height in (20, 26, 60)]
     assert curves[0] == 4 <= curves[1] <= curves[2] == 14
     listed = [words(draw_run(log, Room(80, height))).count("spike") for height in (26, 40, 60)]

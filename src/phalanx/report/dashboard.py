@@ -19,6 +19,7 @@ from rich.text import Text
 from phalanx.printable import make_printable
 from phalanx.report.drawing import Scale, choose_value_ticks, fit_scale
 from phalanx.report.formatting import format_count, format_duration, format_number, format_percent
+from phalanx.report.interactive_chart import Chart
 from phalanx.report.page import Tile
 from phalanx.report.run_charts import chart_run
 from phalanx.report.run_log import (
@@ -86,24 +87,42 @@ class Room:
         return 1 if self.height is not None and self.height < _LOW else 2
 
 
-def draw_run(log: RunLog, room: Room, *, quiet_s: float = 0.0, faults: Sequence[str] = ()) -> list[Text]:
+@dataclass(frozen=True)
+class RunFigures:
+    """What is drawn of a run, computed once: a picture is drawn every second, and long logs take a while."""
+
+    log: RunLog
+    summary: Summary
+    loss: Chart
+    facts: list[str]
+    notes: list[str]
+    events: list[Event]
+    """The newest first, without those that lines of their own tell."""
+
+    @classmethod
+    def of(cls, log: RunLog) -> RunFigures:
+        """Compute the figures of a log."""
+        summary = summarise_run(log)
+        events = [event for event in reversed(log.events) if event.kind not in _TOLD_EVENTS]
+        notes = list_notes(log, summary)[:_MOST_NOTES]
+        return cls(log, summary, chart_run(log).charts[0], list_facts(log, summary), notes, events)
+
+
+def draw_run(run: RunFigures, room: Room, *, quiet_s: float = 0.0, faults: Sequence[str] = ()) -> list[Text]:
     """Return the lines of a run.
 
     quiet_s: seconds since the log last grew. faults: what each fault of the run was, in the order in which they came.
     """
-    summary = summarise_run(log)
+    log, summary = run.log, run.summary
     head = [
         _write_head(log.run_dir.resolve().name, *_name_state(log, summary, quiet_s), room),
-        *_wrap(" · ".join(list_facts(log, summary)), room, "dim", most=room.most_pieces),
+        *_wrap(" · ".join(run.facts), room, "dim", most=room.most_pieces),
     ]
-    rows = _list_run_rows(log, summary, faults)
-    notes = _write_notes(list_notes(log, summary)[:_MOST_NOTES], room)
-    # the newest first: what a low terminal leaves out are the oldest
-    events = [event for event in reversed(log.events) if event.kind not in _TOLD_EVENTS]
-    body = [*_write_rows(rows, room), *notes]
-    tall, shown = _share_height(room, len(head) + len(body) + 6, len(events))
-    table = _write_table(EVENT_COLUMNS, events[:shown], room)
-    return _fit([*head, Text(), *_draw_loss(log, summary, room, tall), Text(), *body, Text(), *table], room)
+    body = [*_write_rows(_list_run_rows(log, summary, faults), room), *_write_notes(run.notes, room)]
+    tall, shown = _share_height(room, len(head) + len(body) + 6, len(run.events))
+    # what a low terminal leaves out are the oldest
+    table = _write_table(EVENT_COLUMNS, run.events[:shown], room)
+    return _fit([*head, Text(), *_draw_loss(run, room, tall), Text(), *body, Text(), *table], room)
 
 
 def draw_search(summary: Row, room: Room) -> list[Text]:
@@ -224,9 +243,9 @@ def _tell_goodput(summary: Summary) -> list[Tile]:
     return [Tile("goodput", "Goodput", format_percent(parts["training"] / total), "", note)]
 
 
-def _draw_loss(log: RunLog, summary: Summary, room: Room, tall: int) -> list[Text]:
+def _draw_loss(run: RunFigures, room: Room, tall: int) -> list[Text]:
     """Return the curve of the loss below its figures; the noisy curve gives way to its average."""
-    chart = chart_run(log).charts[0]
+    log, summary, chart = run.log, run.summary, run.loss
     series = [one for one in chart.series if one.look != "faint"]
     title = Text.assemble(("Loss ", "bold"), (format_number(summary.final_loss), "bold cyan"))
     title.append(f" · lowest {format_number(summary.lowest_loss)}")

@@ -19,7 +19,7 @@ from rich.text import Text
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import read_json_lines, read_last_record
 from phalanx.launch.faults import FAULT_LOG
-from phalanx.report.dashboard import Room, draw_message, draw_run, draw_search, draw_tune
+from phalanx.report.dashboard import Room, RunFigures, draw_message, draw_run, draw_search, draw_tune
 from phalanx.report.formatting import format_number
 from phalanx.report.page import render_message
 from phalanx.report.run_log import Event, RunLog, metrics_problem, read_events
@@ -96,10 +96,10 @@ class WatchedRun(Watched):
 
     def read(self) -> Picture:
         """Read the log."""
-        log, faults = self._read_log(), self._read_faults()
+        figures, faults = RunFigures.of(self._read_log()), self._read_faults()
         changed = max((self.path / name).stat().st_mtime for name in _RUN_FILES if (self.path / name).exists())
         # a clock of another host may be ahead
-        return lambda room: draw_run(log, room, quiet_s=max(0.0, time.time() - changed), faults=faults)
+        return lambda room: draw_run(figures, room, quiet_s=max(0.0, time.time() - changed), faults=faults)
 
     def render(self, live: str) -> str:
         """Return the run's report."""
