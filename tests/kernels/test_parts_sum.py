@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ahead_of_time import ASSEMBLY, NARROW, WIDE, assembly_of, needs_triton, run_interpreted, threads
-from phalanx.kernels.parts_sum import sum_parts
+from phalanx.kernels.parts_sum import add_gradient, sum_parts
+from phalanx.planner.dryrun.memory_trace import StepTrace
 
 
 @pytest.mark.parametrize(("parts", "total"), [("bfloat16", "float32"), ("float32", "float32"), ("float64", "float64")])
@@ -19,6 +20,17 @@ def test_sums_are_formed_in_the_wider_format(parts: str, total: str) -> None:
     torch.testing.assert_close(found.double(), values.double().sum(0), rtol=2e-7, atol=3e-7)
     sum_parts(values, found, add=True)
     torch.testing.assert_close(found.double(), 2 * values.double().sum(0), rtol=2e-7, atol=6e-7)
+
+
+def test_a_gradient_is_added_without_a_wider_copy_of_it() -> None:
+    trace = StepTrace()
+    with trace.watching():
+        gradient = torch.ones(2**21, dtype=torch.bfloat16)
+        total = add_gradient(gradient, None, torch.float32)
+        held = trace.now
+        assert add_gradient(gradient, total, torch.float32) is total
+    assert trace.peak == held
+    assert torch.equal(total, torch.full_like(total, 2.0))
 
 
 @needs_triton

@@ -15,7 +15,10 @@ def sum_parts(parts: Tensor, total: Tensor, *, add: bool = False) -> None:
     """
     kernel = triton_module("parts_sum_triton") if total.is_cuda else None
     if kernel is None or total.dtype != torch.float32 or parts.shape[0] > _MOST_RANKS or not total.numel():
-        if add:
+        if add and parts.shape[0] == 1:
+            # A sum of one part would be a copy of it in the wider format.
+            total += parts[0]
+        elif add:
             total += parts.sum(0, dtype=total.dtype)
         else:
             torch.sum(parts, 0, dtype=total.dtype, out=total)

@@ -49,6 +49,8 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (QWEN, {"dp_shard": 4, "pp": 2, "ep": 2, "recompute": "full", "global_batch": 32}),
     (WIDE_ROWS, {"dp_shard": 8, "ep": 8, "recompute": "full", "global_batch": 32}),
     (DEEPSEEK, {"dp_shard": 4, "pp": 2, "ep": 4, "recompute": "none", "global_batch": 32}),
+    # The first stage has none but dense blocks.
+    (DEEPSEEK | {"dense_layers": 2}, {"dp_shard": 4, "pp": 2, "ep": 4, "recompute": "full", "global_batch": 32}),
     (DEEPSEEK | {"latent": LATENT}, {"dp_shard": 4, "tp": 2, "ep": 4, "recompute": "full", "global_batch": 32}),
 ]
 

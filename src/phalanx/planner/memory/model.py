@@ -200,7 +200,9 @@ def _peak_candidates(model: TracedModel, column: list[int], *, rank: int | None 
             )
         )
     shape = (SCHEDULES[schedule], pp, stages_per_rank, microbatches, model.config.n_layers)
-    pipeline = Pipeline(*shape, model.block_costs(), layout.gather_blocks, layout.gathers_ahead)
+    pipeline = Pipeline(
+        *shape, model.block_costs(), layout.gather_blocks, layout.gathers_ahead, model.config.leading_layers
+    )
     if rank is None:
         return pipeline_candidates(pipeline)[dropped]
     return candidates_of_each_rank(pipeline, bool(dropped))[rank]

@@ -73,6 +73,8 @@ class ModelBytes:
     `backward` the most that it holds from then on; these gradients and what is kept not counted."""
     leading: PartBytes
     """What the first blocks of the model take more than as many others, experts among it; less than 0 where it is less."""
+    leading_pass: PartBytes
+    """One of them, whole; its passes where a stage has no other blocks."""
     n_leading: FloatArray
     """Such blocks of the first stage."""
     head: PartBytes
@@ -171,15 +173,17 @@ def model_bytes(
         streamed=nothing,
     )
     block = part("block")
-    leading, n_leading = block.times(0.0), nothing
+    leading, leading_pass, n_leading = block.times(0.0), block, nothing
     if model.config.leading_layers:
         n_leading = leading_blocks(model, candidates).astype(np.float64)
-        leading = part("leading").minus(block.plus(experts)).times(n_leading)
+        leading_pass = part("leading")
+        leading = leading_pass.minus(block.plus(experts)).times(n_leading)
     return ModelBytes(
         embedding=part("embedding"),
         block=block,
         experts=experts,
         leading=leading,
+        leading_pass=leading_pass,
         n_leading=n_leading,
         head=part("head"),
         shared=_column(lambda c: sum(kept.bytes for kept in c["block"].shared), costs)[inverse],

@@ -172,8 +172,11 @@ class _Moments(Replay):
 
         def gradients(blocks: IntArray, *, embedding: bool = False) -> dict[str, Counts]:
             """Gradients of a stage's first micro-batch after the backward passes of its head and so many blocks."""
+            # What first blocks of another kind differ by comes with the embedding, and is not there before.
+            alike = ~self.leads | embedding
             return {
-                "whole_blocks": np.where(new & frees, blocks, 0),
+                "whole_blocks": np.where(new & frees & alike, blocks, 0),
+                "whole_leading": np.where(new & frees & ~alike, blocks, 0),
                 "whole_head": new & self.is_last,
                 "whole_embedding": new & self.is_first & embedding,
                 "coming": new & frees,
@@ -300,4 +303,8 @@ class _Moments(Replay):
         found = self.before.reshape(-1, len(COUNTS))[place]
         for name, count in more.items():
             found[:, COLUMN[name]] += count.reshape(-1)[place] if isinstance(count, np.ndarray) else count
+        for way in ("forward", "backward"):
+            moved = found[:, COLUMN[f"block_{way}"]] * self.leads.reshape(-1)[place]
+            found[:, COLUMN[f"block_{way}"]] -= moved
+            found[:, COLUMN[f"leading_{way}"]] += moved
         return found, place // where.shape[1]

@@ -41,6 +41,7 @@ COUNTS = (
     "whole_blocks",
     "whole_embedding",
     "whole_head",
+    "whole_leading",
     "shared_blocks",
     "shared_embedding",
     "shared_head",
@@ -66,9 +67,11 @@ COUNTS = (
     "embedding_forward",
     "block_forward",
     "head_forward",
+    "leading_forward",
     "embedding_backward",
     "block_backward",
     "head_backward",
+    "leading_backward",
     "embedding_reduced",
     "blocks_reduced",
     "head_reduced",
@@ -130,6 +133,8 @@ class Pipeline:
     """Blocks that are gathered together."""
     gathers_ahead: int
     """Units that are gathered while one computes."""
+    leading: int = 0
+    """First blocks of another kind."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,8 @@ class Replay:
             for mask in (self.stages.first, self.stages.last, self.stages.gets, self.stages.gives)
         )
         kind = table.kind[ranks]
+        self.leads = self.is_first & (self.layers <= pipeline.leading)
+        """Whether all blocks of the stage that computes are first ones of another kind."""
         self.forward = kind == Pass.FORWARD
         # Nobody needs the gradients of the first stage's input: PyTorch computes all of its backward pass when those of its
         # weights are due, and nothing before.

@@ -110,6 +110,7 @@ def _gradients(r: Exchanges) -> dict[str, Allocations]:
         found[f"shared_{name}"] = {"gradients": s.master * part.shard}
         found[f"sent_{name}"] = {"reduce buffers": s.sharded * r.sent * part.gathered}
         found[f"own_{name}"] = {"one part's pass": r.own_gradients(part)}
+    found["whole_leading"] = {"gradients": s.master * np.where(r.whole, z.leading_pass.gathered, z.leading_pass.shard)}
     # Experts that one rank alone has are never gathered: their gradients are theirs.
     experts = np.where(r.whole & r.spread, z.experts.gathered, z.experts.shard)
     lone = z.n_leading * z.experts.shard * ~r.spread
@@ -141,7 +142,7 @@ def _gathered(r: Exchanges) -> dict[str, Allocations]:
 def _passes(r: Exchanges) -> dict[str, Allocations]:
     """Of one part that computes, or whose gradients are reduced."""
     z, found = r.s.sizes, {}
-    for name, part in (("embedding", z.embedding), ("block", z.block), ("head", z.head)):
+    for name, part in (("embedding", z.embedding), ("block", z.block), ("head", z.head), ("leading", z.leading_pass)):
         found[f"{name}_forward"] = {"one part's pass": part.forward}
         found[f"{name}_backward"] = {"one part's pass": part.backward}
     for name, part in (("embedding", z.embedding), ("blocks", z.block), ("head", z.head)):
