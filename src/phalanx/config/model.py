@@ -132,6 +132,22 @@ class LanguageModel(BlockModel):
     """Dropout on the embedding and on both residual branches."""
     init_std: Annotated[float, Field(gt=0.0)] = 0.02
     """Standard deviation of initial weights; matrices that write to the residual stream get it / sqrt(2 n_layers)."""
+    mup_base_width: Width | None = None
+    """Width at which muP (arXiv:2203.03466) leaves initial values and learning rates as they are: at others they scale, so
+    that the best rate stays the same. null: the usual parametrisation. For models of equal head size without a tied head."""
+
+    @model_validator(mode="after")
+    def _width_scales(self) -> LanguageModel:
+        # A table that is both input and output cannot follow two rules; ranks and experts have fan-ins of their own.
+        others = {
+            "tied_head=true": self.tied_head,
+            "experts": self.experts is not None,
+            "latent": self.latent is not None,
+        }
+        for stated, present in others.items():
+            if self.mup_base_width is not None and present:
+                raise ValueError(f"mup_base_width={self.mup_base_width} has no rule for {stated}; set it to null")
+        return self
 
     @model_validator(mode="after")
     def _heads_fit(self) -> LanguageModel:

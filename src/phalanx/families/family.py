@@ -45,6 +45,10 @@ class DeclaredModel(ABC):
     def parameter_kind(self, name: str) -> ParameterKind:
         """Return the kind of the parameter `name`."""
 
+    def rate_ratio(self, name: str) -> float:
+        """Return the factor of the learning rate of the parameter `name` that the model's width asks for; by default 1."""
+        return 1.0
+
     def matrices(self) -> MatrixRules:
         """Return which parameters of kind "matrix" an optimizer may treat as matrices, and of which these are composed.
 

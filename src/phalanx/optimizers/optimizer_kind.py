@@ -123,20 +123,22 @@ def build_optimizer(
     config: Optimizer,
     parameter_kind: Callable[[str], ParameterKind],
     held: HeldParameters | None = None,
+    rate_ratio: Callable[[str], float] = lambda name: 1.0,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `config` names over parameters by name, those with weight decay first.
 
     Frozen parameters, which require no gradient, are in none of its groups.
 
     parameter_kind: of the parameter with this name, as its family says. held: see `OptimizerKind.build`; by default all
-    parameters are whole, and none is a matrix.
+    parameters are whole, and none is a matrix. rate_ratio: factor of the learning rate by parameter, beside those of
+    `config`.
     """
     groups: dict[tuple[float, float, bool], Group] = {}
     for name, parameter in parameters.items():
         # Frozen: no update, and no state.
         if not parameter.requires_grad:
             continue
-        ratio = learning_rate_ratio(name, config)
+        ratio = learning_rate_ratio(name, config) * rate_ratio(name)
         decay = 0.0 if parameter_kind(name) in config.no_decay else config.weight_decay
         # One fused kernel takes either plain tensors (streamed matrices) or sharded ones, so they are groups of their own.
         kind = (decay, ratio, isinstance(parameter, DTensor))

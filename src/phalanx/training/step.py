@@ -66,7 +66,9 @@ def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) 
     applied: the same model, laid out on this rank.
     """
     config = model.run.optimizer
-    optimizer = build_optimizer(applied.parameters, config, model.parameter_kind, applied.hold_parameters(model))
+    optimizer = build_optimizer(
+        applied.parameters, config, model.parameter_kind, applied.hold_parameters(model), model.rate_ratio
+    )
     scaler = GradScaler(device.type) if model.precision.scales_loss else None
     ema = model.run.training.ema
     average = None if ema is None else WeightAverage(applied.parameters, ema)

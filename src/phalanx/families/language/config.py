@@ -98,7 +98,7 @@ class LanguageRun(Run):
 
     def find_problems(self) -> Iterator[Problem]:
         """See `Run`."""
-        for rule in (_check_sequence, _check_attention, _check_evaluation, _check_mixture):
+        for rule in (_check_sequence, _check_attention, _check_evaluation, _check_mixture, _check_width):
             yield from rule(self)
 
     @property
@@ -146,6 +146,17 @@ def _check_mixture(run: LanguageRun) -> Iterator[Problem]:
                 f"{name}.after_step={free}",
             )
         free = change.after_step + change.over_steps
+
+
+def _check_width(run: LanguageRun) -> Iterator[Problem]:
+    """Yield a problem for muP with an optimizer whose updates are of another size than Adam's."""
+    if run.model.mup_base_width is not None and run.optimizer.name not in ("adamw", "lion"):
+        yield Problem(
+            ("model", "mup_base_width"),
+            f"model.mup_base_width={run.model.mup_base_width} scales the rates of adamw and lion, and "
+            f"optimizer.name={run.optimizer.name}",
+            "optimizer.name=adamw or model.mup_base_width=null",
+        )
 
 
 def _check_attention(run: LanguageRun) -> Iterator[Problem]:

@@ -34,9 +34,11 @@ class DeclaredLanguage(DeclaredModel):
         """Return initial values by parameter name; the first pattern that matches counts.
 
         Matrices start normal with `init_std`; the two that write to the residual stream with 1/sqrt(2 n_layers) of it, so
-        that the stream's variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3).
+        that the stream's variance does not grow with depth (GPT-2, Radford et al. 2019, section 2.3). Under muP, variances
+        of matrices fall with the width, and that of the head with its square (arXiv:2203.03466, table 3).
         """
-        residual = self.model.init_std / math.sqrt(2 * self.model.n_layers)
+        hidden = self.model.init_std * math.sqrt(self._width_ratio)
+        residual = hidden / math.sqrt(2 * self.model.n_layers)
         experts = self.model.experts
         return [
             ("*norm.weight", InitRule.constant(0.0 if self.model.norm_offset else 1.0)),
@@ -48,8 +50,20 @@ class DeclaredLanguage(DeclaredModel):
             ("*.mlp.shared.down.weight", InitRule.normal(residual)),
             # State of routers: each expert's share of the choices, until the first step has counted.
             ("*.mlp.router.load", InitRule.constant(1.0 if experts is None else 1.0 / experts.count)),
-            ("*", InitRule.normal(self.model.init_std)),
+            ("embedding.*", InitRule.normal(self.model.init_std)),
+            ("head.weight", InitRule.normal(self.model.init_std * self._width_ratio)),
+            ("*", InitRule.normal(hidden)),
         ]
+
+    def rate_ratio(self, name: str) -> float:
+        """Return the factor of the learning rate of the parameter `name`: under muP, matrices' falls with the width."""
+        return self._width_ratio if self.parameter_kind(name) == "matrix" else 1.0
+
+    @property
+    def _width_ratio(self) -> float:
+        """Width of the base over that of the model; 1 without muP."""
+        base = self.model.mup_base_width
+        return 1.0 if base is None else base / self.model.d_model
 
     def parameter_kind(self, name: str) -> ParameterKind:
         """Return the kind of the parameter `name`; the first matching row of the table decides."""

@@ -252,7 +252,7 @@ def _default_fields(model: LanguageModel) -> dict[str, object]:
 
 def _unused_fields(model: LanguageModel) -> set[str]:
     """Return the fields that do not change what the trained `model` computes."""
-    unused = {"family", "preset", "dropout", "init_std", *_TRAINING_ONLY}
+    unused = {"family", "preset", "dropout", "init_std", "mup_base_width", *_TRAINING_ONLY}
     if model.positions != "rope":
         unused |= {"rope_theta", "rope_scaling", "rotary_fraction"}
     if model.positions != "alibi":
