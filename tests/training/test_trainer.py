@@ -129,7 +129,7 @@ def spoilt_step(steps: range) -> object:
     class Spoilt(TrainStep):
         def enqueue(self, step: int, batch: object) -> torch.Tensor:
             if step in steps:
-                return torch.full((2,), torch.nan, dtype=torch.float64)
+                return torch.full((3,), torch.nan, dtype=torch.float64)
             return super().enqueue(step, batch)  # type: ignore[arg-type]
 
     def build(*arguments: object) -> TrainStep:
@@ -187,7 +187,7 @@ def test_a_spike_is_an_event_and_a_line(
     class Spiking(TrainStep):
         def enqueue(self, step: int, batch: object) -> torch.Tensor:
             found = super().enqueue(step, batch)  # type: ignore[arg-type]
-            return found * torch.tensor([1.0, 1e4 if step == 15 else 1.0])
+            return found * torch.tensor([1.0, 1e4 if step == 15 else 1.0, 1.0])
 
     def build(*arguments: object) -> TrainStep:
         step = build_step(*arguments)  # type: ignore[arg-type]
