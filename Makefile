@@ -31,7 +31,7 @@ PHALANX := $(BIN)/phalanx
 TEST_PYTHON := $(or $(INTERPRETER),$(BIN)/python)
 TEST_NEEDS := $(if $(INTERPRETER),,$(VENV)/dev)
 
-.PHONY: quickstart test test-gpu test-faults test-torch lint style types units install dist site clean
+.PHONY: quickstart test test-gpu test-faults test-browser test-torch lint style types units install dist site clean
 
 quickstart: $(VENV)/installed
 	$(PHALANX) data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02
@@ -62,6 +62,10 @@ test-gpu: $(TEST_NEEDS)
 # Faults in real training: ranks killed, suspended, slowed. One after the other, since what is measured are times.
 test-faults: $(TEST_NEEDS)
 	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest -m faults --numprocesses 0 -s $(or $(TESTS),tests/faults)
+
+# Pages in a real browser: needs `chromium` (or google-chrome) on the path.
+test-browser: $(TEST_NEEDS)
+	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest -m browser --numprocesses 0 tests/cli/test_serve.py
 
 # With another PyTorch, such as TORCH=2.10.0, on the CPU: what meets the most of its private and moving parts, and a short
 # quickstart.

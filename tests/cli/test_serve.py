@@ -209,7 +209,7 @@ def test_another_address_is_warned_of(run_dir: Path) -> None:
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
+@pytest.mark.browser
 def test_a_browser_loads_the_page_anew_when_the_logs_grow(
     served: Served, run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -234,7 +234,7 @@ def test_a_browser_loads_the_page_anew_when_the_logs_grow(
         f"--user-data-dir={tmp_path}",
         "--virtual-time-budget=8000",
     ]
-    assert CHROMIUM is not None
+    assert CHROMIUM is not None, "there is no chromium and no google-chrome on the path"
     done = subprocess.run([CHROMIUM, *options, "--dump-dom", address], capture_output=True, timeout=120, check=False)
     log.close()
     page = done.stdout.decode()
