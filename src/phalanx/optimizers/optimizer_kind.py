@@ -75,7 +75,8 @@ class OptimizerKind(ABC):
     def matrix_flops(self, config: Optimizer, rows: int, columns: int) -> float:
         """Return the floating-point operations that an update takes for a whole matrix beyond those for its elements.
 
-        An optimizer for which this is not 0 has each matrix gathered by one rank (`WholeMatrices`); the planner counts that.
+        An optimizer for which this is not 0 has each matrix gathered by one rank (`WholeMatrices`).
+        Plans do not count that yet.
         """
         return 0.0
 
