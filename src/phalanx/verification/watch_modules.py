@@ -120,7 +120,9 @@ def _watched_modules(stage: Stage) -> Iterator[tuple[str, nn.Module]]:
         block = part.blocks[number]
         yield f"blocks.{number}", block
         for name, module in block.named_children():
-            if next(module.parameters(), None) is not None:
+            # A single matrix may be split over `tp`, and then gives or takes a part of each row; norms have vectors alone.
+            matrix = not any(module.children()) and any(x.dim() > 1 for x in module.parameters())
+            if not matrix and next(module.parameters(), None) is not None:
                 yield f"blocks.{number}.{compat.full_name(name)}", module
     if part.part.last:
         yield "head", part.head
