@@ -52,7 +52,7 @@ class StoredFile:
 
     @classmethod
     def of(cls, entry: dict[str, Any]) -> StoredFile:
-        """Of an entry as fsspec gives it."""
+        """Return what an entry of fsspec tells."""
         version = next((str(entry[name]) for name in _VERSIONS if entry.get(name)), "")
         return cls(int(entry.get("size") or 0), version)
 

@@ -87,7 +87,9 @@ def remote_folder(address: str, texts: Mapping[str, bytes], files: Mapping[str, 
     folder before still counts.
     """
     path = _stand_in(address)
-    folder = _PROCESS.folders.setdefault(path, RemoteFolder(address.rstrip("/"), path, _PROCESS.limits))
+    if path not in _PROCESS.folders:
+        _PROCESS.folders[path] = RemoteFolder(address.rstrip("/"), path, _PROCESS.limits)
+    folder = _PROCESS.folders[path]
     for name, stored in files.items():
         # Without a checksum of its content a file is kept under where it is from, and what the store says of it.
         key = hashlib.sha256(f"{folder.address}/{name} {stored.size} {stored.version}".encode()).hexdigest()

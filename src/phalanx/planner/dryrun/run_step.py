@@ -94,7 +94,7 @@ def dry_run(
         step = build(model, applied, DEVICE).relaid(WatchedExecutor(applied, trace))
         first = measured_step(model, applied, step, trace, tell)
         # The receive buffers of one number of micro-batches must be gone before those of another are made.
-        applied = _lay_again(applied, mesh, _with_microbatches(layout, more))
+        applied = applied.with_global_batch(_with_microbatches(layout, more).global_batch)
         step = step.relaid(WatchedExecutor(applied, trace))
         second = measured_step(model, applied, step, trace, tell)
         return rank_report(
@@ -142,11 +142,6 @@ def _prepare_model(
 
 def _with_microbatches(layout: ResolvedLayout, count: int) -> ResolvedLayout:
     return replace(layout, global_batch=count * layout.microbatch * layout.data_ranks)
-
-
-def _lay_again(applied: ParallelModel, mesh: Mesh, layout: ResolvedLayout) -> ParallelModel:
-    """Return the same stages with another number of micro-batches."""
-    return applied.with_global_batch(layout.global_batch)
 
 
 def _label_state(trace: StepTrace, applied: ParallelModel, step: Step) -> None:

@@ -305,7 +305,8 @@ def _check_size(folder: Path, record: _ShardRecord) -> Path:
     path = folder / record.raw_data.basename
     try:
         # Samples lie at random places, and all their sizes are read when the shard is opened: a remote one is copied whole.
-        found = local_copy(path).stat().st_size
+        copy = local_copy(path)
+        found = copy.stat().st_size
     except OSError as error:
         if record.zip_data is None or not is_file(folder / record.zip_data.basename):
             raise DataError(f"{path}: {error.strerror}; {INDEX} lists it with {record.raw_data.bytes} bytes") from error
@@ -314,7 +315,7 @@ def _check_size(folder: Path, record: _ShardRecord) -> Path:
         raise DataError(
             f"{path}: {found} bytes found, {record.raw_data.bytes} expected; the file is truncated or altered"
         )
-    return local_copy(path)
+    return copy
 
 
 def _unpack_once(packed: Path, record: _ShardRecord) -> Path:

@@ -70,9 +70,12 @@ def token_path(address: str) -> Path:
     """
     if not is_remote(address):
         return local_path(address)
-    if opened_folder(address) is None and open_store(address).find_file(MANIFEST) is not None:
+    opened = opened_folder(address)
+    if opened is not None:
+        return opened
+    if open_store(address).find_file(MANIFEST) is not None:
         return local_path(address)
-    path = opened_folder(address) or find_remote_mds(address) or find_remote_megatron(address)
+    path = find_remote_mds(address) or find_remote_megatron(address)
     if path is None:
         raise DataError(
             f"{address}: no {MANIFEST} (prepared text), no {INDEX} (MDS) and no .idx (Megatron) there; name a folder or "
