@@ -96,9 +96,14 @@ def suits_warmup(run: Run, layouts: LayoutTable) -> Bools:
     """Return where the smaller global batches of a warm-up are whole numbers of micro-batches that suit the schedule too."""
     suited = np.ones(len(layouts), np.bool_)
     for samples in {samples for _, samples in batch_sizes(run).stages}:
-        smaller = replace(layouts, global_batch=np.full_like(layouts.global_batch, samples))
-        suited &= divides_batch(smaller) & suits_schedule(smaller)
+        suited &= _suits_batch(layouts, samples)
     return suited
+
+
+def _suits_batch(layouts: LayoutTable, samples: int) -> Bools:
+    """Return where a global batch of `samples` is a whole number of micro-batches that suits the schedule."""
+    smaller = replace(layouts, global_batch=np.full_like(layouts.global_batch, samples))
+    return divides_batch(smaller) & suits_schedule(smaller)
 
 
 def _explain_warmup(needs: Requirements, layout: ResolvedLayout) -> str:
@@ -106,7 +111,7 @@ def _explain_warmup(needs: Requirements, layout: ResolvedLayout) -> str:
     number, samples = next(
         (number, samples)
         for number, (_, samples) in enumerate(batch_sizes(needs.run).stages)
-        if not suits_warmup(_with_stage(needs.run, number), layout.table)[0]
+        if not _suits_batch(layout.table, samples)[0]
     )
     below = samples // unit * unit
     nearest = " or ".join(str(batch) for batch in (below, below + unit) if batch)
@@ -114,12 +119,6 @@ def _explain_warmup(needs: Requirements, layout: ResolvedLayout) -> str:
     ranks = f"layout.microbatch={layout.microbatch} x {layout.data_ranks} data-parallel ranks = {unit}"
     stated = f"layout.batch_warmup.{number}.global_batch of {samples} samples"
     return f"{stated} does not suit {ranks}{pipelined}; multiples of it: {nearest}"
-
-
-def _with_stage(run: Run, number: int) -> Run:
-    """Return `run` with one stage of its warm-up alone."""
-    stage = run.layout.batch_warmup[number]
-    return run.model_copy(update={"layout": run.layout.model_copy(update={"batch_warmup": [stage]})})
 
 
 def measures_noise(needs: Requirements) -> bool:
