@@ -29,6 +29,8 @@ from phalanx.report.run_log import (
     IntArray,
     RunLog,
     Summary,
+    last_finite,
+    median_of_finite,
     split_wall_time,
     summarise_run,
 )
@@ -176,7 +178,7 @@ def _name_state(log: RunLog, summary: Summary, quiet_s: float) -> tuple[str, str
     """Return what a run is doing, the style of these words, and how far it is."""
     if summary.finished:
         return "finished", "green", f"{summary.steps:,} steps in {format_duration(summary.wall_seconds)}"
-    step_s = _median_of_last(log.columns["step_seconds"])
+    step_s = median_of_finite(log.columns["step_seconds"][-RECENT_STEPS:])
     planned = log.planned_steps
     done = f"step {summary.steps:,}" + ("" if planned is None else f" of {planned:,}")
     if quiet_s > max(QUIET_S, QUIET_STEPS * (step_s if math.isfinite(step_s) else 0.0)):
@@ -201,14 +203,17 @@ def _list_run_rows(log: RunLog, summary: Summary, faults: Sequence[str]) -> list
 
 
 def _tell_rate(log: RunLog, summary: Summary) -> Tile:
-    now, step_s = _median_of_last(log.tokens_per_second), _median_of_last(log.columns["step_seconds"])
+    now, step_s = (
+        median_of_finite(log.tokens_per_second[-RECENT_STEPS:]),
+        median_of_finite(log.columns["step_seconds"][-RECENT_STEPS:]),
+    )
     median = format_count(summary.median_tokens_per_second)
     note = f"now, median {median}; {format_count(summary.tokens)} in all; a step takes {format_duration(step_s)}"
     return Tile("rate", f"{summary.unit.capitalize()}/s", format_count(now), "", note)
 
 
 def _tell_memory(log: RunLog) -> Tile:
-    now, peak = (_last_finite(log.column(f"memory_{name}_gib")) for name in ("now", "peak"))
+    now, peak = (last_finite(log.column(f"memory_{name}_gib")) for name in ("now", "peak"))
     if not math.isfinite(peak):
         # as of a CPU
         return Tile("memory", "Memory", "not told", "", "by this kind of device")
@@ -267,17 +272,6 @@ def _draw_loss(run: RunFigures, room: Room, tall: int) -> list[Text]:
         # a gap between two kept points breaks the line even where the gap itself was not kept
         raster.add_curve(places, values, style, np.cumsum(~np.isfinite(one.values))[one.kept])
     return [title, *raster.finish(f"step {ends[0]:,.0f}", f"{ends[1]:,.0f}")]
-
-
-def _median_of_last(values: FloatArray) -> float:
-    last = values[-RECENT_STEPS:]
-    finite = last[np.isfinite(last)]
-    return float(np.median(finite)) if finite.size else math.nan
-
-
-def _last_finite(values: FloatArray) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite[-1]) if finite.size else math.nan
 
 
 # --- a study -----------------------------------------------------------------------------------------------------------

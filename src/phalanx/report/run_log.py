@@ -395,10 +395,10 @@ def summarise_run(log: RunLog) -> Summary:
         validation_loss=last.number("loss") if last else math.nan,
         perplexity=last.number("perplexity") if last else math.nan,
         bits_per_byte=last.number("bits_per_byte") if last else math.nan,
-        median_step_seconds=_median_of_finite(seconds),
-        median_tokens_per_second=_median_of_finite(log.tokens_per_second),
-        median_mfu=_median_of_finite(log.column("mfu")),
-        median_mfu_measured=_median_of_finite(log.column("mfu_measured")),
+        median_step_seconds=median_of_finite(seconds),
+        median_tokens_per_second=median_of_finite(log.tokens_per_second),
+        median_mfu=median_of_finite(log.column("mfu")),
+        median_mfu_measured=median_of_finite(log.column("mfu_measured")),
         flops_convention=str(convention) if convention is not None else None,
         wall_seconds=_measure_wall_time(log),
         step_seconds=_sum_finite(seconds),
@@ -408,8 +408,8 @@ def summarise_run(log: RunLog) -> Summary:
         rank_wait_share=_share_of(log.column("rank_wait_seconds"), seconds),
         resumes=len(log.of_kind("resume")),
         energy_joules=_sum_finite(log.column("step_joules")),
-        joules_per_token=_median_of_finite(log.column("joules_per_token")),
-        critical_batch=_last_finite(log.column("critical_batch")),
+        joules_per_token=median_of_finite(log.column("joules_per_token")),
+        critical_batch=last_finite(log.column("critical_batch")),
     )
 
 
@@ -447,12 +447,14 @@ def _sum_finite(values: FloatArray) -> float:
     return float(values[np.isfinite(values)].sum())
 
 
-def _median_of_finite(values: FloatArray) -> float:
+def median_of_finite(values: FloatArray) -> float:
+    """Return the median of what is finite among `values`; NaN where nothing is."""
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if finite.size else math.nan
 
 
-def _last_finite(values: FloatArray) -> float:
+def last_finite(values: FloatArray) -> float:
+    """Return the last of `values` that is finite; NaN where none is."""
     finite = values[np.isfinite(values)]
     return float(finite[-1]) if finite.size else math.nan
 
