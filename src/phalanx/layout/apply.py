@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +38,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import model_chunks
 from phalanx.layout.streamed_weights.streamed_sharding import StreamedSharding
 from phalanx.nn.layers import choose_products, separate_gradients
+from phalanx.nn.parameters import matches_any
 from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import HeldParameters, WholeMatrices
 from phalanx.torch_compat import common as compat
@@ -234,7 +234,7 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 def freeze_parameters(module: nn.Module, patterns: Sequence[str], tied: dict[str, str]) -> nn.Module:
     """Let nothing form gradients of the parameters of `module` whose names in the whole model match one of `patterns`."""
     for name, parameter in named_parameters(module, tied).items():
-        if any(fnmatchcase(name, pattern) for pattern in patterns):
+        if matches_any(name, patterns):
             parameter.requires_grad_(False)
     return module
 

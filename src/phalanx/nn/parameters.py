@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
@@ -15,6 +16,11 @@ ParameterKind = Literal["norm", "bias", "embedding", "matrix"]
 Table = Callable[[Tensor, tuple[int, ...]], Tensor]
 """Values of some elements of a parameter: a pure function of their row-major indices in the whole parameter (int64) and
 its shape. Float64, of the shape of the indices; the same however the elements are sharded, and on every device."""
+
+
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a parameter's name matches one of `patterns`, as in fnmatch."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)

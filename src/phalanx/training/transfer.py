@@ -32,6 +32,7 @@ from phalanx.layout.initial_values import initialise_parameters
 from phalanx.layout.layout_model import BuildContext, named_parameters
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import place_of
+from phalanx.nn.parameters import matches_any
 from phalanx.nn.resizing import Resize
 from phalanx.nn.splits import ModelChunk
 from phalanx.optimizers import learning_rate_ratio
@@ -113,7 +114,7 @@ def match_tensors(
     for name, shape in wanted.items():
         source = transfer.source_of(name)
         resize = resizes.get(name)
-        if _matches(name, transfer.new):
+        if matches_any(name, transfer.new):
             fates.append(Fate(name, shape, None))
         elif source not in stored:
             asked = name if source == name else f"{name} (there {source})"
@@ -123,7 +124,7 @@ def match_tensors(
         elif resize is None:
             asked = f"{name} (there {list(stored[source])}, here {list(shape)})"
             wrong.setdefault("of another shape, which nothing resizes; training.transfer.new", []).append(asked)
-        elif not _matches(name, transfer.resize):
+        elif not matches_any(name, transfer.resize):
             asked = f"{name} ({resize.in_words})"
             wrong.setdefault(
                 "of another shape or meaning; training.transfer.resize or training.transfer.new", []
@@ -132,7 +133,7 @@ def match_tensors(
             fates.append(Fate(name, shape, source, resize))
     used = {fate.source for fate in fates} | {name for name in wanted if name in stored}
     unused = [name for name in stored if name not in used]
-    lost = [name for name in unused if not _matches(name, transfer.drop)]
+    lost = [name for name in unused if not matches_any(name, transfer.drop)]
     if lost:
         wrong["only in the weights; training.transfer.drop"] = lost
     problems = [_name_some(names, *what.split("; ")) for what, names in wrong.items()]
@@ -175,7 +176,7 @@ def check_patterns(model: TrainableModel) -> None:
         for pattern in patterns
         for text in _idle_pattern(pattern, names, field)
     ]
-    if all(_matches(name, run.training.freeze) for name in names):
+    if all(matches_any(name, run.training.freeze) for name in names):
         problems.append("training.freeze names every parameter, which leaves nothing to train")
     if problems:
         raise ConfigError("\n".join(problems))
@@ -289,7 +290,7 @@ def describe_transfer(model: TrainableModel, plan: TransferPlan | None) -> Itera
 
 def trained_in_words(run: Run, name: str) -> str:
     """Return how the parameter `name` is trained."""
-    if _matches(name, run.training.freeze):
+    if matches_any(name, run.training.freeze):
         return "frozen"
     ratio = learning_rate_ratio(name, run.optimizer)
     return "" if ratio == 1.0 else f"lr x {ratio:g}"
@@ -311,10 +312,6 @@ def _spans(numbers: Sequence[int]) -> str:
         else:
             spans.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _read_contents(path: Path) -> tuple[Checkpoint, Model | None, Shapes] | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.layout.place import Place
+from phalanx.nn.parameters import matches_any
 from phalanx.verification.error_bounds import Bound, layer_of
 from phalanx.verification.exchange_records import Exchange
 from phalanx.verification.record_training import Record, StepRecord
@@ -301,7 +301,7 @@ def _measure_by_module(errors: dict[str, _Error], vanishing: Sequence[str]) -> d
     """
     found = dict(errors)
     for name, error in errors.items():
-        if any(fnmatchcase(name, pattern) for pattern in vanishing):
+        if matches_any(name, vanishing):
             module = name.rpartition(".")[0]
             norms = [other.norm for key, other in errors.items() if key.rpartition(".")[0] == module]
             found[name] = _Error(error.size, math.hypot(*norms))
