@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -213,24 +213,21 @@ class TensorBoardSink(Sink):
 
     def step(self, metrics: StepMetrics) -> None:
         """Write every number of the step."""
-        with self._until_full(metrics.step):
-            self._add_scalars(metrics.step, {f"train/{name}": value for name, value in metrics.numbers().items()})
-            self._write_loads(metrics)
+        self._write(metrics.step, {f"train/{name}": value for name, value in metrics.numbers().items()}, metrics)
 
     def scores(self, step: int, curves: Mapping[str, float]) -> None:
         """Write the scores of an evaluation."""
-        with self._until_full(step):
-            self._add_scalars(step, curves)
+        self._write(step, curves)
 
-    def _add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        if not self._failed:
+    def _write(self, step: int, values: Mapping[str, float], metrics: StepMetrics | None = None) -> None:
+        """Write numbers by name, and the loads of experts in `metrics`, until the disk is full."""
+        if self._failed:
+            return
+        try:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
-
-    @contextlib.contextmanager
-    def _until_full(self, step: int) -> Iterator[None]:
-        try:
-            yield
+            if metrics is not None:
+                self._write_loads(metrics)
         except OSError as error:
             # A full disk ends TensorBoard's writer for good; metrics.jsonl has all of it, and training is worth more.
             self._failed = True
@@ -238,8 +235,6 @@ class TensorBoardSink(Sink):
 
     def _write_loads(self, metrics: StepMetrics) -> None:
         """Write the load of each expert, as a curve each where there are few enough, else as a histogram a layer."""
-        if self._failed:
-            return
         curves = sum(len(use.load) for use in metrics.experts) <= MOST_LOAD_CURVES
         for use in metrics.experts:
             name = f"train/experts/layer_{use.layer}/load"

@@ -264,18 +264,14 @@ def transfer_rows(model: TrainableModel, plan: TransferPlan | None) -> list[tupl
         joined[key] = joined.get(key, 0) + math.prod(tensor.shape)
         blocks.setdefault(key, []).append(number)
     rows = [
-        (name if numbers[0] < 0 else name.replace("*", _spans(numbers), 1), words, trained, f"{count:,}")
+        (_with_numbers(name, numbers), words, trained, f"{count:,}")
         for ((name, words, trained), count), numbers in zip(joined.items(), blocks.values(), strict=True)
     ]
     dropped: dict[str, list[int]] = {}
     for name in () if plan is None else plan.dropped:
         family, number = _without_number(name)
         dropped.setdefault(family, []).append(number)
-    rows += [
-        (name if numbers[0] < 0 else name.replace("*", _spans(numbers), 1), "dropped", "", "")
-        for name, numbers in dropped.items()
-    ]
-    return rows
+    return rows + [(_with_numbers(name, numbers), "dropped", "", "") for name, numbers in dropped.items()]
 
 
 def describe_transfer(model: TrainableModel, plan: TransferPlan | None) -> Iterator[str]:
@@ -303,15 +299,18 @@ def _without_number(name: str) -> tuple[str, int]:
     return (f"blocks.*.{inner}", int(number)) if first == "blocks" and number.isdecimal() else (name, -1)
 
 
-def _spans(numbers: Sequence[int]) -> str:
-    """Return block numbers in words: consecutive ones as 0-3."""
+def _with_numbers(name: str, numbers: Sequence[int]) -> str:
+    """Return a name of `_without_number` with block numbers in place of `*`, consecutive ones as 0-3."""
+    if numbers[0] < 0:
+        return name
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:
             spans[-1][1] = number
         else:
             spans.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    words = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return name.replace("*", words, 1)
 
 
 def _read_contents(path: Path) -> tuple[Checkpoint, Model | None, Shapes] | None:

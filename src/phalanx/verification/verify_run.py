@@ -326,7 +326,7 @@ class Verifier:
         optimizer = self.model.run.optimizer
         gain = find_optimizer(optimizer).update_gain(optimizer)
         if gain is not None:
-            gain *= max(1.0, *optimizer.lr_ratios.values(), 1.0)
+            gain *= max([1.0, *optimizer.lr_ratios.values()])
         layers = self.model.run.model.n_layers
         return compare_records(mine, reference, bound, layers, gain, self.model.vanishing, alone=alone)
 

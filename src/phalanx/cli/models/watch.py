@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -49,7 +49,7 @@ def run_watch(asked: WatchArguments) -> None:
 
 @dataclass
 class Frame:
-    """What is drawn now, for whatever size the terminal has by then."""
+    """Draws a picture, for whatever size the terminal has by then."""
 
     picture: Picture
     height: int | None = 0
@@ -97,9 +97,8 @@ def ending_quietly() -> Iterator[None]:
 
     before = {one: signal.signal(one, stop) for one in _ENDING if not is_ignored(one)}
     try:
-        yield
-    except KeyboardInterrupt:
-        pass
+        with suppress(KeyboardInterrupt):
+            yield
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)

@@ -43,7 +43,7 @@ class Watched(ABC):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Return the name of the folder."""
         return self.path.resolve().name
 
     @abstractmethod
