@@ -65,9 +65,10 @@ def test_verdicts_cover_every_parameter_and_module(verdicts: dict[tuple[int, str
     for (_, model, precision), found in verdicts.items():
         names = {check.name for check in found[0].checks if check.what == "gradient"}
         assert len(names) == {"climax": 70, "rollout": 46, "orbit": 90}[model]
+        blocks = [f"blocks.{n}" for n in range(2 if model == "rollout" else 4)]
+        inner = ("attention_norm", "attention", "mlp_norm", "mlp")
+        modules = {*blocks, *(f"{block}.{name}" for block in blocks for name in inner)}
         watched = {check.name for check in found[0].checks if check.what == "activations"}
-        assert watched == (
-            {"embedding", *(f"blocks.{n}" for n in range(2 if model == "rollout" else 4))}
-            if precision == "fp64"
-            else set()
-        )
+        assert watched == ({"embedding", *modules} if precision == "fp64" else set())
+        taken = {check.name for check in found[0].checks if check.what == "input gradient"}
+        assert taken == ({*modules, "head"} if precision == "fp64" else set())
