@@ -44,9 +44,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weather-steps", type=int, default=600)
     parser.add_argument("--materials-steps", type=int, default=480)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--families", nargs="+", default=["materials", "weather"])
+    parser.add_argument(
+        "--work", type=Path, help="folder for data and runs, kept; data that are there are not made again"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="families that it holds already are kept")
     asked = parser.parse_args()
-    result: dict[str, Any] = {
+    made: dict[str, Any] = {
         "command": shlex.join(["python", "benchmarks/transfer_gain.py", *sys.argv[1:]]),
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip(),
@@ -54,21 +58,26 @@ def main() -> None:
         "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
     }
     asked.out.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out.exists() else {}
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
+        root = asked.work or Path(folder)
         for name, compare, steps in (
             ("materials", compare_potentials, asked.materials_steps),
             ("weather", compare_forecasters, asked.weather_steps),
         ):
-            result[name] = compare(root / name, steps)
+            if name not in asked.families:
+                continue
+            result[name] = {**made, **compare(root / name, steps)}
             asked.out.write_text(json.dumps(result, indent=1) + "\n")
-    asked.out.with_suffix(".svg").write_text(draw(result))
+    if {"materials", "weather"} <= result.keys():
+        asked.out.with_suffix(".svg").write_text(draw(result))
 
 
 def compare_forecasters(root: Path, steps: int) -> dict[str, Any]:
     """Return errors of forecasters, as shares of persistence's."""
     for name, seed in (("before", 1), ("after", 2)):
-        phalanx("data", "sample", "weather", "--out", root / name, "--days", DAYS, "--seed", seed)
+        if not (root / name).exists():
+            phalanx("data", "sample", "weather", "--out", root / name, "--days", DAYS, "--seed", seed)
     begin = {"training.init_from": str(root / "runs" / "before")}
     transfer = {"training.transfer": {"resize": ["embedding.*", "head.output.*"]}}
     runs = {
@@ -107,7 +116,7 @@ def forecaster(root: Path, data: str, variables: list[str], share: str, steps: i
             },
             "climatology_days": 183,
         },
-        **settings(8, steps),
+        **settings(8, steps, 2e-3),
     }
 
 
@@ -119,7 +128,8 @@ def relative_rmse(event: dict[str, Any]) -> float:
 def compare_potentials(root: Path, steps: int) -> dict[str, Any]:
     """Return errors of forces, in eV/A."""
     for name, seed in (("before", 1), ("after", 2), ("held-out", 3)):
-        phalanx("data", "sample", "molecules", "--out", root / name, "--trajectories", TRAJECTORIES, "--seed", seed)
+        if not (root / name).exists():
+            phalanx("data", "sample", "molecules", "--out", root / name, "--trajectories", TRAJECTORIES, "--seed", seed)
     take_tenth(root / "after" / "crystals.npz", root / "tenth" / "crystals.npz")
     begin = {"training.init_from": str(root / "runs" / "before")}
     transfer = {"training.transfer": {"rename": {"head.*.copies.crystals.*": "head.*.copies.clusters.*"}}}
@@ -154,7 +164,7 @@ def potential(root: Path, data: str, name: str, steps: int) -> dict[str, Any]:
             "cutoff": 5.0,
             "validation_fraction": 0.1,
         },
-        **settings(8, steps),
+        **settings(8, steps, 1e-3),
     }
 
 
@@ -170,11 +180,11 @@ def take_tenth(whole: Path, part: Path) -> None:
     np.savez(part, ptr=np.concatenate(([0], np.cumsum(np.diff(starts)[kept]))), **taken)
 
 
-def settings(batch: int, steps: int) -> dict[str, Any]:
+def settings(batch: int, steps: int, rate: float) -> dict[str, Any]:
     """Return the sections that all runs have in common."""
     return {
         "layout": {"global_batch": batch, "precision": "fp32"},
-        "optimizer": {"lr": 1e-3, "warmup_steps": min(20, steps), "weight_decay": 0.01, "schedule": "cosine"},
+        "optimizer": {"lr": rate, "warmup_steps": min(20, steps), "weight_decay": 0.01, "schedule": "cosine"},
         "training": {"steps": steps, "tensorboard": False, "log_every": 100},
         "checkpoint": {"every": None},
         "evaluation": {"every": steps // EVALUATIONS, "samples": 64},
