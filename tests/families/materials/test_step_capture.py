@@ -129,6 +129,27 @@ def test_gradients_are_added_up_where_nothing_follows_them() -> None:
             torch.testing.assert_close(ours, one + other, rtol=1e-10, atol=1e-11)
 
 
+def test_frozen_parameters_get_no_gradient_and_the_others_theirs() -> None:
+    run = run_of("painn")
+    free, net = network(run), network(run)
+    frozen = {name for name, _ in net.named_parameters() if name.startswith(("embedding.", "blocks.0."))}
+
+    def freeze(made: MaterialsNetwork) -> MaterialsNetwork:
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+        return made
+
+    freeze(net).load_state_dict(free.state_dict())
+    capture = StepCapture(lambda: freeze(network(run)), source=0, cutoff=run.model.cutoff, compiled=False)
+    scale, inputs = torch.linspace(0.5, 1.5, 5, dtype=torch.float64), inputs_of(run, 1, 12)
+    capture.add_gradients(inputs, list(net.parameters()), scale)
+    expected = gradients(free, free(**inputs), scale)
+    for (name, parameter), wanted in zip(net.named_parameters(), expected, strict=True):
+        assert (parameter.grad is None) == (name in frozen or wanted is None), name
+        if parameter.grad is not None and wanted is not None:
+            torch.testing.assert_close(parameter.grad, wanted, rtol=1e-10, atol=1e-11)
+
+
 def test_atoms_that_stand_for_none_stay_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features grow as the square in each block of PaiNN; with many neighbours they would leave float32."""
     monkeypatch.setattr(step_capture, "_LEAST_USED", 0.0)
