@@ -55,6 +55,8 @@ CASES: dict[str, list[str]] = {
     "cp2-fsdp2-all-to-all": ["cp=2", "dp_shard=2", "microbatch=2", "context=all_to_all"],
     "stream": ["dp_shard=N", "microbatch=2", "gather=stream"],
     "tp2-fsdp2-stream": ["tp=2", "dp_shard=2", "microbatch=4", "gather=stream"],
+    "ep-mb4": ["dp_shard=N", "ep=N", "microbatch=4"],
+    "ep-fsdp-mb4": ["dp_shard=N", "ep=N", "microbatch=4", "zero=3"],
     "one": ["dp_shard=1", "microbatch=1"],
 }
 

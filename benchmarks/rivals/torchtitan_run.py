@@ -197,6 +197,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dp-shard", type=int, default=-1, help="FSDP ranks; -1: all that are left")
     parser.add_argument("--dp-replicate", type=int, default=1, help="replicas (DDP, or HSDP with --dp-shard above 1)")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, with sequence parallelism")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share experts, of those that share data")
     parser.add_argument("--async-tp", action="store_true", help="let the compiler overlap tensor-parallel exchanges")
     parser.add_argument("--reshard", choices=["default", "always", "never"], default="default", help="after forward")
     parser.add_argument("--attention", choices=["sdpa", "flex"], default="sdpa")
@@ -275,6 +276,7 @@ def job_config(options: argparse.Namespace, folder: str) -> JobConfig:
     job.parallelism.data_parallel_shard_degree = options.dp_shard
     job.parallelism.data_parallel_replicate_degree = options.dp_replicate
     job.parallelism.tensor_parallel_degree = options.tp
+    job.parallelism.expert_parallel_degree = options.ep
     job.parallelism.enable_async_tensor_parallel = options.async_tp
     job.parallelism.fsdp_reshard_after_forward = options.reshard
     job.activation_checkpoint.mode = options.recompute
