@@ -8,6 +8,8 @@
 #   RUN_DIR      where `make quickstart` trains; OVERRIDES are fields of its run file to change
 #   JOBS         tests that run at once; auto is one a core
 #   GPU_JOBS     processes of `make test-gpu` that share the device
+#   BROWSER      the Chromium of `make test-browser`; empty takes the one that is installed
+#   SCREENSHOTS  existing folder into which `make test-browser` puts pictures of the pages; empty takes none
 #   TESTS        files or folders of tests to run; empty runs all
 #   INTERPRETER  runs the tests in place of VENV's, with the packages that it has, as in a container: nothing is installed
 
@@ -21,6 +23,8 @@ OVERRIDES ?=
 JOBS ?= auto
 GPU_JOBS ?= 8
 INTERPRETER ?=
+BROWSER ?=
+SCREENSHOTS ?=
 TESTS ?=
 
 BIN := $(VENV)/bin
@@ -63,9 +67,12 @@ test-gpu: $(TEST_NEEDS)
 test-faults: $(TEST_NEEDS)
 	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest -m faults --numprocesses 0 -s $(or $(TESTS),tests/faults)
 
-# Pages in a real browser: needs `chromium` (or google-chrome) on the path.
+# Pages in a real browser: a plan, a run's report (from its server, too), the site. Chromium has to be installed (Debian:
+# apt-get install chromium), or BROWSER names it; what drives it comes by pip, from the extra `browser`.
 test-browser: $(TEST_NEEDS)
-	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest -m browser --numprocesses 0 tests/cli/test_serve.py
+	$(if $(INTERPRETER),,$(PIP) -c constraints.txt -e ".[browser]")
+	BROWSER="$(BROWSER)" SCREENSHOTS="$(abspath $(SCREENSHOTS))" OMP_NUM_THREADS=1 \
+		$(TEST_PYTHON) -m pytest -m browser --numprocesses 0 $(or $(TESTS),tests/browser tests/cli/test_serve.py)
 
 # With another PyTorch, such as TORCH=2.10.0, on the CPU: what meets the most of its private and moving parts, and a short
 # quickstart.

@@ -45,6 +45,10 @@ CHOSEN = (
 """Fields of `layout` that enumeration chooses, unless they are fixed; all else stays as the run file has it."""
 
 
+EFFECTIVE_WITH = {"context": "cp", "schedule": "pp", "stages_per_rank": "pp"}
+"""Fields that have no effect where this degree is 1: there they are not varied."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """How far free choices go. Fixed fields know no limits."""
@@ -98,9 +102,8 @@ def enumerate_layouts(
         return varied.take(is_legal(needs, varied, decided))
 
     table = choose("ep")
-    table = choose("context", table.cp > 1)
-    table = choose("schedule", table.pp > 1)
-    table = choose("stages_per_rank", table.pp > 1)
+    for field, degree in EFFECTIVE_WITH.items():
+        table = choose(field, getattr(table, degree) > 1)
     table = choose("microbatch")
     # ZeRO 0 differs from 3 for replicas as well: their gradients are reduced by DDP.
     replicas = (table.sharding_ranks == 1) & (table.dp_replicate > 1)

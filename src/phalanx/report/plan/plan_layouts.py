@@ -18,7 +18,7 @@ from phalanx.planner.plan.layout_list import LayoutList, Questions, list_questio
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.plan_summary import Row
 from phalanx.planner.rank.cost_models import WAITING, Floats, is_waiting
-from phalanx.planner.rank.enumeration import CHOSEN, Limits
+from phalanx.planner.rank.enumeration import CHOSEN, EFFECTIVE_WITH, Limits
 from phalanx.planner.rank.ranking import pareto_front
 from phalanx.report.drawing import WIDTH, Drawing, Plot, choose_value_ticks, fit_scale, make_line, make_text
 from phalanx.report.formatting import (
@@ -357,11 +357,13 @@ def encode_questions(asked: Questions, limits: str, unlisted: str) -> dict[str, 
         "splits": list(zip(*columns, strict=True)),
         "options": {name: [write_value(value) for value in values] for name, values in asked.options.items()},
         "plain": _PLAIN,
+        "effective_with": EFFECTIVE_WITH,
         "rules": [_encode_refusals(refusals) for refusals in asked.refusals],
         "words": {
             "no_split": f"Not legal: {' x '.join(DEGREES)} has to be {devices:,} devices, and with these degrees it cannot"
             + known * (len(asked.splits) < asked.possible),
             "illegal": "Not legal:",
+            "no_effect": {name: f"{name} has no effect where {degree} is 1" for name, degree in EFFECTIVE_WITH.items()},
             "unlisted": "No listed layout has it. It may run as a listed one does, lie beyond what plans look at "
             f"({limits}),{unlisted} or be refused in combination. Ask with this option of the command:",
         },

@@ -200,7 +200,7 @@ def draw_time_breakdown(causes: Mapping[str, float]) -> Drawing:
     shown = [(name, value) for name, value in ordered if value > _SMALL * total]
     rest = total - sum(value for _, value in shown)
     # a rest of rounding errors alone is none
-    if rest > 1e-9 * total:
+    if rest > 1e-6 * total:
         shown.append(("all else", rest))
     bars, start = [], 0.0
     for place, (name, value) in enumerate(shown):

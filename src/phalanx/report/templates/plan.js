@@ -101,8 +101,10 @@
     const y = (event.clientY - box.top) * scale;
     let nearest = -1;
     let least = NEAR;
-    for (const row of matching) {
-      if (row >= data.fitting) continue;
+    const some = matching.filter((row) => row < data.fitting);
+    const found = new Set(some);
+    // Of points in one place the marked one is meant.
+    for (const row of [...data.dots.filter((dot) => found.has(dot)), ...some]) {
       const distance = Math.hypot(data.across[row] - x, data.up[row] - y);
       if (distance < least) [nearest, least] = [row, distance];
     }
@@ -157,8 +159,16 @@
 
   function explainMissing(asked) {
     const agrees = (split) => data.degrees.every((name, place) => !(name in asked) || String(split[place]) === asked[name]);
-    const splits = data.splits.filter(agrees);
-    if (!splits.length) return { text: data.words.no_split, reasons: [] };
+    const possible = data.splits.filter(agrees);
+    if (!possible.length) return { text: data.words.no_split, reasons: [] };
+    // No layout has a choice where the choice has no effect.
+    const chosen = Object.keys(data.effective_with).filter((name) => name in asked && asked[name] !== data.plain[name]);
+    const without = (name, split) => split[data.degrees.indexOf(data.effective_with[name])] === 1;
+    const splits = possible.filter((split) => !chosen.some((name) => without(name, split)));
+    if (!splits.length) {
+      const moot = chosen.filter((name) => possible.every((split) => without(name, split)));
+      return { text: moot.map((name) => data.words.no_effect[name]).join("; ") || data.words.no_split, reasons: [] };
+    }
     const found = data.rules.map((rule) => askRule(rule, splits, asked)).filter((one) => one.refuses);
     const reasons = found.flatMap((one) => one.reasons.slice(0, MOST_REASONS)).slice(0, MOST_REASONS);
     if (reasons.length) return { text: data.words.illegal, reasons };
