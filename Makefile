@@ -72,7 +72,7 @@ test-faults: $(TEST_NEEDS)
 test-browser: $(TEST_NEEDS)
 	$(if $(INTERPRETER),,$(PIP) -c constraints.txt -e ".[browser]")
 	BROWSER="$(BROWSER)" SCREENSHOTS="$(abspath $(SCREENSHOTS))" OMP_NUM_THREADS=1 \
-		$(TEST_PYTHON) -m pytest -m browser --numprocesses 0 $(or $(TESTS),tests/browser tests/cli/test_serve.py)
+		$(TEST_PYTHON) -m pytest -m browser --numprocesses 0 $(or $(TESTS),tests/browser)
 
 # With another PyTorch, such as TORCH=2.10.0, on the CPU: what meets the most of its private and moving parts, and a short
 # quickstart.

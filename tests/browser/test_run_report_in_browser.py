@@ -1,16 +1,20 @@
-"""The report of a run in a browser: its charts are read out under the pointer and by keys, its axes are chosen."""
+"""The report of a run in a browser: charts are read out by pointer and keys, axes are chosen, and logs are followed."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from phalanx.cli.models.serve import PageServer
+from phalanx.cli.models.watched import open_watched
+from phalanx.files import JsonLines
 from phalanx.report.run_log import RunLog
 from phalanx.report.run_page import write_page
-from report.run_dirs import EVENTS, event, write_run
+from report.run_dirs import EVENTS, event, metric, write_run
 
 if TYPE_CHECKING:
     from browser.conftest import Open
@@ -71,3 +75,25 @@ def test_it_prints(report: Path, open_page: Open) -> None:
     opened.check_whole()
     assert not opened.page.locator(".axis-choice").is_visible()
     assert opened.page.pdf().startswith(b"%PDF")
+
+
+def test_the_served_page_is_loaded_anew_when_the_logs_grow(tmp_path: Path, open_page: Open) -> None:
+    run_dir = write_run(tmp_path / "day-run", 20)
+    server = PageServer(open_watched(run_dir), "localhost", 0)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        page = open_page(f"http://localhost:{server.server_address[1]}/").page
+        assert page.locator("#figure-final_loss").inner_text() == "0.5000"
+        page.locator("label", has=page.locator("#axis-tokens")).click()
+        log = JsonLines(run_dir / "metrics.jsonl")
+        log.append(metric(21))
+        log.close()
+        page.locator("#figure-final_loss", has_text="0.4762").wait_for()
+        assert "This page follows the logs." in page.inner_text("body")
+        # what the reader chose stays
+        assert page.locator("#axis-tokens").is_checked()
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -204,41 +203,3 @@ def test_another_address_is_warned_of(run_dir: Path) -> None:
     child.terminate()
     child.communicate(timeout=30)
     assert child.returncode == 0
-
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-@pytest.mark.browser
-def test_a_browser_loads_the_page_anew_when_the_logs_grow(
-    served: Served, run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    write_run(run_dir, 20)
-    log, given = JsonLines(run_dir / "metrics.jsonl"), served.server.cache.get
-    asked: list[str] = []
-
-    def grow_after_the_page() -> tuple[str, bytes]:
-        # The first to ask gets the page of 20 steps; by the time that its script asks for news there is another step.
-        if len(asked) == 1:
-            log.append(metric(21))
-        asked.append("once more")
-        return given()
-
-    monkeypatch.setattr(served.server.cache, "get", grow_after_the_page)
-    address = f"http://localhost:{served.server.server_address[1]}/"
-    # Timers of the page run ahead of the clock: the script's three seconds are none here.
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path}",
-        "--virtual-time-budget=8000",
-    ]
-    assert CHROMIUM is not None, "there is no chromium and no google-chrome on the path"
-    done = subprocess.run([CHROMIUM, *options, "--dump-dom", address], capture_output=True, timeout=120, check=False)
-    log.close()
-    page = done.stdout.decode()
-    assert 'id="figure-final_loss">0.4762<' in page and "This page follows the logs." in page, done.stderr.decode()[
-        -2000:
-    ]
-    assert len(asked) >= 3
