@@ -26,8 +26,6 @@ FORMULA = ErrorBound(torch.bfloat16, layers=4, targets=100)
 NOISE = {("gradient", "quiet", 1): 1e-6, ("gradient", "noisy", 1): 0.1, ("loss", "", 1): 0.0}
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"tp": 2, "recompute": "full"},
-    {"cp": 2, "context": "ring"},
-    {"dp_shard": 2, "zero": 2},
     {"pp": 2, "schedule": "zbv"},
 )
 
@@ -93,6 +91,29 @@ def test_rows_that_no_rank_computed_are_missed() -> None:
     without = {name: rows for name, rows in reference.activations.items() if name != "blocks.2"}
     assert [name for name, error in errors(fewer).items() if error == math.inf] == ["blocks.1.mlp"]
     assert [name for name, error in errors(without).items() if error == math.inf] == ["blocks.2"]
+
+
+def test_a_gradient_that_cancels_is_measured_by_its_module() -> None:
+    verifier = verifier_of("gpt", "fp64")
+    reference = verifier.reference
+    assert reference is not None
+    names = "blocks.0.mlp.down.bias", "blocks.0.mlp.down.weight"
+    step = reference.steps[0]
+
+    def with_bias(value: float) -> Any:
+        place = step.gradients[names[0]]
+        changed = {**step.gradients, names[0]: place._replace(local=torch.full_like(place.local, value))}
+        return replace(reference, steps=[replace(step, gradients=changed)])
+
+    def error(mine: float, wanted: float) -> float:
+        checks = compare_records(with_bias(mine), with_bias(wanted), FORMULA, 4, None)
+        return next(check.error for check in checks if (check.what, check.name) == ("gradient", names[0]))
+
+    scale = float(step.gradients[names[1]].local.norm())
+    assert error(1e-17, 0.0) == pytest.approx(1e-17 * 32**0.5 / scale)
+    # What is formed of nothing but should be there is as wrong as ever, and so is a small gradient that is off by itself.
+    assert error(1.0, 0.0) > 1.0
+    assert error(0.0, 1e-4) == pytest.approx(1.0)
 
 
 def test_checks_follow_the_computation() -> None:

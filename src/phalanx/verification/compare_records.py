@@ -22,6 +22,9 @@ from phalanx.verification.record_training import Record, StepRecord
 from phalanx.verification.replay_routing import StepRouting
 from phalanx.verification.watch_modules import Rows
 
+_VANISHING = torch.finfo(torch.float32).eps
+"""Size of a gradient beside those of its module below which it is taken for rounding."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -297,14 +300,15 @@ def _measure_by_module(errors: dict[str, _Error], vanishing: Sequence[str]) -> d
 
     Vanishing gradients are 0 by the laws of the model and consist of rounding errors alone: that of a bias, for example,
     which is subtracted again where charges are made to add up. The gradient of the module's matrix has the scale of the
-    terms that cancel.
+    terms that cancel. Others vanish by chance in a batch: that of an output's bias, say, where as many errors have one sign
+    as have the other and a loss of absolute errors counts signs.
     """
     found = dict(errors)
     for name, error in errors.items():
-        if matches_any(name, vanishing):
-            module = name.rpartition(".")[0]
-            norms = [other.norm for key, other in errors.items() if key.rpartition(".")[0] == module]
-            found[name] = _Error(error.size, math.hypot(*norms))
+        module = name.rpartition(".")[0]
+        whole = math.hypot(*(other.norm for key, other in errors.items() if key.rpartition(".")[0] == module))
+        if error.norm < _VANISHING * whole or matches_any(name, vanishing):
+            found[name] = _Error(error.size, whole)
     return found
 
 
