@@ -120,10 +120,13 @@ def test_verify_passes_on_the_device(example: str, precision: str, capsys: pytes
     assert code == 0 and outcome["passed"] and len(outcome["layouts"]) == 1
 
 
-@pytest.fixture(scope="module")
-def one_rank_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
-    """Yield the group of a single rank, with the device's own backend (NCCL, RCCL)."""
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+@pytest.fixture
+def one_rank_group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """Yield the group of a single rank, with the device's own backend (NCCL, RCCL).
+
+    For one test alone: training in the same process, as other tests do, ends the groups that there are.
+    """
+    store = dist.FileStore(str(tmp_path / "store"), 1)
     device = accelerator()
     backend = "gloo"
     if device.type != "cpu":

@@ -59,6 +59,7 @@ OPTIONS: dict[str, Fields] = {
     "weights by area": {"latitude_weights": "area"},
     "weights of the loss": {"loss_weights": [1.0, 2.5, 0.5, 4.0]},
     "larger initial weights": {"init_std": 0.05},
+    "absent inputs": {"absent_inputs": "masked"},
     "dropout": {"dropout": 0.3},
     "skipped branches": {"drop_path": 0.5},
     "dropout and skipped branches": {"dropout": 0.2, "drop_path": 0.3, "qk_norm": True},

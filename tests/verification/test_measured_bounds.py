@@ -1,4 +1,4 @@
-"""Bounds in 16 bits: measured on one rank for each tensor, and wider where a layout rounds the parts of a sum."""
+"""Bounds in 16 bits and float32: measured on one rank for each tensor, and wider where a layout rounds the parts of a sum."""
 
 from __future__ import annotations
 
@@ -43,6 +43,13 @@ def test_each_tensor_has_a_bound_of_its_own() -> None:
     assert bound.of("gradient", "quiet", 1, 0.0) == pytest.approx(2 * 2**-9)
     assert bound.of("loss", "", 1, 0.0) == pytest.approx(2 * 2**-9 / 10)
     assert bound.of("choices", "blocks.0.mlp.router", 1, 0.0) == FORMULA.choices("blocks.0.mlp.router", 1)
+
+
+def test_noise_counts_in_float32_where_it_is_above_the_formula() -> None:
+    formula = ErrorBound(torch.float32, layers=4, targets=100)
+    bound = MeasuredBound(formula, {("gradient", "quiet", 1): 1e-9, ("gradient", "noisy", 1): 0.1})
+    assert bound.of("gradient", "quiet", 1, 0.0) == formula.gradient("quiet")
+    assert bound.of("gradient", "noisy", 1, 0.0) == pytest.approx(0.2)
 
 
 def test_rounding_the_parts_of_a_sum_widens_the_bound() -> None:

@@ -1,4 +1,4 @@
-"""How far a layout may be from one rank: by a formula in wide formats, by measured noise in 16 bits.
+"""How far a layout may be from one rank: by a formula in wide formats, by measured noise in 16 bits, by the larger in float32.
 
 A layout changes the order of sums. The sum of n terms in another order differs by about sqrt(n) eps of their size, and what
 goes wrong in one layer is carried, and grows a little, through each further layer on the way back from the loss. Hence in
@@ -12,7 +12,9 @@ a gradient left out, counted twice or scaled is off by parts of itself.
 
 In bfloat16 and float16 this bound would be as large as what it is to find. There the noise of every tensor is measured: one
 rank runs again with parameters that differ by less than their rounding, and with another split into micro-batches. Where
-sums cancel, a tensor is noisier than its neighbours, and so is its bound (after TTrace, arXiv:2506.09280).
+sums cancel, a tensor is noisier than its neighbours, and so is its bound (after TTrace, arXiv:2506.09280). In float32 the
+noise counts where it is above the formula: devices add with atomic operations, in an order of its own each time, so that
+gradients that nearly cancel differ from run to run of one rank.
 What one rank cannot measure is that a layout rounds more often: where one rank rounds a sum once, p ranks round p parts and
 add them up in the same format. That is p roundings of about the size of one, independent of each other, so that the error
 grows by sqrt(p) at most.
@@ -111,10 +113,10 @@ class ErrorBound:
 
 @dataclass(frozen=True)
 class MeasuredBound:
-    """The bound of 16-bit formats: for each tensor, what other runs of one rank differ by, times what a layout adds."""
+    """The bound of float32 and less: for each tensor, what other runs of one rank differ by, times what a layout adds."""
 
     formula: ErrorBound
-    """For what follows from counts and choices, and for the rounding of the format."""
+    """For what follows from counts and choices, for the rounding of the format, and the least bound in float32."""
     noise: Mapping[tuple[str, str, int], float]
     """Largest error of any perturbed one-rank run, by kind, name and step of the check."""
     parts: int = 1
@@ -124,14 +126,19 @@ class MeasuredBound:
         """See `Bound`."""
         if what in ("choices", "state"):
             return self.formula.of(what, name, step, gain)
+        factor = _MARGIN * math.sqrt(self.parts)
+        noise = self.noise[what, name, step]
+        if self.formula.dtype.itemsize >= 4:
+            return max(self.formula.of(what, name, step, gain), factor * noise)
         least = _LEAST_NOISE * self.formula.eps
         if what == "loss":
             # A mean over targets, whose roundings are independent.
             least /= math.sqrt(self.formula.targets)
-        return _MARGIN * math.sqrt(self.parts) * max(self.noise[what, name, step], least)
+        return factor * max(noise, least)
 
     def __str__(self) -> str:
-        return f"{_MARGIN:g} * sqrt(tp * cp * expert_tp) * noise of the tensor, measured over {NOISE_RUNS} runs of one rank"
+        measured = f"{_MARGIN:g} * sqrt(tp * cp * expert_tp) * noise of the tensor, measured over {NOISE_RUNS} runs of one rank"
+        return f"{measured}; at least {self.formula}" if self.formula.dtype.itemsize >= 4 else measured
 
 
 def parts_of_sums(layout: ResolvedLayout) -> int:
