@@ -1,4 +1,4 @@
-"""Bounds in 16 bits and float32: measured on one rank for each tensor, and wider where a layout rounds the parts of a sum."""
+"""Bounds below float64: measured on one rank for each tensor, and wider where a layout rounds the parts of a sum."""
 
 from __future__ import annotations
 

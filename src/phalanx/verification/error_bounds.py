@@ -1,4 +1,4 @@
-"""How far a layout may be from one rank: by a formula in wide formats, by measured noise in 16 bits, by the larger in float32.
+"""How far a layout may be from one rank: by a formula in wide formats, by measured noise in 16 bits, by both in float32.
 
 A layout changes the order of sums. The sum of n terms in another order differs by about sqrt(n) eps of their size, and what
 goes wrong in one layer is carried, and grows a little, through each further layer on the way back from the loss. Hence in
@@ -137,7 +137,8 @@ class MeasuredBound:
         return factor * max(noise, least)
 
     def __str__(self) -> str:
-        measured = f"{_MARGIN:g} * sqrt(tp * cp * expert_tp) * noise of the tensor, measured over {NOISE_RUNS} runs of one rank"
+        noise = f"noise of the tensor, measured over {NOISE_RUNS} runs of one rank"
+        measured = f"{_MARGIN:g} * sqrt(tp * cp * expert_tp) * {noise}"
         return f"{measured}; at least {self.formula}" if self.formula.dtype.itemsize >= 4 else measured
 
 
