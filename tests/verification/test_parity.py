@@ -26,11 +26,11 @@ LIMITS = {"fp64": 1e-9, "fp32": 2e-5}
 
 
 def precisions(world: int, model: str) -> dict[str, int]:
-    """Formats to compute in, with the steps to compare. One model runs in all layouts; the others leave out eight ranks,
-    where no pair of features occurs that does not occur on four. Float32 and a second update are for one model on two.
+    """Formats to compute in, with the steps to compare. One model runs in all layouts; the others on four ranks alone,
+    where all pairs of features occur that occur on two and on eight. Float32 and a second update are for one model on two.
     """
     if model != "llama":
-        return {"fp64": 1} if world < 8 else {}
+        return {"fp64": 1} if world == 4 else {}
     return {"fp64": 2, "fp32": 1} if world == 2 else {"fp64": 1}
 
 
@@ -63,7 +63,9 @@ def verify_all(world: int, layouts: dict[str, list[ResolvedLayout]]) -> dict[tup
                 activations=precision == "fp64",
                 groups=groups,
             )
-            verdicts[model, precision] = [verifier.verify(layout) for layout in layouts[model]]
+            # Formats differ in their bounds, not in what layouts compute.
+            chosen = layouts[model] if precision == "fp64" else layouts[model][::3]
+            verdicts[model, precision] = [verifier.verify(layout) for layout in chosen]
     return verdicts
 
 
