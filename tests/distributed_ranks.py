@@ -18,7 +18,7 @@ PRELOADED = (
     "phalanx.cli.main",
     "phalanx.cli.train",
     "phalanx.planner.dryrun.run_step",
-    "phalanx.families.language.bound",
+    "phalanx.families.language.trained",
     "phalanx.families.materials.bound",
     "phalanx.families.weather.bound",
     "phalanx.verification.verify_run",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,6 +165,19 @@ def test_check_looks_for_the_data_of_every_family(
     monkeypatch.chdir(tmp_path)
     outcome = call("config", "check", str(QUICKSTART.parent / example))
     assert outcome.code == 2 and missing in outcome.err
+
+
+LOADED = "import sys\nfrom phalanx.cli.main import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
+
+
+def test_text_is_checked_without_torch(tmp_path: Path) -> None:
+    """Its import alone takes longer than the whole check may."""
+    data = write_token_folder(tmp_path / "text")
+    file = write_run_file(tmp_path / "run.yaml", data)
+    command = [sys.executable, "-c", LOADED, "config", "check", str(file), "layout.dp_shard=2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0 and "2 ranks: dp_shard=2" in done.stdout and " tokens\n" in done.stdout, done.stderr
+    assert not {"torch", "scipy"} & set(done.stderr.split())
 
 
 def test_check_of_a_wrong_file(call: Call, run_file: str) -> None:

@@ -14,8 +14,8 @@ from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.families.weather.declare import DeclaredWeather
 from phalanx.layout.data_parallel.gradients import local_gradient_norm
+from phalanx.nn.declared_layers import gate_block
 from phalanx.nn.experts import ExpertNetworks
-from phalanx.nn.layers import gate_block
 from phalanx.nn.parameters import MatrixRows, ParameterKind
 from phalanx.optimizers import HeldParameters, WholeMatrices, build_optimizer, set_learning_rate
 from phalanx.optimizers.muon import COEFFICIENTS, MUON, Muon, orthogonalise

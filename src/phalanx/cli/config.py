@@ -1,4 +1,4 @@
-"""`phalanx config`: list presets, show and check run files, explain their fields. Imports torch for checks alone."""
+"""`phalanx config`: list presets, show and check run files, explain their fields; the language family's without torch."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def check_run(
     """
     loaded = load_run(run, overrides or [])
     check_parameter_count(loaded.model)
-    # what models may be split into is declared beside them, with torch, which the other subcommands do without
+    # numpy, and for some runs torch, which completion and the other subcommands do without
     beside = import_module("phalanx.cli.config_check").check_layout_and_data(loaded, ranks, data=not no_data)
     summary = summarise_run_file(loaded) | beside
     if as_json:

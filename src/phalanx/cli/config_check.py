@@ -1,20 +1,22 @@
-"""Checks for `phalanx config check` what the run file's own rules do not: the layout's legality, and the data."""
+"""Checks for `phalanx config check` what the run file's own rules do not: the layout's legality, and the data.
+
+Torch is loaded only for what asks for it: families that have no checks without it, optimizers and callbacks of packages,
+weights that a run begins with, and fields that name parameters.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any
 
-from phalanx.config.schema import Run
+from phalanx.config.schema import OWN_OPTIMIZERS, Run
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.families.family import BoundModel
-from phalanx.families.registry import bind
+from phalanx.families.family import BoundModel, DataModel
+from phalanx.families.registry import bind, bind_for_checks
 from phalanx.layout.resolve import can_run, resolve_layout, stated_ranks
 from phalanx.layout.spec import DEGREES, ResolvedLayout
-from phalanx.optimizers import find_optimizer
-from phalanx.training.callbacks import build_callbacks
-from phalanx.training.inputs import TrainableModel
-from phalanx.training.transfer import plan_transfer, transfer_rows
 
 _TRIED = 64
 """Multiples of the least number of ranks that are tried where no number is given: a batch may only divide over some."""
@@ -25,7 +27,7 @@ def check_layout_and_data(run: Run, ranks: int | None, *, data: bool) -> dict[st
 
     ranks: None takes the fewest that the degrees allow. Raises ConfigError with everything that is wrong.
     """
-    model = bind(run)
+    model = bind_for_checks(run, BoundModel)
     summary: dict[str, Any] = {"ranks": None, "layout": None, "data": None, "transfer": []}
     wrong: list[str] = []
     try:
@@ -36,21 +38,38 @@ def check_layout_and_data(run: Run, ranks: int | None, *, data: bool) -> dict[st
     except PhalanxError as error:
         wrong.append(str(error))
     # Each on its own, so that one command tells everything that is wrong.
-    for look_up in (partial(find_optimizer, run.optimizer), partial(build_callbacks, run.training.callbacks)):
+    for look_up in _extensions(run):
         try:
             look_up()
         except PhalanxError as error:
             wrong.append(str(error))
     if data:
         try:
-            trained = bind(run, TrainableModel)
-            summary["data"] = trained.check_inputs()
-            summary["transfer"] = transfer_rows(trained, plan_transfer(trained))
+            summary["data"] = bind_for_checks(run, DataModel).check_inputs()
+            summary["transfer"] = _check_parameters(run)
         except PhalanxError as error:
             wrong.append(f"{error}\ndata on another machine: leave them out with --no-data")
     if wrong:
         raise ConfigError("\n".join(wrong))
     return summary
+
+
+def _extensions(run: Run) -> Iterator[Callable[[], object]]:
+    """Yield what looks up, and so imports, the extensions that a run names."""
+    if run.optimizer.name not in OWN_OPTIMIZERS:
+        yield partial(import_module("phalanx.optimizers").find_optimizer, run.optimizer)
+    if run.training.callbacks:
+        yield partial(import_module("phalanx.training.callbacks").build_callbacks, run.training.callbacks)
+
+
+def _check_parameters(run: Run) -> list[tuple[str, ...]]:
+    """Return what a run takes of the weights that it begins with, parameter by parameter; nothing where there are none."""
+    if not run.names_parameters:
+        return []
+    transfer = import_module("phalanx.training.transfer")
+    model = bind(run, import_module("phalanx.training.inputs").TrainableModel)
+    rows: list[tuple[str, ...]] = transfer.transfer_rows(model, transfer.plan_transfer(model))
+    return rows
 
 
 def _resolve_on_fewest(model: BoundModel) -> ResolvedLayout:

@@ -42,6 +42,9 @@ class Family:
     """The kind of run: a subclass of `Run` whose `model` and `data` have the family's own types."""
     bound: str | type
     """The class of bound models, a `phalanx.families.family.BoundModel`; "module:Class" is imported when a run is bound."""
+    checked: str | None = None
+    """A base of that class which needs no torch, "module:Class", a `phalanx.families.family.DataModel`: with it run files
+    are checked in a moment. None where there is no such base; the whole class then takes its place."""
     sizes: str = "phalanx.families.blocks.bound"
     """The module that says how large its models are (see `Sizes`); by default counted on the modules of a `BlockNetwork`."""
 

@@ -121,6 +121,16 @@ class Layout(Section):
     """Whether sharded parameters and gradients travel inside a machine as copies between devices rather than by collective
     kernels; auto does so on accelerators that can read each other's memory."""
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled, as `precision` asks for (Micikevicius et al. 2018, arXiv:1710.03740)."""
+        # float16 has five bits of exponent: gradients below 6e-8 would vanish.
+        return self.precision == "fp16"
+
+
+OWN_OPTIMIZERS = ("adamw", "lion", "muon")
+"""Optimizers of Phalanx itself: `optimizer.name` is known to be one without loading it."""
+
 
 class Optimizer(Section):
     """The optimizer and its learning-rate schedule."""
@@ -410,6 +420,11 @@ class Run(Section):
         Reads the run file alone: allocates nothing, and knows no device and no number of ranks.
         """
         return ()
+
+    @property
+    def names_parameters(self) -> bool:
+        """Whether there is something to check that takes the built model: weights to begin with, patterns of parameters."""
+        return bool(self.training.init_from or self.training.freeze or self.optimizer.lr_ratios)
 
     @property
     def sample_tokens(self) -> int | None:

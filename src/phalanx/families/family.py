@@ -18,7 +18,6 @@ from phalanx.config.families import sizes_of
 from phalanx.config.model import Model
 from phalanx.config.schema import Run
 from phalanx.nn.parameters import InitRules, MatrixRows, MatrixRules, ParameterKind
-from phalanx.nn.precision import PRECISIONS, Precision
 from phalanx.nn.splits import SplitCount, Splits
 
 
@@ -80,7 +79,10 @@ class DeclaredModel(ABC):
 
 
 class BoundModel(DeclaredModel):
-    """A model of one family, bound to the run that describes it. Cheap to make: nothing is built or opened."""
+    """A model of one family, bound to the run that describes it. Cheap to make: nothing is built or opened.
+
+    What is asked here needs no torch, so that layouts are checked without it: `LayoutModel` and what derives from it do.
+    """
 
     axes: frozenset[str]
     """The degrees of parallelism that may be more than 1."""
@@ -102,11 +104,6 @@ class BoundModel(DeclaredModel):
     def __init__(self, run: Run) -> None:
         self.run = run
         super().__init__(run.model, self.positions().count)
-
-    @property
-    def precision(self) -> Precision:
-        """Return the number formats that `layout.precision` names."""
-        return PRECISIONS[self.run.layout.precision]
 
     def rebind(self, run: Run) -> Self:
         """Return the model of another run of the same family."""
@@ -165,3 +162,16 @@ class BoundModel(DeclaredModel):
     @abstractmethod
     def flops_per_sample(self) -> float:
         """Return the model FLOPs of one sample, forward and backward, by the convention of `training.flops`."""
+
+
+class DataModel(BoundModel):
+    """A bound model whose data can be looked for."""
+
+    absent: ClassVar[str] = "model.family={family} cannot be trained: its class opens no data"
+
+    @abstractmethod
+    def check_inputs(self) -> str:
+        """Look for every source of the run file, without reading it, and return in words how much there is to train on.
+
+        Raises DataError, or ConfigError, for what training would refuse of what can be seen so.
+        """

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.schema import Run
-from phalanx.families.family import BoundModel
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.split_context import SequenceShare
 from phalanx.layout.data_parallel.copy_engine import choose_copy_engine
@@ -81,7 +80,7 @@ class ParallelModel:
         """Whether something follows each gradient as autograd forms it: a reduction, or a copy into a main parameter's."""
         return self.mesh.data is not None or any(stage.low_precision is not None for stage in self.stages)
 
-    def hold_parameters(self, model: BoundModel) -> HeldParameters:
+    def hold_parameters(self, model: LayoutModel) -> HeldParameters:
         """Return what an optimizer may know of how this rank holds the parameters of `model`."""
         rows = {name: found for name in self.parameters if (found := model.matrix_rows(name)) is not None}
         # Tables that families count among matrices (of elements, by degree) may have more dims.

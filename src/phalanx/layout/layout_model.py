@@ -24,6 +24,7 @@ from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor_parallel.split_layers import split_tensors
+from phalanx.nn.precision import PRECISIONS, Precision
 from phalanx.nn.splits import ModelChunk, Splits
 from phalanx.torch_compat import common as compat
 
@@ -33,6 +34,11 @@ class LayoutModel(BoundModel):
 
     compiles_blocks: bool = True
     """Whether blocks can be compiled one by one."""
+
+    @property
+    def precision(self) -> Precision:
+        """Return the number formats that `layout.precision` names."""
+        return PRECISIONS[self.run.layout.precision]
 
     @abstractmethod
     def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:

@@ -23,9 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from phalanx.config.layers import AttentionConfig
 from phalanx.kernels.flash4 import flash4_attention
 from phalanx.nn.layers import Linear, Norm, build_norm, soft_cap
-from phalanx.nn.parameters import MatrixRows, MatrixRules
 from phalanx.nn.positions import alibi_slopes, rope_tables, rotate
-from phalanx.nn.splits import Split, Splits
 from phalanx.torch_compat import common as compat
 
 AttentionKernel = Literal["sdpa", "efficient", "flex", "flash4"]
@@ -415,29 +413,3 @@ def query_factor(scale: float | None, size: int) -> float:
     """Return the factor of queries of `size` features that turns the 1 / sqrt(size) of every kernel into `scale`."""
     # Queries are scaled rather than products: any kernel then takes any scale.
     return 1.0 if scale is None else scale * math.sqrt(size)
-
-
-def attention_matrices(config: AttentionConfig) -> MatrixRules:
-    """Return which parameters of attention hold several matrices, by their names in it: queries, keys and values."""
-    size = config.head_size
-    return [("qkv.weight", MatrixRows(pattern=(config.group * size, size, size)))]
-
-
-def attention_splits(config: AttentionConfig) -> Splits:
-    """Return how attention may be split over tensor-parallel ranks, by names in it; "" is attention itself.
-
-    Whole groups of heads stay together: query heads need the key and the value head that they share.
-    """
-    splits: Splits = [
-        ("", Split("attention")),
-        ("qkv", Split("column", (config.group + 2) * config.head_size)),
-        ("output", Split("row", config.group * config.head_size)),
-    ]
-    if config.sinks:
-        splits.append(("sinks", Split("heads", config.group)))
-    if config.joint_norm:
-        splits += [
-            ("query_norm", Split("norm", config.group * config.head_size)),
-            ("key_norm", Split("norm", config.head_size)),
-        ]
-    return splits

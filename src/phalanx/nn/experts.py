@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from phalanx.config.layers import Experts, MixtureConfig
 from phalanx.kernels.grouped_products import GatedGroupedLinear, GroupedLinear
 from phalanx.kernels.routed_rows import CombineRows, SortRows
-from phalanx.nn.layers import Linear, SwigluMLP, gate_block, mlp_matrices
-from phalanx.nn.parameters import MatrixRows, MatrixRules, name_matrices
+from phalanx.nn.declared_layers import gate_block
+from phalanx.nn.layers import Linear, SwigluMLP
 
 
 @dataclass(frozen=True)
@@ -304,22 +304,6 @@ class MixtureOfExperts(nn.Module):
             return None
         shared_BSD: Tensor = self.shared(x_BSD)
         return shared_BSD if self.shared_gate is None else shared_BSD * self.shared_gate(x_BSD).sigmoid()
-
-
-def mixture_matrices(config: MixtureConfig) -> MatrixRules:
-    """Return which parameters of a mixture hold several matrices or none, by their names in it.
-
-    The router's rows are vectors that tokens are compared with, one an expert, and no map between features.
-    """
-    count, unit = config.settings.count, gate_block(config.hidden)
-    shared: MatrixRules = [] if config.shared is None else name_matrices("shared", mlp_matrices(config.shared))
-    return [
-        ("router.weight", None),
-        ("shared_gate.weight", None),
-        ("experts.gate_up", MatrixRows(count, (unit, unit))),
-        ("experts.down", MatrixRows(count)),
-        *shared,
-    ]
 
 
 class RowOrder(NamedTuple):

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from phalanx.config.layers import AttentionConfig
 from phalanx.nn.attention import CausalAttention, KeyValueCache, RotaryContext
 from phalanx.nn.layers import Linear, build_norm
-from phalanx.nn.parameters import MatrixRows, MatrixRules
 from phalanx.nn.positions import rotate
-from phalanx.nn.splits import Split, Splits
 
 
 class SharedKey(nn.Module):
@@ -106,30 +104,3 @@ class LatentAttention(CausalAttention):
         value = torch.einsum("bhsl,hvl->bshv", mixed_BHSL, value_HVL)
         out: Tensor = self.output(value.flatten(2))
         return out
-
-
-def latent_attention_matrices(config: AttentionConfig) -> MatrixRules:
-    """Return which parameters of latent attention hold several matrices, by their names in it."""
-    assert config.latent is not None
-    latent = config.latent
-    return [
-        ("key_value_down.weight", MatrixRows(pattern=(latent.key_value_rank, latent.rope_size))),
-        ("key_value_up.weight", MatrixRows(pattern=(latent.nope_size, latent.value_size))),
-    ]
-
-
-def latent_attention_splits(config: AttentionConfig) -> Splits:
-    """Return how latent attention may be split over tensor-parallel ranks, by names in it; "" is attention itself.
-
-    Heads are split. Every rank compresses its own positions; what it expands is gathered in the latents' few features.
-    """
-    assert config.latent is not None
-    latent = config.latent
-    return [
-        ("", Split("attention")),
-        ("query" if latent.query_rank is None else "query_up", Split("column", config.head_size)),
-        ("key_value_up", Split("column", latent.nope_size + latent.value_size)),
-        ("shared_key", Split("gather")),
-        ("output", Split("row", latent.value_size)),
-        *([("sinks", Split("heads"))] if config.sinks else []),
-    ]

@@ -6,7 +6,6 @@ code runs with float32 main parameters and bfloat16 activations, or with paramet
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -16,9 +15,8 @@ from torch import Tensor, nn
 
 from phalanx.config.layers import MLPConfig, NormConfig
 from phalanx.kernels.swiglu import gated_linear, swiglu
-from phalanx.nn.parameters import MatrixRows, MatrixRules
+from phalanx.nn.declared_layers import gate_block
 from phalanx.nn.precision import LinearProduct, Precision
-from phalanx.nn.splits import Split, Splits
 
 
 class Linear(nn.Module):
@@ -114,16 +112,6 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return cap * torch.tanh(x / cap)
 
 
-def gate_block(d_ff: int) -> int:
-    """Return rows of `gate_up` that alternate between gate and up projection.
-
-    One matrix holds both projections in alternating groups of this many rows, so that a contiguous part of its rows holds
-    matching gate and up rows (a tensor-parallel shard is then a plain slice), while a group is still long enough for
-    contiguous memory access. At least 32 groups remain where 32 divides `d_ff`; elsewhere a group is one row.
-    """
-    return math.gcd(d_ff // 32, 64) if d_ff % 32 == 0 else 1
-
-
 class GeluMLP(nn.Module):
     """down(gelu(up(x))), exact GELU or its tanh form (GPT-2)."""
 
@@ -173,24 +161,6 @@ def build_mlp(config: MLPConfig) -> GeluMLP | SwigluMLP | GegluMLP:
     """Return the MLP that `config` asks for."""
     kinds: dict[str, type[GeluMLP] | type[SwigluMLP] | type[GegluMLP]] = {"swiglu": SwigluMLP, "geglu": GegluMLP}
     return kinds.get(config.activation, GeluMLP)(config)
-
-
-def mlp_unit(config: MLPConfig) -> int:
-    """Return the hidden features that tensor parallelism keeps together; see `gate_block`."""
-    return gate_block(config.hidden) if config.gated else 1
-
-
-def mlp_splits(config: MLPConfig) -> Splits:
-    """Return how the matrices of an MLP may be split over tensor-parallel ranks, by their names in it."""
-    unit = mlp_unit(config)
-    first = ("gate_up", Split("column", 2 * unit)) if config.gated else ("up", Split("column"))
-    return [first, ("down", Split("row", unit))]
-
-
-def mlp_matrices(config: MLPConfig) -> MatrixRules:
-    """Return which parameters of an MLP hold several matrices, by their names in it."""
-    unit = mlp_unit(config)
-    return [("gate_up.weight", MatrixRows(pattern=(unit, unit)))] if config.gated else []
 
 
 def build_norm(config: NormConfig) -> Norm:

@@ -1,19 +1,22 @@
-"""What a model family declares about a parameter: its kind, the values it begins with, the matrices it is composed of."""
+"""What a model family declares about a parameter: its kind, the values it begins with, the matrices it is composed of.
+
+Data alone: imports no torch, so that a run file is checked without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ParameterKind = Literal["norm", "bias", "embedding", "matrix"]
 """Kinds of parameter that an optimizer may treat differently."""
 
-Table = Callable[[Tensor, tuple[int, ...]], Tensor]
+Table = Callable[["Tensor", tuple[int, ...]], "Tensor"]
 """Values of some elements of a parameter: a pure function of their row-major indices in the whole parameter (int64) and
 its shape. Float64, of the shape of the indices; the same however the elements are sharded, and on every device."""
 
@@ -62,20 +65,6 @@ class MatrixRows:
 
     stack: int = 1
     pattern: tuple[int, ...] = ()
-
-    def split(self, parts_NRC: Tensor) -> list[Tensor]:
-        """Return the matrices of some parts of the stack, [N, rows, C] each, their rows in order."""
-        if not self.pattern:
-            return [parts_NRC]
-        repeated = parts_NRC.unflatten(1, (-1, sum(self.pattern)))
-        return [rows.flatten(1, 2) for rows in repeated.split(self.pattern, dim=2)]
-
-    def join(self, matrices: list[Tensor]) -> Tensor:
-        """Return the parts of the stack that `split` would split into these matrices."""
-        if not self.pattern:
-            return matrices[0]
-        grouped = [matrix.unflatten(1, (-1, rows)) for matrix, rows in zip(matrices, self.pattern, strict=True)]
-        return torch.cat(grouped, dim=2).flatten(1, 2)
 
     def shapes(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return rows and columns of every matrix of one part of the stack. shape: of the whole parameter."""

@@ -31,8 +31,6 @@ class Precision:
     """Format of main parameters, which the optimizer updates, and of the optimizer's state."""
     reduce_dtype: torch.dtype
     """Format of parameters' gradients as they are summed over micro-batches and ranks."""
-    scales_loss: bool = False
-    """Whether the loss is scaled, because small gradients would be zero in the compute format (Micikevicius et al. 2018)."""
     linear_product: LinearProduct | None = None
     """Differentiable product of the linear layers; None for the plain one. The output head stays with the plain one."""
 
@@ -48,8 +46,7 @@ PRECISIONS = {
         Precision("fp64", torch.float64, torch.float64, torch.float64),
         Precision("fp32", torch.float32, torch.float32, torch.float32),
         Precision("bf16", torch.bfloat16, torch.float32, torch.float32),
-        # float16 has five bits of exponent: gradients below 6e-8 vanish unless the loss is scaled.
-        Precision("fp16", torch.float16, torch.float32, torch.float32, scales_loss=True),
+        Precision("fp16", torch.float16, torch.float32, torch.float32),
     )
 }
 """Every precision that `layout.precision` may name."""

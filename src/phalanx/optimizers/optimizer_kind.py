@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.config.schema import Optimizer, Run
+from phalanx.config.schema import OWN_OPTIMIZERS, Optimizer, Run
 from phalanx.errors import ConfigError
 from phalanx.extensions import Registry
 from phalanx.nn.parameters import ParameterKind
@@ -98,11 +98,7 @@ class HeldParameters:
 
 OPTIMIZERS: Registry[OptimizerKind] = Registry(
     "phalanx.optimizers",
-    built_in={
-        "adamw": "phalanx.optimizers.adamw:ADAMW",
-        "lion": "phalanx.optimizers.lion:LION",
-        "muon": "phalanx.optimizers.muon:MUON",
-    },
+    built_in={name: f"phalanx.optimizers.{name}:{name.upper()}" for name in OWN_OPTIMIZERS},
     accepts=lambda item: isinstance(item, OptimizerKind),
     expected="an instance of a subclass of phalanx.optimizers.OptimizerKind",
 )

@@ -42,4 +42,21 @@ class WholeMatrices:
 
 def work_on_parts(parts_NRC: Tensor, rows: MatrixRows, work: Work) -> Tensor:
     """Return what `work` makes of the matrices that N parts of a stack are composed of, [N R, C]."""
-    return rows.join([work(matrices) for matrices in rows.split(parts_NRC)]).flatten(0, 1)
+    matrices = [work(each) for each in _split_rows(parts_NRC, rows.pattern)]
+    return _join_rows(matrices, rows.pattern).flatten(0, 1)
+
+
+def _split_rows(parts_NRC: Tensor, pattern: tuple[int, ...]) -> list[Tensor]:
+    """Return the matrices of some parts of a stack, [N, rows, C] each, their rows in order. pattern: see `MatrixRows`."""
+    if not pattern:
+        return [parts_NRC]
+    repeated = parts_NRC.unflatten(1, (-1, sum(pattern)))
+    return [rows.flatten(1, 2) for rows in repeated.split(pattern, dim=2)]
+
+
+def _join_rows(matrices: list[Tensor], pattern: tuple[int, ...]) -> Tensor:
+    """Return the parts of a stack that `_split_rows` would split into these matrices."""
+    if not pattern:
+        return matrices[0]
+    grouped = [matrix.unflatten(1, (-1, rows)) for matrix, rows in zip(matrices, pattern, strict=True)]
+    return torch.cat(grouped, dim=2).flatten(1, 2)

@@ -17,6 +17,7 @@ import torch
 from phalanx.config.model import Model
 from phalanx.data.batch_stream import BatchStream
 from phalanx.errors import DataError
+from phalanx.families.family import DataModel
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
 from phalanx.layout.layout_model import LayoutModel
@@ -140,7 +141,7 @@ class Verification:
             self._error = error
 
 
-class TrainableModel(LayoutModel):
+class TrainableModel(LayoutModel, DataModel):
     """A bound model that can be trained: it opens its data and evaluates itself."""
 
     absent: ClassVar[str] = (
@@ -172,13 +173,6 @@ class TrainableModel(LayoutModel):
         """Open every source of the run file. first: whether this rank does what is done once.
 
         Raises DataError for missing, truncated or unsuitable data.
-        """
-
-    @abstractmethod
-    def check_inputs(self) -> str:
-        """Look for every source of the run file, without reading it, and return in words how much there is to train on.
-
-        Raises DataError, or ConfigError, for what training would refuse of what can be seen so.
         """
 
     def expected_evaluation(self) -> ExpectedEvaluation | None:

@@ -14,6 +14,7 @@ from phalanx.families.family import BoundModel
 from phalanx.hardware.device import device_name, measure_matmul_tflops
 from phalanx.hardware.device_facts import find_facts
 from phalanx.hardware.energy import EnergyMeter
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.torch_compat import common as compat
 from phalanx.training.expert_use import ExpertUse, measure_use
@@ -131,7 +132,7 @@ class Peaks:
     """A large square matmul on this device, now."""
 
 
-def find_peaks(model: BoundModel, device: torch.device) -> Peaks:
+def find_peaks(model: LayoutModel, device: torch.device) -> Peaks:
     """Return the nominal peak from the run file or the device table, and the measured one."""
     # A device that the table does not know has no nominal peak, and metrics then no MFU: better none than a wrong one.
     facts, precision = find_facts(device_name(device)), model.precision

@@ -15,10 +15,10 @@ from phalanx.checkpoint import materialise_optimizer_state, placed_tensors
 from phalanx.config.check import batch_sizes
 from phalanx.config.schema import Optimizer
 from phalanx.data.batch_stream import Batch
-from phalanx.families.family import BoundModel
 from phalanx.launch.heartbeat import SILENT, Heartbeat
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
+from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.place import Place, place_of
 from phalanx.optimizers import build_optimizer, find_optimizer
 from phalanx.torch_compat import common as compat
@@ -60,7 +60,7 @@ class StepResult:
         return cls(loss, norm, finite and loss <= limits.loss and norm <= limits.grad_norm, half_norm, others)
 
 
-def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
+def build_step(model: LayoutModel, applied: ParallelModel, device: torch.device) -> TrainStep:
     """Return the training step that the run of `model` asks for, with a fresh optimizer.
 
     applied: the same model, laid out on this rank.
@@ -69,7 +69,7 @@ def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) 
     optimizer = build_optimizer(
         applied.parameters, config, model.parameter_kind, applied.hold_parameters(model), model.rate_ratio
     )
-    scaler = GradScaler(device.type) if model.precision.scales_loss else None
+    scaler = GradScaler(device.type) if model.run.layout.scales_loss else None
     ema = model.run.training.ema
     average = None if ema is None else WeightAverage(applied.parameters, ema)
     every = model.run.training.noise_scale_every
@@ -80,7 +80,7 @@ def build_step(model: BoundModel, applied: ParallelModel, device: torch.device) 
     return step
 
 
-def build_full_step(model: BoundModel, applied: ParallelModel, device: torch.device) -> TrainStep:
+def build_full_step(model: LayoutModel, applied: ParallelModel, device: torch.device) -> TrainStep:
     """Return the same step with all the state that its optimizer will ever have, which most make in their first update."""
     step = build_step(model, applied, device)
     materialise_optimizer_state(step.optimizer)

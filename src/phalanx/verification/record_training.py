@@ -99,7 +99,7 @@ def record_training(
     before = _copy_parameters(applied) if updates else {}
     held = applied.hold_parameters(model)
     optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, held, model.rate_ratio)
-    scaler = GradScaler(device.type) if model.precision.scales_loss else None
+    scaler = GradScaler(device.type) if model.run.layout.scales_loss else None
     step = RecordedStep(applied, optimizer, run.optimizer, device=device, scaler=scaler)
     share = layout.samples_per_rank
     first = mesh.data_rank * share

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.families.language.decoder import Decoder
-from phalanx.nn.layers import gate_block
+from phalanx.nn.declared_layers import gate_block
 from small_models import FAMILIES, LLAMA, random_decoder, random_tokens
 
 

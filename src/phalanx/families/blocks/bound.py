@@ -198,11 +198,11 @@ class BoundBlocks(DeclaredBlocks, TracedModel, TrainableModel, VerifiableModel):
         return Inputs(stream, evaluator, Verification([]), in_words=reader.source.describe())
 
     def check_inputs(self) -> str:
-        """See `TrainableModel`."""
+        """See `families.family.DataModel`."""
         return self.open_source().describe()
 
     def expected_evaluation(self) -> ExpectedEvaluation | None:
-        """See `TrainableModel`."""
+        """See `families.family.DataModel`."""
         if not self.open_source().count_items("validation"):
             return None
         return ExpectedEvaluation(dict(evaluation_fields(0.0, 0)), frozenset(("loss",)))

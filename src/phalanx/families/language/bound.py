@@ -1,30 +1,25 @@
-"""A decoder bound to its run: the object that answers every room (`families.family`)."""
+"""A decoder bound to its run, as far as that takes no torch: what layouts and data are checked with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
 from phalanx.config.layers import MixtureConfig
-from phalanx.ensemble.family import Ensemble, EnsembleModel, EnsembleOptions, Progress
-from phalanx.ensemble.members import Member, Share
+from phalanx.families.family import DataModel
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.cost import LanguageTracing
+from phalanx.families.language.data.open_tokens import (
+    describe_tokens,
+    open_training,
+    require_tokenizer,
+    tokenizer_files,
+)
 from phalanx.families.language.declare import DeclaredLanguage
-from phalanx.families.language.ensemble import build_language
-from phalanx.families.language.inputs import LanguageInputs
-from phalanx.families.language.layout import LanguageLayout
+from phalanx.families.language.evaluation.icl_tasks import load_run_tasks
 from phalanx.families.language.sizes import model_flops_per_token
-from phalanx.families.language.verification import LanguageVerification
-from phalanx.nn.layers import gate_block
+from phalanx.nn.declared_layers import gate_block
 from phalanx.nn.splits import SplitCount
 
 
-class BoundLanguage(
-    DeclaredLanguage, LanguageLayout, LanguageTracing, LanguageInputs, LanguageVerification, EnsembleModel
-):
-    """A decoder bound to its run; each room's questions are answered by the base of its name."""
+class BoundLanguage(DeclaredLanguage, DataModel):
+    """A decoder bound to its run; `trained.TrainedLanguage` is the one that answers every room."""
 
     run: LanguageRun
 
@@ -82,13 +77,9 @@ class BoundLanguage(
         """Return the model FLOPs of `data.sequence_length` tokens."""
         return float(self.length * model_flops_per_token(self.model, self.length, self.run.training.flops))
 
-    def build_ensemble(
-        self,
-        members: Sequence[Member],
-        options: EnsembleOptions,
-        device: torch.device,
-        share: Share,
-        progress: Progress,
-    ) -> Ensemble:
-        """Join the members by the mean of their probabilities."""
-        return build_language(members, device, samples=options.samples, share=share, progress=progress)
+    def check_inputs(self) -> str:
+        """See `families.family.DataModel`."""
+        training = open_training(self.run)
+        if load_run_tasks(self.run):
+            require_tokenizer(tokenizer_files(training).files, training)
+        return describe_tokens(training)

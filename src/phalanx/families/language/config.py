@@ -216,7 +216,8 @@ def require_language(run: Run, what: str) -> LanguageRun:
 FAMILY = Family(
     name="language",
     run=LanguageRun,
-    bound="phalanx.families.language.bound:BoundLanguage",
+    bound="phalanx.families.language.trained:TrainedLanguage",
+    checked="phalanx.families.language.bound:BoundLanguage",
     sizes="phalanx.families.language.sizes",
     presets=Path(__file__).with_name("presets"),
     recipes=Path(__file__).with_name("recipes"),

@@ -9,10 +9,16 @@ from phalanx.config.layers import AttentionConfig, MixtureConfig, MLPConfig
 from phalanx.config.model import LanguageModel
 from phalanx.families.family import DeclaredModel
 from phalanx.families.language.sizes import block_flops_per_token, head_flops_per_token
-from phalanx.nn.attention import attention_matrices, attention_splits
-from phalanx.nn.experts import mixture_matrices
-from phalanx.nn.latent_attention import latent_attention_matrices, latent_attention_splits
-from phalanx.nn.layers import mlp_matrices, mlp_splits, mlp_unit
+from phalanx.nn.declared_layers import (
+    attention_matrices,
+    attention_splits,
+    latent_attention_matrices,
+    latent_attention_splits,
+    mixture_matrices,
+    mlp_matrices,
+    mlp_splits,
+    mlp_unit,
+)
 from phalanx.nn.parameters import InitRule, InitRules, MatrixRules, ParameterKind, name_matrices
 from phalanx.nn.splits import Split, SplitCount, Splits, name_splits
 

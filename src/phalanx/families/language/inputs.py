@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,15 +12,23 @@ from phalanx.config.check import batch_sizes
 from phalanx.config.model import LanguageModel, Model
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.data.open_tokens import check_same_tokenizer, open_source, token_names, token_path
+from phalanx.families.language.data.open_tokens import (
+    describe_tokens,
+    open_source,
+    open_training,
+    require_tokenizer,
+    token_names,
+    token_path,
+    tokenizer_files,
+)
 from phalanx.families.language.data.token_batches import SampleReader, TokenBatchStream
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.language.evaluation.generation import generate_tokens
 from phalanx.families.language.evaluation.held_out import HeldOut, Sharing, score_split, spread_samples
-from phalanx.families.language.evaluation.layout_scores import TaskEvaluator, load_run_tasks
+from phalanx.families.language.evaluation.icl_tasks import load_run_tasks
+from phalanx.families.language.evaluation.layout_scores import TaskEvaluator
 from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
 from phalanx.families.language.huggingface.folder_files import (
-    TOKENIZER,
     TOKENIZER_FOLDER,
     SpecialTokens,
     TokenizerFiles,
@@ -41,8 +48,6 @@ from phalanx.training.inputs import (
     TrainableModel,
     Verification,
 )
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ class LanguageInputs(TrainableModel):
     def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
         """See `TrainableModel`."""
         run = self.run
-        training, reader = _open_training(run)
+        training = open_training(run)
+        reader = _open_reader(run, training)
         tasks = load_run_tasks(run)
         stream = TokenBatchStream(
             reader,
@@ -102,7 +108,7 @@ class LanguageInputs(TrainableModel):
             prefetch=run.data.prefetch,
             pin_memory=device.type != "cpu",
         )
-        files = _tokenizer_files(training)
+        files = tokenizer_files(training)
         tokenizer = TextTokenizer.from_files(files, training[0].path) if files.files else None
         if layout.world_size == 1:
             _require_room(run, tokenizer)
@@ -116,7 +122,7 @@ class LanguageInputs(TrainableModel):
         others: list[ScheduledEvaluator] = []
         if run.evaluation.tasks is not None:
             scorer = TaskEvaluator(
-                run.evaluation.tasks, tasks, _require_tokenizer(tokenizer, training), run.data.sequence_length, device
+                run.evaluation.tasks, tasks, require_tokenizer(tokenizer, training), run.data.sequence_length, device
             )
             others.append(ScheduledEvaluator(run.evaluation.tasks.every, scorer))
         near = [source for source in training if not is_kept_elsewhere(source.path)]
@@ -127,19 +133,11 @@ class LanguageInputs(TrainableModel):
             evaluator,
             verification,
             saved,
-            _in_words(training),
+            describe_tokens(training),
             tuple(others),
             tokenizer=files,
             max_positions=run.model.max_positions,
         )
-
-    def check_inputs(self) -> str:
-        """See `TrainableModel`."""
-        run = self.run
-        training, _ = _open_training(run)
-        if load_run_tasks(run):
-            _require_tokenizer(_tokenizer_files(training).files, training)
-        return _in_words(training)
 
     def expected_evaluation(self) -> ExpectedEvaluation | None:
         """See `TrainableModel`."""
@@ -152,9 +150,8 @@ class LanguageInputs(TrainableModel):
         return ExpectedEvaluation(dict(fields), frozenset(("loss", "perplexity", "bits_per_byte")))
 
 
-def _open_training(run: LanguageRun) -> tuple[list[TokenSource], SampleReader]:
-    """Open every source and what reads samples from them. Raises DataError for sources that do not suit the run."""
-    training: list[TokenSource] = [open_source(token_path(source.path), "train") for source in run.data.sources]
+def _open_reader(run: LanguageRun, training: list[TokenSource]) -> SampleReader:
+    """Return what reads samples of the opened sources."""
     weights = [source.weight for source in run.data.sources]
     reader = SampleReader(
         list(zip(training, weights, strict=True)),
@@ -164,18 +161,7 @@ def _open_training(run: LanguageRun) -> tuple[list[TokenSource], SampleReader]:
         changes=mixture_changes(run),
     )
     reader.require_vocabulary(run.model.vocab_size)
-    check_same_tokenizer(run)
-    return training, reader
-
-
-def _require_tokenizer(found: Found | None, training: list[TokenSource]) -> Found:
-    """Return `found`, which a source's tokenizer gave. Raises ConfigError where none has any, as tasks need one."""
-    if not found:
-        paths = " and ".join(str(source.path) for source in training)
-        raise ConfigError(
-            f"evaluation.tasks needs a tokenizer, and {paths} came without one; leave evaluation.tasks out"
-        )
-    return found
+    return reader
 
 
 RAMP_PARTS = 64
@@ -199,10 +185,6 @@ def mixture_changes(run: LanguageRun) -> list[tuple[int, list[float]]]:
     return found
 
 
-def _in_words(training: list[TokenSource]) -> str:
-    return f"{sum(source.tokens for source in training):,} tokens"
-
-
 def _require_room(run: LanguageRun, tokenizer: TextTokenizer | None) -> None:
     """Raise ConfigError for a prompt after which the model has no position left."""
     prompt, most = run.evaluation.prompt, run.model.max_positions
@@ -220,14 +202,6 @@ def _held_out(run: LanguageRun) -> list[TokenSource]:
     """Open the validation splits that hold anything to predict."""
     opened = [open_source(token_path(source.path), "validation") for source in run.data.sources]
     return [source for source in opened if source is not None and source.tokens > 1]
-
-
-def _tokenizer_files(sources: list[TokenSource]) -> TokenizerFiles:
-    for source in sources:
-        if source.tokenizer is not None:
-            end = () if source.end_of_document is None else (source.end_of_document,)
-            return TokenizerFiles({TOKENIZER: source.tokenizer.read_bytes()}, SpecialTokens(begin=None, end=end))
-    return TokenizerFiles({}, SpecialTokens())
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ class MaterialsInputs(TrainableModel):
         return found
 
     def check_inputs(self) -> str:
-        """See `TrainableModel`."""
+        """See `families.family.DataModel`."""
         run = self.run
         return _count_in_words(open_prepared(run.data, "train"))
 

@@ -115,7 +115,7 @@ class WeatherInputs(TrainableModel):
         return [(name, resize) for name, resize in changed.items() if resize is not None]
 
     def check_inputs(self) -> str:
-        """See `TrainableModel`. How many frames there are takes opening them all."""
+        """See `families.family.DataModel`. How many frames there are takes opening them all."""
         run = self.run
         for source in run.data.sources:
             require_fields(source.path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from phalanx.layout.legality.rule import Fix, Rule
-from phalanx.nn.precision import PRECISIONS
 
 _GATHER_WHOLE: Fix = {"layout.gather": "layer"}
 
@@ -77,7 +76,7 @@ SHARDING_RULES = (
     ),
     Rule(
         reads=("gather",),
-        broken=lambda needs, t: t.has("gather", "stream") & PRECISIONS[needs.run.layout.precision].scales_loss,
+        broken=lambda needs, t: t.has("gather", "stream") & needs.run.layout.scales_loss,
         message="layout.gather=stream leaves some gradients plain and some sharded, which the loss scaling of "
         "layout.precision={needs.run.layout.precision} cannot undo together",
         fixes=({"layout.precision": "bf16"}, _GATHER_WHOLE),

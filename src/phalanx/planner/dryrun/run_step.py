@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.data.batch_stream import Batch
-from phalanx.families.family import BoundModel
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.gradients import local_gradient
 from phalanx.layout.execute import Executor
 from phalanx.layout.expert_parallel.token_exchange import BalancedExchange, TokenExchange
-from phalanx.layout.layout_model import Stage
+from phalanx.layout.layout_model import LayoutModel, Stage
 from phalanx.layout.mesh import Axis, Mesh, build_mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import from_other_ranks
@@ -54,7 +53,7 @@ class Step(Protocol):
         """Return the same optimizer's steps, run by `executor`."""
 
 
-StepBuilder = Callable[[BoundModel, ParallelModel, torch.device], Step]
+StepBuilder = Callable[[LayoutModel, ParallelModel, torch.device], Step]
 Tell = Callable[[Moment], None]
 """Is told each moment of a step as it begins."""
 

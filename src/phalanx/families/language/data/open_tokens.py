@@ -8,10 +8,10 @@ from __future__ import annotations
 import difflib
 import shlex
 from pathlib import Path
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 from phalanx.data.prepared_folder import MANIFEST, check_size
-from phalanx.errors import DataError
+from phalanx.errors import ConfigError, DataError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.mds import INDEX, MdsSource, find_remote_mds, is_mds, mds_split
 from phalanx.families.language.data.megatron import (
@@ -23,8 +23,15 @@ from phalanx.families.language.data.megatron import (
 from phalanx.families.language.data.token_shards import Manifest, ShardSource, Split, read_token_manifest
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.language.data.tokenizer import load_tokenizer
-from phalanx.families.language.huggingface.folder_files import TOKENIZER, TOKENIZER_FOLDER
+from phalanx.families.language.huggingface.folder_files import (
+    TOKENIZER,
+    TOKENIZER_FOLDER,
+    SpecialTokens,
+    TokenizerFiles,
+)
 from phalanx.remote_files import is_remote, local_copy, local_path, open_store, opened_folder, weights_path
+
+Found = TypeVar("Found")
 
 _SHOWN = 6
 _SHOWN_INPUTS = 4
@@ -61,6 +68,40 @@ def open_source(path: Path, split: Split) -> TokenSource | None:
     if source is None and split == "train":
         raise DataError(f"{path} has no train split; name data to train on")
     return source
+
+
+def open_training(run: LanguageRun) -> list[TokenSource]:
+    """Open the train split of every source of a run. Raises DataError for those that do not suit it."""
+    training = [open_source(token_path(source.path), "train") for source in run.data.sources]
+    for source in training:
+        source.require_samples(run.data.sequence_length)
+        source.require_vocabulary(run.model.vocab_size)
+    check_same_tokenizer(run)
+    return training
+
+
+def describe_tokens(training: list[TokenSource]) -> str:
+    """Return in words how much text there is."""
+    return f"{sum(source.tokens for source in training):,} tokens"
+
+
+def tokenizer_files(sources: list[TokenSource]) -> TokenizerFiles:
+    """Return the tokenizer of the first source that has one; without files where none has."""
+    for source in sources:
+        if source.tokenizer is not None:
+            end = () if source.end_of_document is None else (source.end_of_document,)
+            return TokenizerFiles({TOKENIZER: source.tokenizer.read_bytes()}, SpecialTokens(begin=None, end=end))
+    return TokenizerFiles({}, SpecialTokens())
+
+
+def require_tokenizer(found: Found | None, training: list[TokenSource]) -> Found:
+    """Return `found`, which a source's tokenizer gave. Raises ConfigError where none has any, as tasks need one."""
+    if not found:
+        paths = " and ".join(str(source.path) for source in training)
+        raise ConfigError(
+            f"evaluation.tasks needs a tokenizer, and {paths} came without one; leave evaluation.tasks out"
+        )
+    return found
 
 
 def token_path(address: str) -> Path:

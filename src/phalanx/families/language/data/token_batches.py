@@ -71,11 +71,7 @@ class SampleReader:
         self.sequence_length = sequence_length
         self.documents = documents
         for source in self.sources:
-            if source.samples(sequence_length) == 0:
-                raise DataError(
-                    f"{source.path} holds {source.tokens} tokens, too few for one sample of "
-                    f"data.sequence_length={sequence_length} and its last target"
-                )
+            source.require_samples(sequence_length)
         self._mixture = MixtureSchedule([(0, [weight for _, weight in sources]), *changes])
         self._orders = [
             EpochShuffle(source.samples(sequence_length), stable_key("samples", seed, index))
@@ -131,11 +127,7 @@ class SampleReader:
         """Refuse token ids that the model has no row for: now where a source says, else sample by sample."""
         self._vocab_size = vocab_size
         for source in self.sources:
-            if source.vocab_size is not None and source.vocab_size > vocab_size:
-                raise DataError(
-                    f"{source.path}: its tokenizer has {source.vocab_size} tokens, model.vocab_size={vocab_size}; "
-                    f"raise model.vocab_size to at least {source.vocab_size}"
-                )
+            source.require_vocabulary(vocab_size)
 
     _vocab_size: int | None = None
 

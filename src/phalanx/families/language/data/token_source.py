@@ -64,6 +64,22 @@ class TokenSource(ABC):
         """
         return max(0, (self.tokens - 1) // length)
 
+    def require_samples(self, length: int) -> None:
+        """Raise DataError where there is not one whole sample of `length` tokens."""
+        if self.samples(length) == 0:
+            raise DataError(
+                f"{self.path} holds {self.tokens} tokens, too few for one sample of data.sequence_length={length} "
+                "and its last target"
+            )
+
+    def require_vocabulary(self, vocab_size: int) -> None:
+        """Raise DataError where tokens may have ids that a model of `vocab_size` rows has none for, as far as is known."""
+        if self.vocab_size is not None and self.vocab_size > vocab_size:
+            raise DataError(
+                f"{self.path}: its tokenizer has {self.vocab_size} tokens, model.vocab_size={vocab_size}; "
+                f"raise model.vocab_size to at least {self.vocab_size}"
+            )
+
 
 class TokenFile:
     """Token ids of one file, from its first byte to its last.

@@ -17,6 +17,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from phalanx.errors import ConfigError, DataError
+from phalanx.families.language.config import LanguageRun
+from phalanx.remote_files import local_path
 
 TaskKind = Literal["multiple_choice", "language_modeling", "schema", "generation_task_with_answers"]
 _NEEDED: dict[TaskKind, tuple[str, ...]] = {
@@ -244,3 +246,12 @@ def _draw_examples(rows: int, shots: int, index: int, draw: random.Random) -> se
             pass
         places.add(other)
     return places
+
+
+def load_run_tasks(run: LanguageRun) -> list[Task]:
+    """Read the tasks of `evaluation.tasks`; none where it is not asked for. Raises as `load_tasks` does."""
+    asked = run.evaluation.tasks
+    if asked is None:
+        return []
+    paths: list[Path] = [local_path(file) for file in asked.files]
+    return load_tasks(paths, asked.shots, named="evaluation.tasks.files")

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.families.language.config import LanguageRun, TaskEvaluation
-from phalanx.families.language.evaluation.icl_tasks import Task, load_tasks
+from phalanx.families.language.config import TaskEvaluation
+from phalanx.families.language.evaluation.icl_tasks import Task
 from phalanx.families.language.evaluation.in_context import Candidate, EndOfText, TaskScore, score_tasks_with
 from phalanx.families.language.evaluation.text_tokenizer import TextTokenizer
 from phalanx.families.language.layout import EACH_TARGET
 from phalanx.layout.execute import Executor
 from phalanx.nn.cross_entropy import IGNORED
-from phalanx.remote_files import local_path
 from phalanx.training.inputs import Finding
 
 
@@ -140,12 +138,3 @@ class TaskEvaluator:
 
 def _name_score(score: TaskScore) -> str:
     return f"{score.task} {score.shots}-shot"
-
-
-def load_run_tasks(run: LanguageRun) -> list[Task]:
-    """Read the tasks of `evaluation.tasks`; none where it is not asked for. Raises as `load_tasks` does."""
-    asked = run.evaluation.tasks
-    if asked is None:
-        return []
-    paths: list[Path] = [local_path(file) for file in asked.files]
-    return load_tasks(paths, asked.shots, named="evaluation.tasks.files")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.decoder import Decoder
-from phalanx.nn.layers import gate_block
+from phalanx.nn.declared_layers import gate_block
 
 FORMATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Number formats that are read and written, by their names in safetensors."""
