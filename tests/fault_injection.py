@@ -32,7 +32,7 @@ class FaultCallback(Callback):
 
     marker: file that says that it has happened; empty for a fault that happens each time. seconds: of a slow rank, in every
     step from `step` on. samples: what memory is enough for. seed: chooses the rank where it is -1, and
-    the place in a checkpoint.
+    the place in a checkpoint. place: of the machine, whose rank it is in place of `rank`, whatever that is called.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class FaultCallback(Callback):
         seconds: float = 0.0,
         seed: int = 0,
         samples: int = 0,
+        place: int = -1,
     ) -> None:
+        self.place = place
         self.now, self.samples = 0, samples
         self.kind, self.marker, self.rank, self.step, self.seconds = kind, marker, rank, step, seconds
         self.random = random.Random(seed)
@@ -53,7 +55,7 @@ class FaultCallback(Callback):
         """Choose what was left to chance; all ranks choose alike."""
         if self.rank < 0:
             self.rank = self.random.randrange(context.world_size)
-        self.mine = context.rank == self.rank
+        self.mine = context.rank == self.rank if self.place < 0 else os.environ["LOCAL_RANK"] == str(self.place)
         self.parameters = context.parameters
         if self.kind == "full" and self.mine:
             register_module_forward_pre_hook(self.refuse_memory)
@@ -88,7 +90,9 @@ class FaultCallback(Callback):
             return
         if self.kind == "slow" and self.mine and step >= self.step:
             time.sleep(self.seconds)
-        elif self.kind not in ("save", "flip") and self.mine and step == self.step and self.may_happen():
+        elif self.kind == "lost" and self.mine and step >= self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind not in ("save", "flip", "lost") and self.mine and step == self.step and self.may_happen():
             self.mark()
             self.happen()
 

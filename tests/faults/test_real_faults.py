@@ -37,10 +37,20 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run_file(folder / "run.yaml", write_token_folder(folder / "data"))
 
 
-def start(run_file: Path, run_dir: Path, *words: str) -> subprocess.Popen[str]:
+def start(run_file: Path, run_dir: Path, *words: str, ranks: int = 2) -> subprocess.Popen[str]:
     path = os.pathsep.join([str(run_file.parent), *sys.path])
-    command = [sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(run_dir), "--nproc", "2"]
-    chosen = ["layout.dp_shard=2", f"restart.heartbeat_s={HEARTBEAT_S}", f"training.steps={STEPS}", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "train",
+        str(run_file),
+        "--run-dir",
+        str(run_dir),
+        "--nproc",
+        str(ranks),
+    ]
+    chosen = [f"layout.dp_shard={ranks}", f"restart.heartbeat_s={HEARTBEAT_S}", f"training.steps={STEPS}", *words]
     return subprocess.Popen(
         [*command, *chosen],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
@@ -146,6 +156,29 @@ def test_an_exception_names_the_rank_that_raised_it(run_file: Path, tmp_path: Pa
     report = json.loads((run_dir / "fault.json").read_text())
     assert code == 1 and report["rank"] == 1 and "made to fail" in report["detail"]
     print("\n| F02 exception | refused | rank and error named |")
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in rows(run_dir / "metrics.jsonl")]
+
+
+def test_a_place_that_is_lost_is_left_out_and_the_run_goes_on_in_another_layout(run_file: Path, tmp_path: Path) -> None:
+    # Batches of 12 are shared out among 4, 3 and 2 ranks. Place 3 is lost at step 7; place 0, and with it the store, at 21.
+    common = ["layout.global_batch=12", "layout.microbatch=1", "training.steps=30"]
+    code, errors = finish(start(run_file, tmp_path / "undisturbed", *common, ranks=4))
+    assert code == 0, errors
+    faults = [fault_words(kind="lost", place=3, step=7), fault_words(kind="lost", place=0, step=21)]
+    both = f"{faults[0][:-1]}, {faults[1].partition('=[')[2]}"
+    words = [*common, both, "restart.layout=replan", "restart.backoff_s=0.0"]
+    code, errors = finish(start(run_file, tmp_path / "run", *words, ranks=4))
+    assert code == 0, errors
+    assert "place 3 of this machine has failed twice in a row and is left out, 3 ranks (dp_shard=3) begin" in errors
+    assert "place 0 of this machine has failed twice in a row and is left out, 2 ranks (dp_shard=2) begin" in errors
+    assert [fault["rank"] for fault in rows(tmp_path / "run" / "faults.jsonl")] == [3, 3, 0, 0]
+    found, expected = losses(tmp_path / "run"), losses(tmp_path / "undisturbed")
+    assert found == pytest.approx(expected, abs=1e-5) and len(found) == 30
+    worst = max(abs(one - other) for one, other in zip(found, expected, strict=True))
+    print(f"\n| F13 4 ranks, then 3, then 2 | two places lost | losses of 30 steps differ by at most {worst:.1e} |")
 
 
 def test_restarts_in_vain_end_with_93(run_file: Path, tmp_path: Path) -> None:

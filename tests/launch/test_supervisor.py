@@ -18,7 +18,7 @@ import pytest
 
 import phalanx
 from phalanx.launch.faults import FAULT_FILE, FAULT_LOG, FAULT_TEXT
-from phalanx.launch.restart import GIVEN_UP
+from phalanx.launch.restart import GIVEN_UP, RankPlaces
 
 PROBE = """#!{python} -SE
 import os, signal, sys, time
@@ -26,8 +26,10 @@ sys.path.insert(0, {source!r})
 from pathlib import Path
 from phalanx.launch.heartbeat import heartbeat_of
 
-scenario, folder = sys.argv[-2:]
+scenario, folder = [word for word in sys.argv if "layout." not in word][-2:]
 rank, folder = int(os.environ["RANK"]), Path(folder)
+with (folder / "places").open("a") as file:
+    print(rank, os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], *sys.argv[1 + sys.argv.index(str(folder)):], file=file)
 heart = heartbeat_of(rank)
 heart.answer(lambda: None)
 with (folder / f"attempts-{{rank}}").open("a") as file:
@@ -86,7 +88,8 @@ from phalanx.launch.faults import Limits
 from phalanx.launch.local_launch import launch_ranks
 from phalanx.launch.restart import RestartPolicy
 sys.executable = sys.argv[1]
-policy = RestartPolicy(int(sys.argv[2]), float(sys.argv[3]), Limits(1.0, 60.0), Path(sys.argv[-1]))
+layouts = {1: ["layout.tp=1", "layout.microbatch=2"]} if "replans" in sys.argv[-2] else {}
+policy = RestartPolicy(int(sys.argv[2]), float(sys.argv[3]), Limits(1.0, 60.0), Path(sys.argv[-1]), layouts=layouts)
 sys.exit(launch_ranks(sys.argv[4:], 2, policy=policy))
 """
 
@@ -155,6 +158,25 @@ def test_restarts_without_a_newer_checkpoint_end_with_a_code_of_their_own(tmp_pa
     _, second, third = launch.attempts()
     # The second restart from the same checkpoint waits.
     assert third - second > 0.5 and "after 0.5 s" in errors
+
+
+def test_a_place_that_fails_twice_in_a_row_is_left_out(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "killed always replans")
+    code, errors = launch.finish()
+    assert code == 0, errors
+    assert "place 1 of this machine has failed twice in a row and is left out, 1 ranks (microbatch=2) begin" in errors
+    started = sorted((tmp_path / "places").read_text().splitlines())
+    both = [f"{rank} {rank} 2" for rank in (0, 1) for _ in range(2)]
+    assert started == sorted([*both, "0 0 1 layout.tp=1 layout.microbatch=2"])
+
+
+def test_ranks_take_the_places_that_are_left_and_spare_ones_first() -> None:
+    places = RankPlaces(4, {2: ["layout.tp=2"], 1: []})
+    assert places.leave_out(1) and places.used == [0, 2] and places.words == ["layout.tp=2"]
+    # Of three places that were left, two have ranks; the third is spare.
+    assert places.leave_out(0) and places.used == [2, 3] and places.words == ["layout.tp=2"]
+    assert places.leave_out(1) and places.used == [2]
+    assert not places.leave_out(0) and places.used == [2]
 
 
 def test_restarts_that_come_further_are_not_counted(tmp_path: Path) -> None:

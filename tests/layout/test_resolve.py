@@ -15,7 +15,14 @@ from phalanx.config.load import load_run, parse_run
 from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.layout.legality import reasons_against
-from phalanx.layout.resolve import all_factorisations, every_layout, legal_layouts, resolve_layout, stated_ranks
+from phalanx.layout.resolve import (
+    all_factorisations,
+    every_layout,
+    fallback_layouts,
+    legal_layouts,
+    resolve_layout,
+    stated_ranks,
+)
 from phalanx.layout.spec import DEGREES, ZERO_BUBBLE, ResolvedLayout
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
@@ -190,6 +197,30 @@ def test_every_layout_of_1_to_64_ranks_fits_the_world_and_has_no_reason_against_
 
 
 EIGHT = list(every_layout(bind(run_with()), 8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "ranks", "expected"),
+    [
+        ({"dp_shard": 4, "global_batch": 12}, 4, {3: "dp_shard=3", 2: "dp_shard=2", 1: ""}),
+        # Three ranks share out neither 8 samples nor 8 heads: one of them stays idle.
+        ({"dp_shard": 2, "tp": 2, "global_batch": 8}, 4, {2: "tp=2", 1: ""}),
+        ({"dp_shard": 4, "global_batch": 24, "microbatch": 6}, 4, {3: "dp_shard=3 microbatch=2", 2: "dp_shard=2"}),
+    ],
+)
+def test_fewer_ranks_have_the_nearest_legal_layout_with_the_same_batch(
+    fields: Fields, ranks: int, expected: dict[int, str]
+) -> None:
+    run = run_with(**fields)
+    wanted = resolve_layout(bind(run), ranks)
+    found = fallback_layouts(bind(run), wanted)
+    for left, words in found.items():
+        # Each is a layout that can be started, and trains on the same global batch.
+        layout = resolve_layout(bind(run_from_words(run, words)), left, left)
+        assert layout.world_size == left and layout.global_batch == wanted.global_batch
+    told = {left: " ".join(w.removeprefix("layout.") for w in words if w[-2:] != "=1") for left, words in found.items()}
+    assert {left: told.get(left) for left in expected} == expected
+    assert set(found) <= set(range(1, ranks)) and 1 in found
 
 
 def test_no_layout_reshards_under_a_split_backward_pass() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.cli.options.training import TrainArguments
@@ -12,7 +13,7 @@ from phalanx.families.registry import bind
 from phalanx.launch.__main__ import become_supervisor
 from phalanx.launch.faults import Limits
 from phalanx.launch.restart import RestartPolicy
-from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.resolve import fallback_layouts, resolve_layout
 from phalanx.training.start import train
 
 
@@ -24,10 +25,13 @@ def run_train(asked: TrainArguments) -> None:
         train(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words))
         return
     # what is wrong with the layout is said once, here, and not by every rank
-    resolve_layout(bind(loaded), asked.nproc, asked.nproc)
+    model = bind(loaded)
+    layout = resolve_layout(model, asked.nproc, asked.nproc)
     require_no_ranks(asked.nproc)
     where = [] if asked.run_dir is None else ["--run-dir", str(asked.run_dir)]
     policy = _restart_policy(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words))
+    if loaded.restart.layout == "replan":
+        policy = replace(policy, layouts=fallback_layouts(model, layout))
     become_supervisor(["train", str(asked.run), *where, *words], asked.nproc, asked.grace, policy)
 
 

@@ -31,6 +31,8 @@ def _supervise(text: str) -> int:
     policy = given["policy"]
     policy["limits"] = Limits(**policy["limits"])
     policy["words"] = tuple(policy["words"])
+    # JSON has no numbers as keys.
+    policy["layouts"] = {int(ranks): words for ranks, words in policy["layouts"].items()}
     policy["run_dir"] = None if policy["run_dir"] is None else Path(policy["run_dir"])
     return launch_ranks(
         given["arguments"], given["world_size"], grace_s=given["grace_s"], policy=RestartPolicy(**policy)

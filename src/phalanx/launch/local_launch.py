@@ -35,7 +35,14 @@ from phalanx.launch.faults import (
     view_rank,
 )
 from phalanx.launch.parent import GRACE_S, ONE_WISH_S, PARENT, STOP_SIGNALS, STORE_SOCKET, is_ignored
-from phalanx.launch.restart import GIVEN_UP, RestartCount, RestartPolicy, is_worth_restart, read_memory_limit
+from phalanx.launch.restart import (
+    GIVEN_UP,
+    RankPlaces,
+    RestartCount,
+    RestartPolicy,
+    is_worth_restart,
+    read_memory_limit,
+)
 from phalanx.launch.stragglers import StragglerWatch
 from phalanx.printable import write_stderr
 
@@ -79,11 +86,11 @@ def launch_ranks(
     """
     with (
         tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder,
-        RankProcesses(Path(folder), module, grace_s, policy) as ranks,
+        RankProcesses(Path(folder), module, grace_s, policy, world_size) as ranks,
     ):
         words = list(arguments)
         while True:
-            ranks.start_all(words, world_size)
+            ranks.start_all(words)
             failed = ranks.wait()
             if failed is None:
                 return 0
@@ -91,7 +98,7 @@ def launch_ranks(
             code = ranks.end_attempt(failed)
             if code is not None:
                 return code
-            words = [*arguments, *(policy.words if policy is not None else ())]
+            words = [*arguments, *(policy.words if policy is not None else ()), *ranks.places.words]
 
 
 def loopback_socket() -> socket.socket:
@@ -109,12 +116,15 @@ class RankProcesses:
     in it would be signalled twice, directly and by this process, and the second signal ends a rank without a checkpoint.
     """
 
-    def __init__(self, folder: Path, module: str, grace_s: float, policy: RestartPolicy | None) -> None:
+    def __init__(
+        self, folder: Path, module: str, grace_s: float, policy: RestartPolicy | None, world_size: int
+    ) -> None:
         self._folder = folder
         self._module = module
         self._grace_s = grace_s
         self._policy = policy
         self._count = RestartCount(policy or RestartPolicy())
+        self.places = RankPlaces(world_size, {} if policy is None else policy.layouts)
         self._memory_limit = read_memory_limit(None if policy is None else policy.run_dir)
         # The kernel counts its kills for memory; a rank's exit code says only that it was signal 9.
         self._kills = KillCount()
@@ -134,6 +144,8 @@ class RankProcesses:
         self._stragglers: StragglerWatch | None = None
         self._looked_at = 0.0
         self._awake_since = 0.0
+        self._left_out: int | None = None
+        """A place that the next start leaves out, to be told."""
 
     def __enter__(self) -> RankProcesses:
         for number in _PASSED_ON:
@@ -148,8 +160,10 @@ class RankProcesses:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def start_all(self, arguments: Sequence[str], world_size: int) -> None:
+    def start_all(self, arguments: Sequence[str]) -> None:
         """Start all ranks. What was left of earlier ones, such as where they met, is of no use to these and not found."""
+        places = self.places.used
+        world_size = len(places)
         self._place = self._folder / f"attempt-{self._count.restarts}"
         self._place.mkdir()
         self._kills = KillCount()
@@ -161,8 +175,8 @@ class RankProcesses:
         self._listener = loopback_socket()
         # Keys in the store begin with this secret, so that no other user of the machine can write them.
         run_id = secrets.token_hex(16)
-        for rank in range(world_size):
-            environment = _rank_environment(rank, world_size, self._listener.getsockname()[1], run_id)
+        for rank, place in enumerate(places):
+            environment = _rank_environment(rank, place, world_size, self._listener.getsockname()[1], run_id)
             if self._policy is not None:
                 environment[heartbeat.FOLDER] = str(self._place)
             self._start(arguments, rank, environment)
@@ -294,7 +308,7 @@ class RankProcesses:
         asked_for = code in _STOPPED or code == 128 + self._asked
         if self._policy is None or self._fault is None or asked_for:
             return code
-        self._count.note_fault(self._seen)
+        self._count.note_fault(self._seen, self.places.used[self._fault.rank])
         backoff_s = self._count.backoff_s
         before, self._memory_limit = self._memory_limit, read_memory_limit(self._policy.run_dir)
         worth = is_worth_restart(self._fault, needs_less=self._memory_limit != before)
@@ -305,11 +319,13 @@ class RankProcesses:
                 f"given up (exit code {GIVEN_UP}): {self._policy.most} restarts in a row have led to no newer checkpoint; "
                 "the same command starts again"
             )
+        elif again and not self._leave_place(self._fault):
+            again = False
+            action = "not restarted: no layout is legal for the ranks that are left; the last checkpoint stays"
         elif again:
             after = f" after {backoff_s:g} s" if backoff_s else ""
-            action = (
-                f"restart {self._count.restarts + 1}: all ranks begin again from the newest whole checkpoint{after}"
-            )
+            who = self._who_begins()
+            action = f"restart {self._count.restarts + 1}: {who} again from the newest whole checkpoint{after}"
         else:
             action = "not restarted; the last checkpoint stays"
         self._report(replace(self._fault, action=action))
@@ -317,6 +333,25 @@ class RankProcesses:
             return code
         self._clear_attempt()
         return self._pause(backoff_s)
+
+    def _leave_place(self, fault: Fault) -> bool:
+        """Leave out the place of the rank that failed, where it has failed before; return whether ranks can begin again."""
+        assert self._policy is not None
+        # With fewer ranks each takes more memory, so that is no way out of having none.
+        if not self._policy.layouts or not self._count.same_place or fault.cause == "out of memory":
+            return True
+        self._left_out = self.places.used[fault.rank]
+        return self.places.leave_out(fault.rank)
+
+    def _who_begins(self) -> str:
+        if self._left_out is None:
+            return "all ranks begin"
+        place, self._left_out = self._left_out, None
+        layout = " ".join(word.removeprefix("layout.") for word in self.places.words if not word.endswith("=1"))
+        return (
+            f"place {place} of this machine has failed twice in a row and is left out, {len(self.places.used)} ranks"
+            f"{f' ({layout})' if layout else ''} begin"
+        )
 
     def _report(self, fault: Fault) -> None:
         assert self._policy is not None
@@ -422,8 +457,11 @@ class RankProcesses:
         return self._place / f"rank-{rank}.log"
 
 
-def _rank_environment(rank: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
-    """Return the variables torchrun would set, and defaults for ranks of one machine, which the user's own go before."""
+def _rank_environment(rank: int, place: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
+    """Return the variables torchrun would set, and defaults for ranks of one machine, which the user's own go before.
+
+    place: number of the rank's device; where one was left out it is not the rank's own.
+    """
     wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // world_size)), **passive_waits(os.environ)}
     if "lo" in (name for _, name in socket.if_nameindex()):
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
@@ -431,7 +469,7 @@ def _rank_environment(rank: int, world_size: int, port: int, run_id: str) -> dic
         **wanted,
         **os.environ,
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(place),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,8 @@ class RestartPolicy:
     """Where reports go."""
     words: tuple[str, ...] = ()
     """Added to the command of a restart."""
+    layouts: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """Added to the command of a restart on fewer ranks, by their number; empty where a run keeps its layout."""
 
 
 class RestartCount:
@@ -40,14 +43,21 @@ class RestartCount:
         """All restarts so far."""
         self.vain = 0
         """Faults since the ranks last began from a newer checkpoint."""
+        self.same_place = False
+        """Whether the last two faults were of the same place, with no newer checkpoint in between."""
         self._newest = -1
+        self._blamed: tuple[int, int] | None = None
+        """Place of the last fault, and the newest checkpoint at that time."""
 
-    def note_fault(self, views: Sequence[RankView]) -> None:
-        """Count a fault of ranks that had begun where `views` say."""
+    def note_fault(self, views: Sequence[RankView], place: int) -> None:
+        """Count a fault of ranks that had begun where `views` say. place: of the rank that failed first."""
         resumed = max((view.beat.resumed for view in views if view.beat is not None), default=-1)
         if resumed > self._newest:
             self._newest, self.vain = resumed, 0
         self.vain += 1
+        # What is written by now, and not where ranks began: the first fault may come long after the last checkpoint.
+        blamed = (place, _newest_step(self._policy.run_dir))
+        self.same_place, self._blamed = self._blamed == blamed, blamed
 
     @property
     def pointless(self) -> bool:
@@ -59,6 +69,45 @@ class RestartCount:
         """Seconds to wait before the next restart: none before the first from a checkpoint, then twice as long each time."""
         doubled = self._policy.backoff_s * 2.0 ** min(30, self.vain - 2)
         return 0.0 if self.vain < 2 else min(_LONGEST_BACKOFF_S, doubled)
+
+
+def _newest_step(run_dir: Path | None) -> int:
+    """Return the step of the newest checkpoint in a run directory, by its folder's name; -1 without any."""
+    try:
+        names = [] if run_dir is None else [path.name for path in (run_dir / "checkpoints").iterdir()]
+    except OSError:
+        return -1
+    found = [re.fullmatch(r"step-(\d{8,18})", name) for name in names]
+    return max((int(match[1]) for match in found if match), default=-1)
+
+
+class RankPlaces:
+    """The places of this machine, such as devices, that ranks may have: each rank's own, and spare ones."""
+
+    def __init__(self, world_size: int, layouts: Mapping[int, Sequence[str]]) -> None:
+        """Begin with a place for each of `world_size` ranks. layouts: see `RestartPolicy`."""
+        self._layouts = layouts
+        self._usable = list(range(world_size))
+        self.used = list(self._usable)
+        """Place of each rank."""
+
+    @property
+    def words(self) -> list[str]:
+        """Changes of the run file for as many ranks as there are now."""
+        return list(self._layouts.get(len(self.used), ()))
+
+    def leave_out(self, rank: int) -> bool:
+        """Leave out the place of a rank, and take as many of the others as a layout has use for; return whether any has.
+
+        Where as many places are left as there are ranks, one of them was spare: the layout stays.
+        """
+        lost = self.used[rank]
+        left = [place for place in self._usable if place != lost]
+        wanted = len(self.used)
+        size = wanted if len(left) >= wanted else max((n for n in self._layouts if n <= len(left)), default=0)
+        if size:
+            self._usable, self.used = left, left[:size]
+        return size > 0
 
 
 MEMORY_FILE = "memory.json"

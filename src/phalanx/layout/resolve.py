@@ -147,6 +147,33 @@ def legal_layouts(model: BoundModel, world_size: int, devices_per_node: int | No
     return list(itertools.compress(layouts, legal))
 
 
+def fallback_layouts(model: BoundModel, wanted: ResolvedLayout) -> dict[int, list[str]]:
+    """Return the nearest legal layout for each smaller number of ranks of one node that has any, as changes of the run file.
+
+    The global batch stays: a layout of fewer ranks computes the same steps. Degrees change first, then the micro-batch and
+    how experts are spread, which change no result either.
+    """
+    found: dict[int, list[str]] = {}
+    smaller = [wanted.microbatch] if model.run.layout.microbatch == "auto" else list_divisors(wanted.microbatch)[::-1]
+    spreads: list[Fix] = [{}]
+    spreads += [{"layout.ep": ep, "layout.expert_tp": 1} for ep in reversed(list_divisors(wanted.ep))]
+    fixes = [
+        spread | ({} if samples == wanted.microbatch else {"layout.microbatch": samples})
+        for spread, samples in itertools.product(spreads, smaller)
+    ]
+    for ranks in range(wanted.world_size - 1, 0, -1):
+        legal = [
+            (_distance(layout, wanted)[0], order, layout)
+            for order, fix in enumerate(fixes)
+            for layout in legal_layouts(_change_fields(model, fix), ranks, ranks)
+        ]
+        if legal:
+            _, order, nearest = min(legal, key=lambda choice: (*choice[:2], _distance(choice[2], wanted)))
+            degrees = [f"layout.{name}={getattr(nearest, name)}" for name in DEGREES]
+            found[ranks] = [*degrees, *(f"{name}={value}" for name, value in fixes[order].items())]
+    return found
+
+
 def every_layout(model: BoundModel, world_size: int) -> list[ResolvedLayout]:
     """Return `legal_layouts` with every schedule, ZeRO level, resharding and kind of context parallelism as well."""
     variants = [variant for layout in _every_split(model, world_size) for variant in _vary_choices(layout)]
@@ -331,16 +358,19 @@ def _nearest_degrees(
 ) -> list[list[str]]:
     """Return, in words, the degrees of the legal layouts that differ least from `wanted`."""
 
-    def distance(layout: ResolvedLayout) -> tuple[float, ...]:
-        # Data-parallel degrees are the first to give way: they change no model code and follow from the rest.
-        weights = {"dp_replicate": 0.2, "dp_shard": 0.1}
-        ratios = [
-            weights.get(name, 1.0) * abs(math.log2(getattr(layout, name) / getattr(wanted, name))) for name in DEGREES
-        ]
-        return (sum(ratios), *(getattr(layout, name) for name in DEGREES))
+    legal = legal_layouts(model, world_size, devices_per_node)
+    nearest = sorted(legal, key=lambda layout: _distance(layout, wanted))[:_SUGGESTED]
+    return [_write_degrees(layout, wanted) for layout in nearest]
 
-    legal = sorted(legal_layouts(model, world_size, devices_per_node), key=distance)[:_SUGGESTED]
-    return [_write_degrees(layout, wanted) for layout in legal]
+
+def _distance(layout: ResolvedLayout, wanted: ResolvedLayout) -> tuple[float, ...]:
+    """Return how far the degrees of a layout are from those of another, with the degrees themselves to break ties."""
+    # Data-parallel degrees are the first to give way: they change no model code and follow from the rest.
+    weights = {"dp_replicate": 0.2, "dp_shard": 0.1}
+    ratios = [
+        weights.get(name, 1.0) * abs(math.log2(getattr(layout, name) / getattr(wanted, name))) for name in DEGREES
+    ]
+    return (sum(ratios), *(getattr(layout, name) for name in DEGREES))
 
 
 def _write_degrees(layout: ResolvedLayout, wanted: ResolvedLayout) -> list[str]:
