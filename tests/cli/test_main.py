@@ -47,6 +47,7 @@ def test_help_lists_the_verbs_in_order_of_use(call: Call) -> None:
         "doctor",
         "train",
         "watch",
+        "chaos",
         "bench",
         "launch",
         "evaluate",

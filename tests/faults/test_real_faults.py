@@ -63,7 +63,7 @@ def start(run_file: Path, run_dir: Path, *words: str, ranks: int = 2) -> subproc
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        _, errors = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=1200)
     finally:
         process.kill()
     return process.returncode, errors
@@ -274,3 +274,49 @@ def test_memory_that_runs_out_halves_the_micro_batch_in_place(
     worst = max(float((found[name].double() - value.double()).abs().max()) for name, value in undisturbed.items())
     print(f"out of memory in step 1: restarted once with micro-batches of 2; weights differ by at most {worst:.1e}")
     assert worst < 1e-4
+
+
+def test_chaos_finds_names_and_survives_what_it_injects(run_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "chaos"
+    words = ["layout.dp_shard=2", f"restart.heartbeat_s={HEARTBEAT_S}", f"training.steps={STEPS}"]
+    options = ["--nproc", "2", "--count", "3", "--faults-per-run", "3", "--seed", "3", "--out", str(out), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", "chaos", str(run_file), *options, *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found == json.loads((out / "chaos.json").read_text()) and found["failures"] == []
+    assert len(found["outcomes"]) == 3 and all(row["survived"] and row["same_bits"] for row in found["outcomes"])
+    kinds = [row["fault"]["kind"] for row in found["outcomes"]]
+    print(f"\n| F26 chaos: {', '.join(kinds)} | found, named, same bits |")
+
+
+def test_chaos_sees_a_flipped_bit_of_a_replica(run_file: Path, tmp_path: Path) -> None:
+    words = ["--faults", "bitflip", "--nproc", "2", "--count", "2", "--faults-per-run", "2", "--json"]
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "phalanx",
+            "chaos",
+            str(run_file),
+            *words,
+            "--out",
+            str(tmp_path / "chaos"),
+            "dp_replicate=2",
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)["outcomes"]
+    assert len(rows) == 2 and all(row["found_as"] == "replicas differ" and row["survived"] for row in rows)
+    print("\n| F17 two bits flipped in a replica, by chaos | replicas differ | same bits |")

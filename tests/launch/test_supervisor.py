@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import phalanx
-from phalanx.launch.faults import FAULT_FILE, FAULT_LOG, FAULT_TEXT
+from phalanx.launch.faults import FAULT_FILE, FAULT_LOG, FAULT_TEXT, RankView, name_fault
 from phalanx.launch.restart import GIVEN_UP, RankPlaces
 
 PROBE = """#!{python} -SE
@@ -147,6 +147,13 @@ def test_the_first_rank_to_fail_is_named_and_all_are_started_again(
     if cause in ("hang", "stopped"):
         assert report["silent_s"] < 1.0 + 1.0
         assert set(report["stacks"]) == {"0", "1"}
+
+
+def test_a_rank_that_said_why_it_fails_is_not_called_hung_while_it_closes() -> None:
+    said = {"kind": "exception", "error": "ValueError", "message": "the batch is bad"}
+    for error, expected in ((said, "exception"), (None, "hang")):
+        view = RankView(1, 1, None, "S", None, error)
+        assert name_fault(view, [view], attempt=0, now=9.0, silent=True).cause == expected
 
 
 def test_restarts_without_a_newer_checkpoint_end_with_a_code_of_their_own(tmp_path: Path) -> None:

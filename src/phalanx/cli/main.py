@@ -165,6 +165,16 @@ SUBCOMMANDS = (
         ("phalanx watch runs/quickstart", "phalanx watch studies/materials", "phalanx watch run.search.log --once"),
     ),
     Subcommand(
+        "chaos",
+        "chaos",
+        "training",
+        "Inject faults into a run and see it recover.",
+        (
+            "phalanx chaos examples/quickstart.yaml --nproc 4 --minutes 30 --seed 1 training.steps=200",
+            "phalanx chaos run.yaml --nproc 8 --faults kill,hang,bitflip dp_replicate=2",
+        ),
+    ),
+    Subcommand(
         "bench",
         "bench",
         "training",

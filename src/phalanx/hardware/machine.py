@@ -60,7 +60,7 @@ class Node(Section):
 
     source: Text
     """Source of the figures."""
-    devices: PositiveInt
+    devices: Annotated[int, Field(ge=1, le=1024)]
     """Devices of a node; each has one rank."""
     device: OneLine
     """Name of the device in `devices.yaml`."""
@@ -259,12 +259,27 @@ def load_machine(cluster: str) -> Machine:
     return parse_machine(_read_shipped(cluster), f"{cluster}.yaml")
 
 
+MOST_BYTES = 256 * 1024
+"""Bytes of the longest description; no more of a file is read."""
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """Loads plain values; a few aliases of aliases would stand for more values than fit any memory."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) have no place in a description")
+        return super().compose_node(parent, index)
+
+
 def parse_machine(text: str, name: str) -> Machine:
     """Return the machine that the YAML `text` describes. name: of the file, for messages. Raises ConfigError."""
     try:
-        values = yaml.safe_load(text)
+        values = yaml.load(text, _PlainLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{name} is nested too deeply to be a description") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{name} holds no mapping of fields; docs/guides/launch.md shows what a description is")
     try:
@@ -296,7 +311,11 @@ def _read_shipped(name: str) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ConfigError(f"--cluster {path} is larger than {MOST_BYTES // 1024} KiB, which no description is")
+        return content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"--cluster {path} cannot be read: {reason}") from None

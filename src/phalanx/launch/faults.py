@@ -262,7 +262,8 @@ def name_fault(
 
 
 def _name_cause(view: RankView, now: float, *, out_of_memory: bool, silent: bool) -> tuple[Cause, str]:
-    if silent:
+    # A rank that has said what it fails of, and is silent while it closes what it holds, does not hang.
+    if silent and view.error is None:
         seconds = f"{now - view.heard:.1f} s"
         if view.stopped:
             return "stopped", f"its process {view.pid} has not run for {seconds}"

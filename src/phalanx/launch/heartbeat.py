@@ -139,6 +139,8 @@ class Heartbeat:
         self._phase: Phase = "start"
         self._slowest = self._step_seconds = self._data_seconds = self._data = self._progressed = 0.0
         self._step = self._done = self._resumed = _NO_STEP
+        self._failed_at = 0.0
+        """When this rank first said that it fails; 0 while it does not."""
         if folder is not None:
             self._memory = _map_record(beat_file(folder, rank))
             self._write()
@@ -193,12 +195,14 @@ class Heartbeat:
         """Say why this rank is about to end. kind: see `faults.CAUSES`."""
         if self.folder is None:
             return
+        # Said again once it is explained, but of the same moment: ranks that fail of this one come after it.
+        self._failed_at = self._failed_at or time.monotonic()
         lines = traceback.format_exception(error)
         said = {
             "kind": kind,
             "error": type(error).__name__,
             "message": str(error)[:2000],
-            "time": time.monotonic(),
+            "time": self._failed_at,
             "traceback": "".join(lines)[-8000:],
         }
         # The folder may be gone with the process that watched.

@@ -82,6 +82,7 @@ class Callback:
 
 CALLBACKS: Registry[type[Callback]] = Registry(
     "phalanx.callbacks",
+    built_in={"chaos": "phalanx.chaos.inject:ChaosCallback"},
     accepts=lambda item: isinstance(item, type) and issubclass(item, Callback),
     expected="a subclass of phalanx.training.callbacks.Callback",
 )

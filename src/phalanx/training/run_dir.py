@@ -161,7 +161,7 @@ class RunDirectory:
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Add an event with the present time."""
         self.events.append(
-            {"kind": kind, "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), **fields}
+            {"kind": kind, "step": step, "time": datetime.now(UTC).isoformat(timespec="milliseconds"), **fields}
         )
 
     def close(self) -> None:

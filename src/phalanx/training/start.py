@@ -213,7 +213,9 @@ def _train_in_directory(
         step.report_to(heartbeat)
         heartbeat.begin(first_step)
         trainer = Trainer(parts, restored, until)
-        trainer.train()
+        # Here as well: before anything is closed, which may take long where other ranks wait for this one.
+        with report_failure(heartbeat):
+            trainer.train()
 
 
 def _agree_on_attention(model: TrainableModel, place: Placement) -> AttentionChoice:

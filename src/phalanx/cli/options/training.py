@@ -8,10 +8,14 @@ from typing import Annotated
 
 import typer
 
+from phalanx.chaos.faults import KINDS, USUAL
 from phalanx.cli.arguments import Json, Nproc, Overrides, RunFile, ThisDevice
 from phalanx.hardware.doctor.finding import PATIENCE_S
 from phalanx.hardware.machine import described_names, machine_names
 from phalanx.launch.parent import GRACE_S
+
+_ASKED_FOR = [kind for kind in KINDS if kind not in USUAL]
+"""Faults that not every run can meet."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,34 @@ class DoctorArguments:
         PATIENCE_S
     )
     device: ThisDevice = "auto"
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class ChaosArguments:
+    """Train a run without faults, then again and again with faults drawn from a seed, and say what became of each.
+
+    Runs are started and restarted as by train --nproc. Ends with exit code 3 where a fault was not found, was called
+    something else, or left a trace in the result.
+    """
+
+    run: RunFile
+    overrides: Overrides = None
+    faults: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND,...",
+            help=f"Of {', '.join(KINDS)}; by default all but {' and '.join(_ASKED_FOR)}.",
+        ),
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Equal seeds draw equal faults.")] = 0
+    minutes: Annotated[float, typer.Option(min=0.0, help="After which no further run is begun.")] = 10.0
+    count: Annotated[int | None, typer.Option(metavar="N", min=1, help="Faults after which none is begun.")] = None
+    in_each: Annotated[int, typer.Option("--faults-per-run", metavar="N", min=1, help="Faults of a run.")] = 5
+    nproc: Annotated[int, typer.Option(metavar="N", min=1, help="Ranks on this machine, one for each device.")] = 1
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the runs, their logs and chaos.json.")] = (
+        Path("chaos")
+    )
     json: Json = False
 
 
