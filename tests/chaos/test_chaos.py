@@ -150,6 +150,15 @@ def test_reports_are_matched_to_what_happened(tmp_path: Path) -> None:
     assert [one.named_right for one in found] == [True, False, False, True]
     assert [one.detected_s for one in found] == pytest.approx([1.5, 4.0, 1.0, 0.25])
     assert [one.training_s for one in found] == pytest.approx([10.0, 14.5, 1000.0 + 0.2, 2.0])
+    # One that strikes while the ranks are being ended for another is reported with it; one on its own is not.
+    planned[4].marker(beside).write_text(json.dumps({"time": 1001.4}))
+    assert [one.found_as for one in _match_reports(planned, 1, run_dir, beside)][:2] == [
+        "rank 1: signal",
+        "together with the one before",
+    ]
+    planned[4].marker(beside).write_text(json.dumps({"time": 5000.0}))
+    last = list(_match_reports(planned, 1, run_dir, beside))[-1]
+    assert (last.found_as, last.named_right, last.detected_s) == ("", False, None)
     run_dir.with_suffix(".log").write_text("checkpoint of step 25 is damaged\n")
     assert list(_match_reports(planned, 1, run_dir, beside))[2].named_right
 

@@ -215,6 +215,7 @@ def _match_reports(planned: Sequence[PlannedFault], run: int, run_dir: Path, bes
     events = [(_seconds_of(row), row) for row in _read_rows(run_dir / "events.jsonl")]
     ended = [float(line.split()[0]) for line in _read_lines(beside / STEP_LOG)]
     said = run_dir.with_suffix(".log").read_text(errors="replace")
+    taken: set[float] = set()
     for marker, fault in sorted(happened, key=lambda pair: float(pair[0]["time"])):
         at = float(marker["time"])
         if KINDS[fault.kind].cause is None:
@@ -230,6 +231,11 @@ def _match_reports(planned: Sequence[PlannedFault], run: int, run_dir: Path, bes
             row: dict[str, Any] = {} if first is None else first[1]
             text = f"rank {row['rank']}: {row['cause']}" if row else ""
             named = bool(row) and row["rank"] == fault.rank and row["cause"] == KINDS[fault.kind].cause
+            if when in taken:
+                # It struck ranks that were being ended for the fault before it: nobody could name it any more.
+                text, named = "together with the one before", True
+            elif when is not None:
+                taken.add(when)
             if fault.kind == "damage":
                 named = named and f"checkpoint of step {marker['damaged']} is damaged" in said
         again = min((end for end in ended if when is not None and end > when), default=None)
