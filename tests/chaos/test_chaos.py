@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from phalanx.chaos.faults import KINDS, USUAL, PlannedFault, draw_faults, parse_kinds
-from phalanx.chaos.inject import STEP_LOG, ChaosCallback
+from phalanx.chaos.inject import START, STEP_LOG, ChaosCallback
 from phalanx.chaos.run import ChaosPlan, FaultOutcome, _match_reports, compare_ends, prepare_run
 from phalanx.checkpoint import CheckpointDamaged, open_checkpoints, read_tensors
 from phalanx.cli.chaos import write_table
@@ -90,8 +90,8 @@ def test_an_injected_error_strikes_once_and_leaves_no_trace(run_file: Path, tmp_
     train(run, tmp_path / "run")
     assert compare_ends(tmp_path / "run", tmp_path / "undisturbed") == (True, 0.0)
     # Step 6 and 7 were done again; the fault of the rank that is not there never was.
-    steps = [int(line.split()[1]) for line in (schedule.parent / STEP_LOG).read_text().splitlines()]
-    assert steps == [*range(1, 8), *range(6, 13)]
+    steps = [line.split()[1] for line in (schedule.parent / STEP_LOG).read_text().splitlines()]
+    assert steps == [START, *map(str, range(1, 8)), START, *map(str, range(6, 13))]
     assert sorted(path.name for path in schedule.parent.glob("happened-*")) == ["happened-1.json"]
 
 
@@ -144,12 +144,15 @@ def test_reports_are_matched_to_what_happened(tmp_path: Path) -> None:
     reason = "step 41: 1 parameters that ranks hold alike differ, first x: rank 1 (a), rank 0 (a)"
     event = {"kind": "rewind", "step": 40, "time": iso(4000.25), "reason": reason}
     (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
-    (beside / STEP_LOG).write_text("".join(f"{at} 1\n" for at in (999.0, 1001.0, 1010.0, 2014.5, 4000.2, 4002.0)))
+    # A rank that is woken before it is ended may still end its step, as at 2004.1.
+    begun = {1008.0, 2010.0, 3080.0}
+    log = [(at, START if at in begun else 1) for at in (999, 1001, *begun, 1010, 2004.1, 2014.5, 3100, 4000.2, 4002)]
+    (beside / STEP_LOG).write_text("".join(f"{at} {what}\n" for at, what in sorted(log)))
     run_dir.with_suffix(".log").write_text("checkpoint of step 30 is damaged\n")
     found = list(_match_reports(planned, 1, run_dir, beside))
     assert [one.named_right for one in found] == [True, False, False, True]
     assert [one.detected_s for one in found] == pytest.approx([1.5, 4.0, 1.0, 0.25])
-    assert [one.training_s for one in found] == pytest.approx([10.0, 14.5, 1000.0 + 0.2, 2.0])
+    assert [one.training_s for one in found] == pytest.approx([10.0, 14.5, 100.0, 2.0])
     # One that strikes while the ranks are being ended for another is reported with it; one on its own is not.
     planned[4].marker(beside).write_text(json.dumps({"time": 1001.4}))
     assert [one.found_as for one in _match_reports(planned, 1, run_dir, beside)][:2] == [

@@ -1,7 +1,7 @@
 """`phalanx train --nproc`: ranks of one machine, started, stopped and failing as one command.
 
-Ranks that it starts are interpreters of their own in every test. So is the command itself where the way it starts and ends
-is what is tested; elsewhere it comes from the fork server.
+Ranks are forked of a process that the command starts, in every test. The command itself is an interpreter of its own where
+the way it starts and ends is what is tested; elsewhere it comes from the fork server.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def wait_for_steps(run_dir: Path, steps: int) -> None:
 
 
 def children(pid: int | None) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Ranks of a command, in their order; the process that they were forked of comes before them."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()][1:]
 
 
 def test_ranks_train_as_one_does(run_file: Path) -> None:

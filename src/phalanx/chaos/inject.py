@@ -33,7 +33,9 @@ MOST_CHANGES = 6
 SAVE_S = 60.0
 """Most seconds to wait for a checkpoint that is being written."""
 STEP_LOG = "steps.log"
-"""File beside the schedule: when each step ended, by the first rank."""
+"""File beside the schedule: when each step ended, by the first rank, and when the ranks began."""
+START = "start"
+"""Stands in it in place of a step where the ranks began."""
 
 
 class ChaosCallback(Callback):
@@ -52,6 +54,7 @@ class ChaosCallback(Callback):
         self.context = context
         self.mine = [fault for fault in planned if fault.rank == context.rank]
         self.looked_at = {step for fault in planned for step in (fault.step - 1, fault.step)}
+        self.log(START)
 
     def needs_finished(self, step: int) -> bool:
         """Return whether a fault comes before the next step: what it strikes is then that step on every device."""
@@ -65,13 +68,17 @@ class ChaosCallback(Callback):
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Flip a bit after the update of the step before that of a fault, and note when the step ended."""
-        if self.context.rank == 0:
-            with (self.folder / STEP_LOG).open("a") as log:
-                log.write(f"{time.time()} {metrics.step}\n")
+        self.log(str(metrics.step))
         for fault in self.mine:
             if fault.kind == "bitflip" and fault.step == metrics.step + 1 and not fault.marker(self.folder).exists():
                 self.mark(fault)
                 self.flip_parameter(random.Random(fault.seed))
+
+    def log(self, what: str) -> None:
+        """Note on the first rank that a step ended, or that the ranks begin."""
+        if self.context.rank == 0:
+            with (self.folder / STEP_LOG).open("a") as log:
+                log.write(f"{time.time()} {what}\n")
 
     def mark(self, fault: PlannedFault, **fields: Any) -> None:
         """Note that a fault happens now."""

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from phalanx.chaos.faults import KINDS, PlannedFault, draw_faults
-from phalanx.chaos.inject import STEP_LOG
+from phalanx.chaos.inject import START, STEP_LOG
 from phalanx.checkpoint import TensorReader, open_checkpoints
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
@@ -213,12 +213,15 @@ def _match_reports(planned: Sequence[PlannedFault], run: int, run_dir: Path, bes
     ]
     reports = [(_seconds_of(row), row) for row in _read_rows(run_dir / FAULT_LOG)]
     events = [(_seconds_of(row), row) for row in _read_rows(run_dir / "events.jsonl")]
-    ended = [float(line.split()[0]) for line in _read_lines(beside / STEP_LOG)]
+    log = [line.split() for line in _read_lines(beside / STEP_LOG)]
+    starts = [float(at) for at, what in log if what == START]
+    ended = [float(at) for at, what in log if what != START]
     said = run_dir.with_suffix(".log").read_text(errors="replace")
     taken: set[float] = set()
     for marker, fault in sorted(happened, key=lambda pair: float(pair[0]["time"])):
         at = float(marker["time"])
-        if KINDS[fault.kind].cause is None:
+        cause = KINDS[fault.kind].cause
+        if cause is None:
             # The event of the comparison itself is gone with the steps that are done again.
             rewinds = [(when, row["reason"]) for when, row in events if row.get("kind") == REWIND and when >= at]
             when, reason = min(rewinds, default=(None, ""))
@@ -230,7 +233,7 @@ def _match_reports(planned: Sequence[PlannedFault], run: int, run_dir: Path, bes
             when = None if first is None else first[0]
             row: dict[str, Any] = {} if first is None else first[1]
             text = f"rank {row['rank']}: {row['cause']}" if row else ""
-            named = bool(row) and row["rank"] == fault.rank and row["cause"] == KINDS[fault.kind].cause
+            named = bool(row) and row["rank"] == fault.rank and row["cause"] == cause
             if when in taken:
                 # It struck ranks that were being ended for the fault before it: nobody could name it any more.
                 text, named = "together with the one before", True
@@ -238,7 +241,9 @@ def _match_reports(planned: Sequence[PlannedFault], run: int, run_dir: Path, bes
                 taken.add(when)
             if fault.kind == "damage":
                 named = named and f"checkpoint of step {marker['damaged']} is damaged" in said
-        again = min((end for end in ended if when is not None and end > when), default=None)
+        # A rank that is woken for its stacks may end a step that was under way: what counts is done after the restart.
+        began = when if cause is None else min((at for at in starts if when is not None and at > when), default=None)
+        again = min((end for end in ended if began is not None and end > began), default=None)
         yield FaultOutcome(
             fault,
             run,

@@ -7,6 +7,7 @@ imported when all arguments are understood, so that help and wrong options answe
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import signal
@@ -314,7 +315,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except PhalanxError as error:
         print_error(str(error))
         sys.exit(error.exit_code)
-    sys.exit(run_command_line(sys.argv[1:] if arguments is None else arguments))
+    code = run_command_line(sys.argv[1:] if arguments is None else arguments)
+    # At its end Python would look for garbage in all that torch has made, which takes most of a second.
+    gc.freeze()
+    sys.exit(code)
 
 
 def run_command_line(arguments: Sequence[str]) -> int:

@@ -32,6 +32,8 @@ def run_train(asked: TrainArguments) -> None:
     policy = _restart_policy(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words))
     if loaded.restart.layout == "replan":
         policy = replace(policy, layouts=fallback_layouts(model, layout))
+    # The family's own modules came with its class.
+    policy = replace(policy, preload=("phalanx.cli.main", __name__, type(model).__module__))
     become_supervisor(["train", str(asked.run), *where, *words], asked.nproc, asked.grace, policy)
 
 

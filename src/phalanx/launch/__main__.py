@@ -30,7 +30,7 @@ def _supervise(text: str) -> int:
     given = json.loads(text)
     policy = given["policy"]
     policy["limits"] = Limits(**policy["limits"])
-    policy["words"] = tuple(policy["words"])
+    policy["words"], policy["preload"] = tuple(policy["words"]), tuple(policy["preload"])
     # JSON has no numbers as keys.
     policy["layouts"] = {int(ranks): words for ranks, words in policy["layouts"].items()}
     policy["run_dir"] = None if policy["run_dir"] is None else Path(policy["run_dir"])

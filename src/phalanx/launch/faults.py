@@ -157,6 +157,11 @@ def first_failed(views: Sequence[RankView], quiet_codes: Sequence[int]) -> RankV
     return min(failed, key=importance, default=None)
 
 
+def timestamp() -> str:
+    """Return the present time as reports write it, in milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 @dataclass(frozen=True)
 class Fault:
     """What is known of one fault: the first rank to fail, and what all ranks of the node were doing."""
@@ -168,7 +173,8 @@ class Fault:
     step: int | None
     phase: str | None
     host: str = field(default_factory=platform.node)
-    time: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="milliseconds"))
+    time: str = field(default_factory=timestamp)
+    """When it was found."""
     attempt: int = 0
     """Times that the ranks were restarted before."""
     silent_s: float | None = None

@@ -11,8 +11,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -31,10 +29,12 @@ from phalanx.launch.faults import (
     first_failed,
     name_fault,
     silent_ranks,
+    timestamp,
     try_report,
     view_rank,
 )
 from phalanx.launch.parent import GRACE_S, ONE_WISH_S, PARENT, STOP_SIGNALS, STORE_SOCKET, is_ignored
+from phalanx.launch.preload import RankCommand, RankProcess, RankTemplate, can_preload, start_interpreter
 from phalanx.launch.restart import (
     GIVEN_UP,
     RankPlaces,
@@ -129,7 +129,8 @@ class RankProcesses:
         # The kernel counts its kills for memory; a rank's exit code says only that it was signal 9.
         self._kills = KillCount()
         self._out_of_patience = False
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[RankProcess] = []
+        self._template: RankTemplate | None = None
         self._started: list[float] = []
         self._previous: dict[int, Any] = {}
         self._asked = 0
@@ -139,7 +140,7 @@ class RankProcesses:
         self._fault: Fault | None = None
         self._seen: list[RankView] = []
         """All ranks when the fault was found."""
-        self._seen_at = 0.0
+        self._seen_at, self._found = 0.0, ""
         self._stacks: dict[int, str] = {}
         self._stragglers: StragglerWatch | None = None
         self._looked_at = 0.0
@@ -157,6 +158,8 @@ class RankProcesses:
 
     def __exit__(self, *_: object) -> None:
         self._end_all()
+        if self._template is not None:
+            self._template.close()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -175,6 +178,7 @@ class RankProcesses:
         self._listener = loopback_socket()
         # Keys in the store begin with this secret, so that no other user of the machine can write them.
         run_id = secrets.token_hex(16)
+        self._preload(world_size)
         for rank, place in enumerate(places):
             environment = _rank_environment(rank, place, world_size, self._listener.getsockname()[1], run_id)
             if self._policy is not None:
@@ -183,22 +187,32 @@ class RankProcesses:
 
     def _start(self, arguments: Sequence[str], rank: int, environment: dict[str, str]) -> None:
         """Start one rank; rank 0 shares this process's streams, and of the others only errors are kept."""
-        settings: dict[str, Any] = {"env": environment, "process_group": 0}
-        command = [sys.executable, "-m", self._module, *arguments]
         self._started.append(time.monotonic())
-        # One rank on the terminal: the words of all would be as many copies of the same.
         if rank == 0:
             assert self._listener is not None
-            listener = self._listener.fileno()
-            environment[STORE_SOCKET] = str(listener)
-            process = subprocess.Popen(command, **settings, pass_fds=(listener,))
-        else:
-            with self._log(rank).open("wb") as log:
-                null = subprocess.DEVNULL
-                process = subprocess.Popen(command, stdin=null, stdout=null, stderr=log, **settings)
+            environment[STORE_SOCKET] = str(self._listener.fileno())
+        # One rank on the terminal: the words of all would be as many copies of the same.
+        command = RankCommand(self._module, arguments, environment, str(self._log(rank)) if rank else None)
+        process: RankProcess | None = None if self._template is None else self._template.start(command)
+        if process is None:
+            self._template = None
+            process = start_interpreter(command)
         self._processes.append(process)
         if self._asked:
             process.send_signal(self._asked)
+
+    def _preload(self, world_size: int) -> None:
+        """Have a process load what ranks need, if the policy names it and it has not yet for as many ranks."""
+        if self._template is not None and self._template.ranks != world_size:
+            # Libraries have read by now how many cores a rank has.
+            self._template.close()
+            self._template = None
+        elif self._count.restarts and self._template is None:
+            # It has failed before.
+            return
+        if self._template is None and self._policy is not None and self._policy.preload and can_preload():
+            environment = {**_rank_defaults(world_size), **os.environ}
+            self._template = RankTemplate(self._policy.preload, environment, world_size)
 
     def code(self, rank: int) -> int | None:
         """Return the exit code of a rank, the negative number of the signal that ended it, or None while it runs."""
@@ -226,7 +240,7 @@ class RankProcesses:
             return worst
         if self._policy is not None:
             # At once: the others are about to end too, and what they were doing would be lost.
-            self._seen, self._seen_at = self._view(), time.monotonic()
+            self._seen, self._seen_at, self._found = self._view(), time.monotonic(), timestamp()
             self._stacks = collect_stacks(self._place, self._seen)
         # This line comes before those of the other ranks, which can only report a lost connection.
         self._say_who_was_killed(failed)
@@ -272,7 +286,7 @@ class RankProcesses:
     def _stop_others(self) -> None:
         """End the ranks that are left after a fault."""
         # Another rank may know the reason: it gets time to print it.
-        self._wait_for_all(_LAST_WORDS_S)
+        self._wait_for_all(_LAST_WORDS_S, heard=self._policy is not None)
         # They may be writing a checkpoint: killed at once they could not clean up.
         self._signal(signal.SIGTERM)
         saves = any(view.beat is not None and view.beat.phase == "checkpoint" for view in self._view())
@@ -288,7 +302,7 @@ class RankProcesses:
         first = first_failed(ended, _STOPPED) or seen[failed]
         out_of_memory = first.code == -signal.SIGKILL and self._kills.grew()
         rows = [replace(seen[view.rank], error=view.error, code=view.code) for view in self._view()]
-        self._fault = name_fault(
+        named = name_fault(
             first,
             rows,
             attempt=self._count.restarts,
@@ -296,6 +310,7 @@ class RankProcesses:
             out_of_memory=out_of_memory,
             stacks=self._stacks,
         )
+        self._fault = replace(named, time=self._found)
         return self._fault
 
     def end_attempt(self, failed: int) -> int | None:
@@ -420,9 +435,13 @@ class RankProcesses:
         failed = [rank for rank, code in enumerate(codes) if code]
         return min(failed, key=lambda rank: (codes[rank] in _STOPPED, (codes[rank] or 0) > 0), default=None)
 
-    def _wait_for_all(self, seconds: float) -> None:
+    def _wait_for_all(self, seconds: float, *, heard: bool = False) -> None:
+        """Wait `seconds`, or until all ranks have ended. heard: or have said what they fail of."""
         deadline = time.monotonic() + seconds
-        while any(process.poll() is None for process in self._processes):
+        while any(
+            process.poll() is None and not (heard and heartbeat.error_file(self._place, rank).exists())
+            for rank, process in enumerate(self._processes)
+        ):
             if self._insisted:
                 deadline = min(deadline, self._asked_at + _LAST_WORDS_S)
             if time.monotonic() > deadline:
@@ -462,7 +481,7 @@ def _rank_environment(rank: int, place: int, world_size: int, port: int, run_id:
 
     place: number of the rank's device; where one was left out it is not the rank's own.
     """
-    wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // world_size)), **passive_waits(os.environ)}
+    wanted = _rank_defaults(world_size)
     if "lo" in (name for _, name in socket.if_nameindex()):
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
     return {
@@ -477,3 +496,8 @@ def _rank_environment(rank: int, place: int, world_size: int, port: int, run_id:
         PARENT: str(os.getpid()),
         "TORCHELASTIC_RUN_ID": run_id,
     }
+
+
+def _rank_defaults(world_size: int) -> dict[str, str]:
+    """Return variables for libraries that read them as they are loaded."""
+    return {"OMP_NUM_THREADS": str(max(1, available_cores() // world_size)), **passive_waits(os.environ)}

@@ -32,6 +32,8 @@ class RestartPolicy:
     """Added to the command of a restart."""
     layouts: Mapping[int, Sequence[str]] = field(default_factory=dict)
     """Added to the command of a restart on fewer ranks, by their number; empty where a run keeps its layout."""
+    preload: tuple[str, ...] = ()
+    """Modules that ranks find loaded, at each start; without any, each rank loads everything itself."""
 
 
 class RestartCount:

@@ -1,0 +1,115 @@
+"""Ranks forked of a process that has loaded everything: the same processes as interpreters of their own, sooner.
+
+What is loaded and what ranks run are two small modules; processes, signals and descriptors are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from phalanx.launch.local_launch import launch_ranks
+from phalanx.launch.parent import STORE_SOCKET
+from phalanx.launch.preload import RankCommand, RankTemplate
+from phalanx.launch.restart import RestartPolicy
+
+LIBRARY = """
+import os, threading
+with open("loaded", "a") as file:
+    print(os.getpid(), file=file)
+if os.path.exists("threads"):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+"""
+RANK = """
+import json, os, signal, socket, sys, time
+import big_library
+
+assert __name__ == "__main__"
+rank, what = os.environ["RANK"], sys.argv[1]
+listener = os.environ.get("PHALANX_STORE_SOCKET")
+port = socket.socket(fileno=int(listener)).getsockname()[1] if listener else None
+place = {"pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "port": port, "argv": sys.argv[1:]}
+with open(f"rank-{rank}", "a") as file:
+    print(json.dumps(place), file=file)
+print("said by", rank, file=sys.stderr)
+if what == "waits":
+    time.sleep(60)
+if what == "dies once" and rank == "1" and len(open("rank-1").readlines()) == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(int(what) if what.isdecimal() else 0)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "big_library.py").write_text(LIBRARY)
+    (tmp_path / "rank_program.py").write_text(RANK)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def command(folder: Path, rank: int, *words: str, **environment: str) -> RankCommand:
+    return RankCommand(
+        "rank_program", words, {**os.environ, "RANK": str(rank), **environment}, str(folder / f"log-{rank}")
+    )
+
+
+def places(folder: Path, rank: int) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / f"rank-{rank}").read_text().splitlines()]
+
+
+def loaded(folder: Path) -> int:
+    return len((folder / "loaded").read_text().split())
+
+
+@pytest.mark.parametrize("threads", [False, True], ids=["forked", "with threads, an interpreter of its own"])
+def test_a_forked_rank_is_what_an_interpreter_would_have_been(folder: Path, threads: bool) -> None:
+    if threads:
+        (folder / "threads").touch()
+    template = RankTemplate(["big_library"], os.environ, 2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first = template.start(command(folder, 0, "7", "more", **{STORE_SOCKET: str(listener.fileno())}))
+        second = template.start(command(folder, 1, "waits"))
+        assert first is not None and second is not None
+        assert first.wait() == 7 == first.poll()
+        (place,) = places(folder, 0)
+        expected = {"pid": first.pid, "parent": os.getpid(), "group": first.pid, "argv": ["7", "more"]}
+        assert place == {**expected, "port": listener.getsockname()[1]}
+    deadline = time.monotonic() + 30
+    while not (folder / "log-1").exists() or "said by 1" not in (folder / "log-1").read_text():
+        assert time.monotonic() < deadline and second.poll() is None
+        time.sleep(0.01)
+    # Ranks go on without the process that they were forked of.
+    template.close()
+    assert second.poll() is None
+    second.send_signal(signal.SIGTERM)
+    assert second.wait() == -signal.SIGTERM
+    second.kill()
+    assert places(folder, 1)[0]["port"] is None
+    assert loaded(folder) == (3 if threads else 1)
+
+
+def test_ranks_that_begin_again_load_nothing(folder: Path) -> None:
+    policy = RestartPolicy(most=1, run_dir=folder, preload=("big_library", "no_such_module"))
+    assert launch_ranks(["dies once"], 2, "rank_program", policy=policy) == 0
+    assert [len(places(folder, rank)) for rank in (0, 1)] == [2, 2] and loaded(folder) == 1
+    report = json.loads((folder / "fault.json").read_text())
+    assert (report["rank"], report["cause"], report["attempt"]) == (1, "signal", 0)
+
+
+def test_without_the_process_that_has_loaded_ranks_load_themselves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = RankTemplate(["big_library"], os.environ, 2)
+    template._process.kill()
+    assert template.start(command(folder, 0, "0")) is None
+    monkeypatch.setattr(RankTemplate, "start", lambda template, command: template.close())
+    assert launch_ranks(["dies once"], 2, "rank_program", policy=RestartPolicy(1, preload=("big_library",))) == 0
+    # The ranks of two attempts, and perhaps the process that was ended.
+    assert [len(places(folder, rank)) for rank in (0, 1)] == [2, 2] and 4 <= loaded(folder) <= 6
