@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from layout_cases import run_of
 from phalanx.config.schema import Optimizer
@@ -270,3 +271,6 @@ def test_flops_are_those_of_the_products(rows: int, columns: int) -> None:
     # x x^T and (b gram + c gram^2) x of short by long, and gram^2.
     step = 2 * (2 * 64 * 64 * 256) + 2 * 64**3
     assert MUON.matrix_flops(config(newton_schulz_steps=3), rows, columns) == 3 * step
+    with FlopCounterMode(display=False) as counted:
+        orthogonalise(torch.empty(1, rows, columns, device="meta"), 3)
+    assert counted.get_total_flops() == 3 * step

@@ -92,7 +92,10 @@ class ParallelModel:
         if self.mesh.world is None:
             matrices = WholeMatrices({self.parameters[name]: found for name, found in rows.items()}, dtype)
         else:
-            matrices = GatheredMatrices(self.parameters, self.splits, rows, dtype, self.mesh.world)
+            # The pipeline is the outermost axis: ranks of a stage follow each other.
+            size = self.layout.world_size // self.mesh.pp.size
+            alike = range(self.mesh.pp.rank * size, (self.mesh.pp.rank + 1) * size)
+            matrices = GatheredMatrices(self.parameters, self.splits, rows, dtype, self.mesh.world, alike)
         return HeldParameters(self.compute_parameters, matrices)
 
     def with_global_batch(self, samples: int) -> ParallelModel:

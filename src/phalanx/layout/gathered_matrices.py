@@ -8,7 +8,7 @@ they travel in rounds, so that a rank never holds many whole ones. Knows nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,7 +22,8 @@ from phalanx.optimizers.whole_matrices import WholeMatrices, Work, work_on_parts
 from phalanx.torch_compat.groups import exchanges_nothing
 
 ROUND_ELEMENTS = 2**26
-"""Elements of whole matrices that a rank holds at a time, unless a single matrix has more."""
+"""Elements of whole matrices that a rank holds at a time, and that it sends to all that hold parts of them; more where a
+single matrix has more."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """First element and size along each dim of a part, in the whole parameter."""
@@ -38,13 +39,17 @@ class GatheredMatrices(WholeMatrices):
         rows: Mapping[str, MatrixRows],
         dtype: torch.dtype,
         group: dist.ProcessGroup,
+        alike: range,
     ) -> None:
-        """Keep this rank's `parameters` by name, whose parts are `splits`. rows: of those that hold matrices."""
+        """Keep this rank's `parameters` by name, whose parts are `splits`. rows: of those that hold matrices.
+
+        alike: ranks of `group` that hold parts of the same parameters.
+        """
         super().__init__({parameters[name]: of_name for name, of_name in rows.items()}, dtype)
         self.named = {name: parameters[name] for name in rows}
         self.rows_by_name = rows
         self.splits = splits
-        self.group = group
+        self.group, self.alike = group, alike
         self.device = next(iter(parameters.values())).device
 
     def transform(self, parts: Mapping[Tensor, Tensor], work: Work) -> dict[Tensor, Tensor]:
@@ -63,7 +68,7 @@ class GatheredMatrices(WholeMatrices):
         mine = {
             name: Holding(_box_of(place), place.shape, self.rows_by_name[name].stack) for name, place in places.items()
         }
-        return plan_rounds(gather_holdings(mine, self.group), dist.get_rank(self.group))
+        return plan_rounds(gather_holdings(mine, self.group, self.alike), dist.get_rank(self.group))
 
     def _transform_round(
         self, exchange: Round, mine: Mapping[str, Tensor], results: Mapping[str, Tensor], work: Work
@@ -76,13 +81,12 @@ class GatheredMatrices(WholeMatrices):
             stacked[name] = like.new_empty((len(units), *units[0].shape))
             whole |= dict(zip(units, stacked[name], strict=True))
         outgoing = [[exchange.own_part(mine, piece) for piece in pieces] for pieces in exchange.sends]
-        for piece, arrived in _exchange(outgoing, exchange.gathers, self.group, like):
-            piece.of_whole(whole).copy_(arrived)
+        _copy_pieces(_exchange(outgoing, exchange.gathers, self.group, like), lambda piece: piece.of_whole(whole))
         for name, matrices_NRC in stacked.items():
             matrices_NRC.copy_(work_on_parts(matrices_NRC, self.rows_by_name[name], work).view_as(matrices_NRC))
         outgoing = [[piece.of_whole(whole) for piece in pieces] for pieces in exchange.returns]
-        for piece, arrived in _exchange(outgoing, exchange.receives, self.group, like):
-            exchange.own_part(results, piece).copy_(arrived)
+        returned = _exchange(outgoing, exchange.receives, self.group, like)
+        _copy_pieces(returned, lambda piece: exchange.own_part(results, piece))
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,7 @@ def plan_rounds(held: Sequence[Holdings], rank: int) -> list[Round]:
     parts = _distinct_parts(held)
     begins = {name: holding.box[0] for name, holding in held[rank].items()}
     rounds = []
-    for units in _fill_rounds(assign_units(_units_of(held), parts, len(held))):
+    for units in _fill_rounds(assign_units(units_of(held), parts, len(held)), parts):
         lists: list[list[list[Piece]]] = [[[] for _ in held] for _ in range(4)]
         sends, gathers, returns, receives = lists
         owned: dict[str, list[Unit]] = {}
@@ -187,13 +191,15 @@ def plan_rounds(held: Sequence[Holdings], rank: int) -> list[Round]:
     return rounds
 
 
-def gather_holdings(mine: Holdings, group: dist.ProcessGroup) -> list[Holdings]:
-    """Return what every rank of `group` holds."""
+def gather_holdings(mine: Holdings, group: dist.ProcessGroup, alike: range) -> list[Holdings]:
+    """Return what every rank of `group` holds. alike: those that hold parts of the same parameters as this one."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if exchanges_nothing(group):
-        # A dry run has one rank: the others hold as much, each the next part.
-        return [{name: _shift(one, other - rank) for name, one in mine.items()} for other in range(size)]
     held: list[Holdings] = [{} for _ in range(size)]
+    if exchanges_nothing(group):
+        # A dry run has one rank: the others of its stage hold as much, each the next part.
+        for other in alike:
+            held[other] = {name: _shift(one, other - rank) for name, one in mine.items()}
+        return held
     dist.all_gather_object(held, mine, group=group)
     return held
 
@@ -226,7 +232,7 @@ def _distinct_parts(held: Sequence[Holdings]) -> Parts:
     return parts
 
 
-def _units_of(held: Sequence[Holdings]) -> list[Unit]:
+def units_of(held: Sequence[Holdings]) -> list[Unit]:
     """Return all matrices that anyone holds a part of, each part of a stack by itself."""
     known = {name: holding for holdings in held for name, holding in holdings.items()}
     found = []
@@ -263,12 +269,14 @@ def assign_units(units: Sequence[Unit], parts: Parts, ranks: int) -> list[Unit]:
     return assigned
 
 
-def _fill_rounds(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Return `units` in rounds in which no rank holds more whole matrices than `ROUND_ELEMENTS` allow."""
+def _fill_rounds(units: Sequence[Unit], parts: Parts) -> list[list[Unit]]:
+    """Return `units` in rounds in which no rank holds or sends more elements than `ROUND_ELEMENTS` allow."""
     rounds: list[list[Unit]] = []
     reached: dict[int, tuple[int, int]] = {}
     for unit in units:
-        size = math.prod(unit.shape)
+        # Every replica gets the updated matrix: what is sent back is a multiple of what was gathered.
+        sent = sum(math.prod(box[1]) * len(ranks) for box, ranks in _holders(unit, parts).items())
+        size = max(math.prod(unit.shape), sent)
         number, elements = reached.get(unit.owner, (0, 0))
         if elements and elements + size > ROUND_ELEMENTS:
             number, elements = number + 1, 0
@@ -283,6 +291,12 @@ def _narrow(tensor: Tensor, begin: tuple[int, ...], box: Box) -> Tensor:
     for dim, (origin, first, size) in enumerate(zip(begin, *box, strict=True)):
         tensor = tensor.narrow(dim, first - origin, size)
     return tensor
+
+
+def _copy_pieces(arrived: Iterable[tuple[Piece, Tensor]], place: Callable[[Piece], Tensor]) -> None:
+    """Copy pieces where they belong. The buffer that they came in goes with this call, before anything is made of them."""
+    for piece, part in arrived:
+        place(piece).copy_(part)
 
 
 def _exchange(

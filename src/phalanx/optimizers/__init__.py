@@ -13,6 +13,7 @@ from phalanx.optimizers.optimizer_kind import (
     kept_values,
     learning_rate_ratio,
     set_learning_rate,
+    updates_whole_matrices,
 )
 from phalanx.optimizers.whole_matrices import WholeMatrices
 
@@ -27,4 +28,5 @@ __all__ = [
     "kept_values",
     "learning_rate_ratio",
     "set_learning_rate",
+    "updates_whole_matrices",
 ]

@@ -33,9 +33,9 @@ _EPS = 1e-7
 class MuonKind(OptimizerKind):
     """Muon for matrices, AdamW for the rest."""
 
-    # One momentum; AdamW's second moment of embedding and head is little beside the matrices of any but tiny models, and the
-    # planner counts every parameter alike, so that it does not promise too much.
+    # AdamW's two moments for what is no matrix; a matrix has its momentum alone.
     state_values = 2
+    matrix_state_values = 1
     # Gradient read and written twice (scaled, then the direction), momentum read and written, parameter read and written,
     # direction and update in the compute format.
     value_passes = 9
@@ -149,7 +149,8 @@ def orthogonalise(matrices_NRC: Tensor, steps: int) -> Tensor:
     # Divided by the 2-norm of all elements, no singular value is above 1; summed in at least float32.
     wide = torch.promote_types(x.dtype, torch.float32)
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide).clamp(min=_EPS)
-    x = (x.to(wide) / norm).to(x.dtype)
+    # Divided in the norm's format, without a copy of the matrix in it.
+    x = (x / norm).to(x.dtype)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

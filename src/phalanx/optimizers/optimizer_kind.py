@@ -43,6 +43,11 @@ class OptimizerKind(ABC):
     value_passes: int
     """Values that an update reads or writes for each parameter, gradient included: 7 for AdamW."""
 
+    @property
+    def matrix_state_values(self) -> int:
+        """Values kept for each element of a matrix that is updated whole (see `matrix_flops`); by default as for others."""
+        return self.state_values
+
     @abstractmethod
     def build(self, groups: Sequence[Group], config: Optimizer, held: HeldParameters) -> torch.optim.Optimizer:
         """Return a fresh optimizer over `groups`, with the learning rate `config.lr`.
@@ -75,8 +80,8 @@ class OptimizerKind(ABC):
     def matrix_flops(self, config: Optimizer, rows: int, columns: int) -> float:
         """Return the floating-point operations that an update takes for a whole matrix beyond those for its elements.
 
-        An optimizer for which this is not 0 has each matrix gathered by one rank (`WholeMatrices`).
-        Plans do not count that yet.
+        An optimizer for which this is not 0 has each matrix gathered by one rank (`WholeMatrices`). Plans count these
+        operations, what travels for them, and what ranks hold meanwhile.
         """
         return 0.0
 
@@ -110,9 +115,18 @@ def find_optimizer(config: Optimizer) -> OptimizerKind:
     return OPTIMIZERS.get(config.name, "optimizer.name")
 
 
-def kept_values(run: Run) -> int:
-    """Return the values that a run keeps for each parameter beside it: optimizer state, and the average of the weights."""
-    return find_optimizer(run.optimizer).state_values + (run.training.ema is not None)
+def kept_values(run: Run, *, matrix: bool = False) -> int:
+    """Return the values that a run keeps for each parameter beside it: optimizer state, and the average of the weights.
+
+    matrix: for each element of a matrix that is updated whole; else of any other parameter.
+    """
+    kind = find_optimizer(run.optimizer)
+    return (kind.matrix_state_values if matrix else kind.state_values) + (run.training.ema is not None)
+
+
+def updates_whole_matrices(config: Optimizer) -> bool:
+    """Return whether the optimizer that the run file names needs each matrix whole."""
+    return find_optimizer(config).matrix_flops(config, 2, 2) > 0
 
 
 def build_optimizer(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.layout.spec import SCHEDULES, Ints, LayoutTable, Recompute, ResolvedLayout
-from phalanx.optimizers import kept_values
+from phalanx.optimizers import kept_values, updates_whole_matrices
 from phalanx.planner.memory.one_stage import OneStage, one_stage_candidates
 from phalanx.planner.memory.parts import ModelBytes, distinct, model_bytes
 from phalanx.planner.memory.peer_buffers import peer_buffer_bytes
@@ -22,6 +22,7 @@ from phalanx.planner.memory.ranks import first_rank_blocks, parts_at
 from phalanx.planner.memory.replay import PeakCandidates, Pipeline
 from phalanx.planner.memory.state import Allocations, Exchanges, MemoryState
 from phalanx.planner.memory.weights import buffers_beside, causes_of, heaviest, together, weights
+from phalanx.planner.memory.whole_update import round_bytes
 from phalanx.planner.schedule.bounds import in_flight
 from phalanx.planner.trace.traced_model import Kernel, TracedModel
 
@@ -201,7 +202,12 @@ def _peak_candidates(model: TracedModel, column: list[int], *, rank: int | None 
         )
     shape = (SCHEDULES[schedule], pp, stages_per_rank, microbatches, model.config.n_layers)
     pipeline = Pipeline(
-        *shape, model.block_costs(), layout.gather_blocks, layout.gathers_ahead, model.config.leading_layers
+        *shape,
+        model.block_costs(),
+        layout.gather_blocks,
+        layout.gathers_ahead,
+        model.config.leading_layers,
+        updates_whole_matrices(model.run.optimizer),
     )
     if rank is None:
         return pipeline_candidates(pipeline)[dropped]
@@ -251,6 +257,7 @@ def _memory_state(
         width=precision.compute_dtype.itemsize,
         master=precision.main_dtype.itemsize,
         optimizer_values=kept_values(model.run),
+        matrix_values=kept_values(model.run, matrix=True),
         sharded=candidates.data_ranks * candidates.cp > 1,
         piped=piped,
         zero=candidates.zero,
@@ -260,8 +267,15 @@ def _memory_state(
         accumulation=candidates.accumulation,
         tied=bool(model.tied()),
         samples=candidates.accumulation * candidates.microbatch * model.sample_bytes(),
+        round_bytes=_round_bytes(model, candidates),
         peer_copies=peer_copies,
         gather_blocks=model.run.layout.gather_blocks,
         gathers_ahead=model.run.layout.gathers_ahead,
         sends_last=kernels.attention == "cpu",
     )
+
+
+def _round_bytes(model: TracedModel, candidates: LayoutTable) -> FloatArray:
+    if not updates_whole_matrices(model.run.optimizer):
+        return np.zeros(len(candidates))
+    return np.asarray(round_bytes(model, candidates))

@@ -42,6 +42,8 @@ class PartBytes:
     """Parameters in a buffer that holds all shards: padding counts."""
     streamed: FloatArray
     """Parameters in `shard` that are never gathered, and whose gradients go home after every micro-batch."""
+    matrices: FloatArray
+    """Parameters in `shard` that an optimizer may treat as matrices."""
 
     def times(self, factor: Any) -> PartBytes:
         """This many of it."""
@@ -57,7 +59,9 @@ class PartBytes:
 
     def unpadded(self, shards: FloatArray) -> PartBytes:
         """The same if parameters could be shared out evenly."""
-        return replace(self, shard=self.count / shards + self.streamed, gathered=self.count)
+        shard = self.count / shards + self.streamed
+        matrices = self.matrices * shard / np.maximum(self.shard, 1)
+        return replace(self, shard=shard, gathered=self.count, matrices=matrices)
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ class ModelBytes:
     def unpadded(self) -> ModelBytes:
         """The same if parameters could be shared out evenly."""
         parts = {name: getattr(self, name).unpadded(self.shards) for name in ("embedding", "block", "head")}
-        experts = replace(self.experts, shard=self.experts.count / self.expert_shards)
+        shard = self.experts.count / self.expert_shards
+        experts = replace(self.experts, shard=shard, matrices=shard)
         return replace(self, **parts, experts=replace(experts, gathered=experts.count * (experts.gathered > 0)))
 
     def take(self, which: Any) -> ModelBytes:
@@ -143,7 +148,7 @@ def model_bytes(
     of_rank = {tuple(int(column[p]) for column in shapes): costs[inverse[p]] for p in first_shard}
 
     def parameters(name: PartName, *, experts: bool) -> tuple[FloatArray, ...]:
-        """(elements before and after sharding, streamed ones) of a part: of the experts in it, or of all else."""
+        """(elements before and after sharding, streamed, of matrices) of a part: of the experts in it, or of all else."""
         found = [
             _shared_out(
                 of_rank[tuple(int(column[p]) for column in shapes)][name],
@@ -157,11 +162,18 @@ def model_bytes(
 
     def part(name: PartName) -> PartBytes:
         sizes = {size: _column(lambda c, s=size: _part_size(c[name], s), costs)[inverse] for size in _SIZES}  # type: ignore[misc]
-        count, shard, streamed = parameters(name, experts=False)
-        return PartBytes(**sizes, count=count, shard=shard + streamed, gathered=shard * shards, streamed=streamed)
+        count, shard, streamed, matrices = parameters(name, experts=False)
+        return PartBytes(
+            **sizes,
+            count=count,
+            shard=shard + streamed,
+            gathered=shard * shards,
+            streamed=streamed,
+            matrices=matrices + streamed,
+        )
 
     nothing = np.zeros(len(candidates))
-    count, shard, _ = parameters("block", experts=True)
+    count, shard, _, matrices = parameters("block", experts=True)
     experts = PartBytes(
         kept=nothing,
         forward=_column(lambda c: _behind_experts(c["block"])[0], costs)[inverse],
@@ -171,6 +183,7 @@ def model_bytes(
         shard=shard,
         gathered=shard * candidates.expert_shards * ~candidates.lone_experts,
         streamed=nothing,
+        matrices=matrices,
     )
     block = part("block")
     leading, leading_pass, n_leading = block.times(0.0), block, nothing
@@ -236,13 +249,17 @@ def _behind_experts(block: PartCosts) -> tuple[int, int]:
     return at_once - kept, later - kept
 
 
-def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str], *, experts: bool) -> tuple[int, int, int]:
-    """Elements of a part before and after sharding, but for a head's parameters that are held `elsewhere`; and streamed ones
-    of the rank that has most. experts: of experts that ranks share out alone; else of all but these."""
+def _shared_out(
+    part: PartCosts, shards: int, elsewhere: Collection[str], *, experts: bool
+) -> tuple[int, int, int, int]:
+    """Elements of a part before and after sharding, but for a head's parameters that are held `elsewhere`; streamed ones
+    of the rank that has most; and of matrices after sharding. experts: of experts that ranks share out alone; else of all
+    but these."""
     head = any(parameter.name.startswith("head.") for parameter in part.parameters)
     mine = [p for p in part.parameters if p.expert == experts and not (p.streamed or (head and p.name in elsewhere))]
     streamed = sum(chain.piece for chain in part.chains)
-    return sum(p.count for p in mine), sum(p.sharded_count(shards) for p in mine), streamed
+    matrices = sum(p.sharded_count(shards) for p in mine if p.matrix)
+    return sum(p.count for p in mine), sum(p.sharded_count(shards) for p in mine), streamed, matrices
 
 
 def _waiting(block: PartCosts) -> int:

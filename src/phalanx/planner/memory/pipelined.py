@@ -295,6 +295,10 @@ class _Moments(Replay):
         for name, count in whole.items():
             rows[:, COLUMN[name]] = count
             rows[:, COLUMN["shared_" + ("blocks" if name == "layers" else name)]] = count
+        if self.pipeline.whole_updates:
+            rows[:, COLUMN["updated_blocks"]] = whole["layers"]
+            rows[:, COLUMN["updated_embedding"]] = whole["embedding"]
+            rows[:, COLUMN["updates"]] = 1
         return rows, np.arange(len(rows))
 
     def rows(self, where: Mask, **more: Counts | int) -> tuple[Counts, Counts]:

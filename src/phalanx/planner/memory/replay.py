@@ -78,6 +78,9 @@ COUNTS = (
     "blocks_given_up",
     "embedding_given_up",
     "head_given_up",
+    "updated_blocks",
+    "updated_embedding",
+    "updates",
 )
 """What is counted, in the order of the columns; `weights` says of each what one takes.
 
@@ -93,6 +96,7 @@ COUNTS = (
   that are never gathered.
 - gathered_..: parameters. arrived_..: in the buffer that they came in as well. arriving_..: on their way.
 - sent_blocks, sent_embedding, sent_head: gradients in the buffer that they were reduced from. summed_embedding: reduced.
+- updated_..: parts whose matrices are updated whole, with a direction and an update of each; updates: such an update.
 - .._forward, .._backward, .._reduced: what is being done. .._given_up: whole gradients that a reduction has no need of any
   more.
 """
@@ -135,6 +139,8 @@ class Pipeline:
     """Units that are gathered while one computes."""
     leading: int = 0
     """First blocks of another kind."""
+    whole_updates: bool = False
+    """Whether the optimizer needs matrices whole."""
 
 
 @dataclass(frozen=True)

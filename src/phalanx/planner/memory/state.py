@@ -30,6 +30,7 @@ CAUSES = (
     "gather buffers",
     "reduce buffers",
     "one part's pass",
+    "whole matrices",
     "pipeline buffers",
     "samples",
 )
@@ -47,6 +48,8 @@ class MemoryState:
     """Bytes of a parameter as it is kept, of its gradient, and of each value that the optimizer keeps for it."""
     optimizer_values: int
     """Values that the optimizer keeps for each parameter: 2 for AdamW's moments."""
+    matrix_values: int
+    """The same for each element of a matrix."""
     sharded: Mask
     """Whether FSDP2 has the parameters: more than one data- or context-parallel rank."""
     piped: Mask
@@ -61,6 +64,8 @@ class MemoryState:
     tied: bool
     samples: Amount
     """Bytes of the inputs and targets of a step."""
+    round_bytes: Amount
+    """Of matrices that are whole for an update; 0 where the optimizer needs none."""
     peer_copies: bool = False
     """Whether what FSDP2 sends and receives lies beside the allocator's memory."""
     gather_blocks: int = 1
@@ -72,7 +77,8 @@ class MemoryState:
 
     def take(self, which: Any) -> MemoryState:
         """Those at these positions."""
-        arrays = ("sharded", "piped", "zero", "reshard", "replicated", "lone_experts", "accumulation", "samples")
+        flags = ("sharded", "piped", "reshard", "replicated", "lone_experts")
+        arrays = (*flags, "zero", "accumulation", "samples", "round_bytes")
         values = {name: getattr(self, name)[which] for name in arrays}
         return replace(self, sizes=self.sizes.take(which), **values)
 
@@ -111,7 +117,8 @@ class Exchanges:
         return {
             "master parameters": self.s.master * part.shard,
             "working copy": copied * part.count * ~self.s.sharded,
-            "optimizer moments": self.s.optimizer_values * self.s.master * part.shard,
+            "optimizer moments": self.s.master
+            * (self.s.optimizer_values * (part.shard - part.matrices) + self.s.matrix_values * part.matrices),
         }
 
     def own_gradients(self, part: PartBytes) -> Amount:

@@ -18,7 +18,7 @@ def weights(exchanges: Exchanges, later: Amount) -> dict[str, Allocations]:
     later: micro-batches of a step beyond those of the table that is replayed.
     """
     r = exchanges
-    found = _state(r) | _activations(r) | _messages(r, later) | _gradients(r) | _gathered(r) | _passes(r)
+    found = _state(r) | _activations(r) | _messages(r, later) | _gradients(r) | _gathered(r) | _passes(r) | _update(r)
     assert found.keys() == set(COUNTS)
     return found
 
@@ -164,3 +164,15 @@ def _passes(r: Exchanges) -> dict[str, Allocations]:
         whole: Amount = np.where(r.s.piped, np.maximum(reduced, now), reduced)
         found["blocks_reduced"] = {"reduce buffers": whole}
     return found
+
+
+def _update(r: Exchanges) -> dict[str, Allocations]:
+    s, z = r.s, r.s.sizes
+    # A direction in the format of the arithmetic, which is the gradient itself where that has it already, and an update.
+    each = s.width * (2 if s.width < s.master else 1) * (s.round_bytes > 0)
+    sizes = {
+        "updated_blocks": each * (z.block.matrices + z.experts.matrices),
+        "updated_embedding": each * z.leading.matrices,
+        "updates": s.round_bytes,
+    }
+    return {name: {"whole matrices": size} for name, size in sizes.items()}

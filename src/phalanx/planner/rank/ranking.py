@@ -307,7 +307,7 @@ def bound_memory(model: TracedModel, layouts: LayoutTable) -> Floats:
     # Whole experts go to each rank of `ep`, and to each rank of `tp` where nobody shares them out.
     experts_held = np.where(layouts.ep > 1, layouts.ep * layouts.expert_shards, layouts.shards)
     held = held + experts / (layouts.pp * experts_held)
-    states = held * _MAIN_BYTES * (1 + kept_values(run))
+    states = held * _MAIN_BYTES * (1 + min(kept_values(run), kept_values(run, matrix=True)))
     gradients = held * _MAIN_BYTES
     microbatches = np.ones(len(layouts))
     for number, name in enumerate(SCHEDULES):

@@ -9,13 +9,14 @@ import numpy as np
 from phalanx.hardware.collectives import Constants, default_constants
 from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import LayoutTable
-from phalanx.optimizers import find_optimizer
+from phalanx.optimizers import find_optimizer, updates_whole_matrices
 from phalanx.planner.time.framework import COMPILED, EAGER, FrameworkProfile
 from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.pipeline_time import PipelineModel, simulate_pipelines
 from phalanx.planner.time.profile import Profile
 from phalanx.planner.time.step_parts import Steps, steps_of
-from phalanx.planner.time.step_time import StepTimes, time_steps
+from phalanx.planner.time.step_time import StepBreakdown, StepTimes, time_steps
+from phalanx.planner.time.whole_update import whole_update_seconds
 from phalanx.planner.trace.traced_model import Kernel, TracedModel
 
 
@@ -39,7 +40,10 @@ def step_times(
     steps = steps_of_run(model, candidates, machine, framework, attention)
     constants = default_constants(machine) if constants is None else constants
     times = part_times(steps.parts, machine, constants, profile)
-    return time_steps(steps, times, profile, constants, framework, pipelines=pipelines)
+    found = time_steps(steps, times, profile, constants, framework, pipelines=pipelines)
+    if updates_whole_matrices(model.run.optimizer):
+        found.seconds[:, StepBreakdown.OPTIMIZER] += whole_update_seconds(model, steps, machine, profile, constants)
+    return found
 
 
 def our_framework(model: TracedModel, machine: Machine) -> FrameworkProfile:

@@ -105,6 +105,8 @@ class PartParameter:
     """Whether it is never gathered whole; see `planner.trace.streamed_block`."""
     expert: bool = False
     """Whether it is of experts that ranks of `ep` share out."""
+    matrix: bool = False
+    """Whether an optimizer may treat it as one matrix or several."""
 
     @property
     def count(self) -> int:
@@ -307,6 +309,7 @@ def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]
             tracer.parameter_kind(name),
             split=p.shape != shapes[name],
             expert=id(p) in spread,
+            matrix=p.dim() == 2 and tracer.matrix_rows(name) is not None,
         )
         for name, p in named_parameters(stage.part, tied).items()
     )

@@ -1,0 +1,127 @@
+"""Matrices that an optimizer updates whole, as Muon does: those of a model, and how ranks of a pipeline stage share them.
+
+`layout.gathered_matrices` decides which rank gathers which; here are the counts that follow, for any number of ranks and
+without building the model. Time and memory models ask for them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.layout.gathered_matrices import ROUND_ELEMENTS
+from phalanx.layout.layout_model import named_parameters
+from phalanx.layout.spec import LayoutTable
+from phalanx.planner.trace.traced_model import Setting, TracedModel, build_stage, expert_parameters, part_tracer
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MatrixKind:
+    """Equal units of a block, each gathered by one rank."""
+
+    shape: tuple[int, int]
+    """Rows and columns of a unit."""
+    count: int
+    """Units of a block: the stack of one parameter."""
+    matrices: tuple[tuple[int, int], ...]
+    """Rows and columns of the matrices that a unit is composed of."""
+    expert: bool
+    """Whether they are experts', which ranks of `ep` share out."""
+
+    @property
+    def elements(self) -> int:
+        """Return the elements of a unit."""
+        return math.prod(self.shape)
+
+    @property
+    def cost(self) -> int:
+        """Return the cost by which units are assigned (`gathered_matrices.Unit.cost`)."""
+        return self.elements * min(self.shape)
+
+
+def block_matrices(model: TracedModel) -> tuple[MatrixKind, ...]:
+    """Return the matrices of a block, the costliest first; those of first blocks of another kind are taken to be alike."""
+    return _block_matrices(Setting(model.config, model.positions().count))
+
+
+@cache
+def _block_matrices(setting: Setting) -> tuple[MatrixKind, ...]:
+    tracer, stage = part_tracer(setting), build_stage("block", setting)
+    experts = {id(parameter) for parameter in expert_parameters(stage)}
+    found = []
+    for name, parameter in named_parameters(stage.part, tracer.tied()).items():
+        rows = tracer.matrix_rows(name)
+        if rows is None or parameter.dim() != 2:
+            continue
+        shape = (parameter.shape[0], parameter.shape[1])
+        unit = (shape[0] // rows.stack, shape[1])
+        found.append(MatrixKind(unit, rows.stack, tuple(rows.shapes(shape)), id(parameter) in experts))
+    return tuple(sorted(found, key=lambda kind: -kind.cost))
+
+
+@cache
+def share_units(kinds: tuple[MatrixKind, ...], counts: tuple[int, ...], ranks: int, holders: int) -> Ints:
+    """Return how many units of each kind each rank gathers, [kinds, ranks].
+
+    Costly ones go first, each to the rank that has least to do so far. counts: units of each kind. ranks: that share them.
+    holders: ranks that hold an expert whole, to which it goes; 0 where no rank holds experts whole.
+    """
+    owned, load = np.zeros((len(kinds), ranks), np.int64), np.zeros(ranks)
+    for number, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
+        groups = ranks // holders if kind.expert and holders else 1
+        each, left = divmod(count // groups, ranks // groups)
+        owned[number] = each
+        owned[number, np.argsort(load, kind="stable")[: left * groups]] += 1
+        load += owned[number] * kind.cost
+    return owned
+
+
+@dataclass(frozen=True)
+class SharedUnits:
+    """The matrices that the busiest rank of a pipeline stage gathers in one update."""
+
+    owned: tuple[int, ...]
+    """Units of each kind."""
+    copies: tuple[float, ...]
+    """Ranks that hold the same part of a matrix of each kind."""
+    travels: tuple[bool, ...]
+    """Whether parts of each kind lie on several ranks before the update."""
+
+    def elements(self, kinds: tuple[MatrixKind, ...]) -> tuple[float, float]:
+        """Return the elements that arrive before the work, and those that are sent after it."""
+        sizes = [number * kind.elements for number, kind in zip(self.owned, kinds, strict=True)]
+        gathered = sum(size for size, moves in zip(sizes, self.travels, strict=True) if moves)
+        returned = (
+            size * (copies if moves else copies - 1)
+            for size, copies, moves in zip(sizes, self.copies, self.travels, strict=True)
+        )
+        return gathered, sum(returned)
+
+    def rounds(self, kinds: tuple[MatrixKind, ...]) -> int:
+        """Return the rounds in which they travel."""
+        sizes = (
+            number * kind.elements * max(1.0, copies)
+            for number, kind, copies in zip(self.owned, kinds, self.copies, strict=True)
+        )
+        return max(1, math.ceil(sum(sizes) / ROUND_ELEMENTS))
+
+
+def share_of_layout(kinds: tuple[MatrixKind, ...], layouts: LayoutTable, row: int, blocks: int) -> SharedUnits:
+    """Return what the busiest rank gathers of so many blocks of a pipeline stage, in one of `layouts`."""
+    ranks = int(layouts.world_size[row] // layouts.pp[row])
+    parts = int(layouts.tp[row] * layouts.shards[row])
+    # Of an expert: ranks that hold parts of it, and ranks that hold the same part.
+    expert_parts, holders = parts, ranks // parts
+    if layouts.ep[row] > 1:
+        expert_parts, holders = int(layouts.expert_shards[row]), int(layouts.expert_replicas[row])
+    owned = share_units(kinds, tuple(blocks * kind.count for kind in kinds), ranks, holders if expert_parts == 1 else 0)
+    load = np.asarray([kind.cost for kind in kinds], np.float64) @ owned
+    copies = tuple(float(holders) if kind.expert else ranks / parts for kind in kinds)
+    travels = tuple((expert_parts if kind.expert else parts) > 1 for kind in kinds)
+    return SharedUnits(tuple(owned[:, int(load.argmax())].tolist()), copies, travels)
