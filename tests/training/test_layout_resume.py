@@ -17,10 +17,10 @@ from phalanx_processes import train
 from token_data import write_run_file, write_token_folder
 
 LAYOUTS = [
-    (8, "layout.dp_shard=8"),
+    (4, "layout.dp_shard=4"),
     (8, "layout.tp=2", "layout.pp=2", "layout.dp_shard=2"),
     (1,),
-    (8, "layout.cp=2", "layout.dp_shard=4"),
+    (4, "layout.cp=2", "layout.dp_shard=2"),
 ]
 STEPS = 3
 """In each layout."""
@@ -28,7 +28,6 @@ COMMON = (
     "layout.microbatch=1",
     "layout.global_batch=8",
     "model.n_layers=3",
-    "optimizer.schedule=constant",
     "optimizer.warmup_steps=0",
     "checkpoint.every=null",
     "evaluation.samples=2",
@@ -41,9 +40,9 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run_file(folder / "run.yaml", write_token_folder(folder / "data"))
 
 
-def curve(run_file: Path, run_dir: Path, steps: int, ranks: int, *words: str) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step up to `steps`."""
-    return train(run_file, run_dir, steps, ranks, *COMMON, *words).steps
+def curve(run_file: Path, run_dir: Path, until: int, ranks: int, *words: str, steps: int) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step up to `until` of a run of `steps`, whose learning rate falls up to the last."""
+    return train(run_file, run_dir, steps, ranks, "--until", str(until), *COMMON, *words).steps
 
 
 def asked_tasks(folder: Path) -> list[Path]:
@@ -69,10 +68,11 @@ def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 def test_a_run_goes_through_layouts_as_if_nothing_had_happened(run_file: Path) -> None:
     files = asked_tasks(run_file.parent)
     asked = (f"evaluation.tasks.files=[{', '.join(map(str, files))}]", f"evaluation.tasks.every={STEPS}")
-    straight = curve(run_file, run_file.parent / "straight", STEPS * len(LAYOUTS), 1, *asked)
+    steps = STEPS * len(LAYOUTS)
+    straight = curve(run_file, run_file.parent / "straight", steps, 1, *asked, steps=steps)
     run_dir = run_file.parent / "matrix"
     for number, (ranks, *words) in enumerate(LAYOUTS, 1):
-        found = curve(run_file, run_dir, STEPS * number, ranks, *words, *asked)
+        found = curve(run_file, run_dir, STEPS * number, ranks, *words, *asked, steps=steps)
     for (loss, norm), (expected_loss, expected_norm) in zip(found, straight, strict=True):
         assert loss == pytest.approx(expected_loss, abs=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
@@ -89,14 +89,14 @@ def test_a_run_goes_through_layouts_as_if_nothing_had_happened(run_file: Path) -
 def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path) -> None:
     growing = "layout.batch_warmup=[{steps: 2, global_batch: 4}, {steps: 2, global_batch: 6}]"
     ranks, words = 4, ("layout.tp=2", "layout.pp=2", growing)
-    straight = curve(run_file, run_file.parent / "whole", 6, ranks, *words)
+    straight = curve(run_file, run_file.parent / "whole", 6, ranks, *words, steps=6)
     run_dir = run_file.parent / "parts"
-    curve(run_file, run_dir, 3, ranks, *words)
-    assert curve(run_file, run_dir, 6, ranks, *words) == straight
+    curve(run_file, run_dir, 3, ranks, *words, steps=6)
+    assert curve(run_file, run_dir, 6, ranks, *words, steps=6) == straight
     # Batches of a warm-up are those of one rank too, and so is the count of what was trained on.
     alone = run_file.parent / "alone"
     assert [loss for loss, _ in straight] == pytest.approx(
-        [loss for loss, _ in curve(run_file, alone, 6, 1, growing)], abs=1e-5
+        [loss for loss, _ in curve(run_file, alone, 6, 1, growing, steps=6)], abs=1e-5
     )
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["tokens"] // 32 for line in lines] == [4, 8, 14, 20, 28, 36]

@@ -22,13 +22,15 @@ def run_train(asked: TrainArguments) -> None:
     words = asked.overrides or []
     loaded = load_run(asked.run, words)
     if asked.nproc is None:
-        train(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words))
+        train(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words), until=asked.until)
         return
     # what is wrong with the layout is said once, here, and not by every rank
     model = bind(loaded)
     layout = resolve_layout(model, asked.nproc, asked.nproc)
     require_no_ranks(asked.nproc)
     where = [] if asked.run_dir is None else ["--run-dir", str(asked.run_dir)]
+    if asked.until is not None:
+        where += ["--until", str(asked.until)]
     policy = _restart_policy(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words))
     if loaded.restart.layout == "replan":
         policy = replace(policy, layouts=fallback_layouts(model, layout))

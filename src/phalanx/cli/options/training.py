@@ -32,6 +32,12 @@ class TrainArguments:
         Path | None, typer.Option(help="Folder for metrics and checkpoints; by default runs/<name of the run file>.")
     ] = None
     nproc: Nproc = None
+    until: Annotated[
+        int | None,
+        typer.Option(
+            metavar="STEP", min=1, help="End there, before the last step, as at a pause: changes nothing else."
+        ),
+    ] = None
     grace: Annotated[
         float,
         typer.Option(metavar="SECONDS", min=0.0, help="Time that ranks of --nproc have to save and stop."),

@@ -1,0 +1,184 @@
+"""One run that moves between CPU ranks in three layouts and a GPU in bfloat16, and back, beside runs that stay.
+
+    phalanx data prepare TEXT... --out data/text --vocab-size 8192 --validation-fraction 0.01
+    python benchmarks/switched_run.py --data data/text --out benchmarks/results/training_curves/switched.json
+
+Every `--every` steps `phalanx train RUN --until STEP` ends with a checkpoint, and the next one resumes it elsewhere:
+on a GPU in bfloat16, one CPU rank in float32, two of tensor parallelism, four of two pipeline stages and two shards,
+in turn. Beside it run, without a pause, the same run on the GPU and on one CPU rank, and the GPU with two other
+seeds, which are the noise. The result holds every curve; its summary says how far the run that moves is from the one
+that stays, all over and right behind the switches. Two figures stand beside it. Without a GPU, --device cpu takes a
+CPU rank in bfloat16 for it; --tiny is short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from curves import Curve, describe_benchmark, draw_curves, last_held_out, read_run, smooth, write_result
+
+BEHIND = 5
+"""Steps behind a switch that are looked at by themselves."""
+SMOOTHED = 10
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and how a part of the run computes."""
+
+    name: str
+    ranks: int
+    words: tuple[str, ...]
+    threads: int = 1
+
+
+def list_places(device: str, threads: int) -> tuple[Place, ...]:
+    """Return the places in the order in which the run goes through them; the GPU first, and between all others."""
+    on_cpu = ("cluster.device=cpu", "layout.precision=fp32")
+    gpu = Place("GPU, bf16", 1, (f"cluster.device={device}", "layout.precision=bf16"), threads)
+    one = Place("1 CPU rank", 1, on_cpu, threads)
+    two = Place("2 CPU ranks, tp=2", 2, (*on_cpu, "tp=2", "dp_shard=1"), max(1, threads // 2))
+    four = Place("4 CPU ranks, pp=2 x dp_shard=2", 4, (*on_cpu, "pp=2", "dp_shard=2"), max(1, threads // 4))
+    return gpu, one, gpu, two, gpu, four
+
+
+def main() -> None:
+    """Train all runs and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--every", type=int, default=25, help="steps between switches")
+    parser.add_argument("--switches", type=int, default=12, help="a multiple of 6 visits all places alike")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--threads", type=int, default=4, help="of all CPU ranks together")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    if asked.tiny:
+        asked.every, asked.switches = 2, 6
+    places = list_places(asked.device, asked.threads)
+    gpu, cpu = places[0], places[1]
+    last = asked.every * asked.switches
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as beside:
+        folder = Path(name)
+        file = write_run_file(folder / "run.yaml", last, asked)
+        # Beside the run that moves: what stays takes as long as it together.
+        stays = {
+            "GPU": (gpu, 0),
+            "CPU": (cpu, 0),
+            "GPU, seed 1": (gpu, 1),
+            "GPU, seed 2": (gpu, 2),
+        }
+        futures = {
+            title: beside.submit(train_until, file, folder / title.replace(" ", "-"), place, last, seed)
+            for title, (place, seed) in stays.items()
+        }
+        parts = []
+        for part in range(asked.switches):
+            place, until = places[part % len(places)], asked.every * (part + 1)
+            command = train_until(file, folder / "moves", place, until, 0)
+            parts.append({"first_step": until - asked.every + 1, "place": place.name, "command": command})
+            print(f"step {until}: {place.name}", flush=True)
+        runs = {
+            title: future.result() and read_run(folder / title.replace(" ", "-")) for title, future in futures.items()
+        }
+        runs["moves"] = read_run(folder / "moves")
+    result = {**describe_benchmark(), "every": asked.every, "parts": parts, "runs": runs}
+    result["summary"] = summarise(runs, asked.every)
+    write_result(asked.out, result)
+    draw(runs, parts, asked.every, asked.out)
+    print(json.dumps(result["summary"], indent=1))
+
+
+def write_run_file(file: Path, steps: int, asked: argparse.Namespace) -> Path:
+    """Write the run file that all runs share."""
+    run = {
+        "model": {"n_layers": 4, "d_model": 128, "n_heads": 4, "d_ff": 352, "vocab_size": 8192, "max_positions": 128},
+        "data": {"sources": [str(asked.data.resolve())], "sequence_length": 128, "verify": False},
+        "layout": {"global_batch": 16, "microbatch": 4},
+        "optimizer": {"lr": 2.0e-3, "warmup_steps": max(1, steps // 10), "schedule": "cosine"},
+        "training": {"steps": steps, "compile": False, "attention": "sdpa", "tensorboard": False, "log_every": steps},
+        "evaluation": {"samples": 8},
+    }
+    file.write_text(yaml.safe_dump(run))
+    return file
+
+
+def train_until(file: Path, folder: Path, place: Place, step: int, seed: int) -> str:
+    """Train on to a step at a place, from the newest checkpoint in the folder, and return the command."""
+    words = ["train", str(file), "--run-dir", str(folder), "--until", str(step), *place.words, f"training.seed={seed}"]
+    ranks = ["--nproc", str(place.ranks)] if place.ranks > 1 else []
+    environment = {**os.environ, "OMP_NUM_THREADS": str(place.threads)}
+    done = subprocess.run(
+        [sys.executable, "-m", "phalanx", *words, *ranks], capture_output=True, text=True, check=False, env=environment
+    )
+    if done.returncode:
+        raise SystemExit(f"{place.name}: exit {done.returncode}\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
+    return " ".join(["phalanx train RUN --run-dir DIR --until", str(step), *place.words, *ranks])
+
+
+def summarise(runs: dict[str, Any], every: int) -> dict[str, Any]:
+    """Return how far the run that moves, and the CPU's, are from the GPU's, and how far seeds are from each other."""
+    curves = {name: np.array(run["loss"]) for name, run in runs.items()}
+    steps = np.arange(1, len(curves["GPU"]) + 1)
+    switched = (steps > every) & ((steps - 1) % every < BEHIND)
+    noise = np.array([curves["GPU"], curves["GPU, seed 1"], curves["GPU, seed 2"]]).std(axis=0, ddof=1)
+    found: dict[str, Any] = {"rms_noise_over_seeds": root_mean_square(noise)}
+    for name in ("moves", "CPU"):
+        apart = curves[name] - curves["GPU"]
+        found[f"{name}, less GPU"] = {
+            "rms": root_mean_square(apart),
+            "largest": float(np.abs(apart).max()),
+            f"rms_of_{BEHIND}_steps_behind_switches": root_mean_square(apart[switched]),
+            "rms_of_the_others": root_mean_square(apart[~switched]),
+            "held_out": last_held_out(runs[name]) - last_held_out(runs["GPU"]),
+        }
+    held_out = [last_held_out(runs[name]) for name in ("GPU", "GPU, seed 1", "GPU, seed 2")]
+    found["held_out_noise_over_seeds"] = float(np.std(held_out, ddof=1))
+    return found
+
+
+def root_mean_square(values: np.ndarray) -> float:
+    """Return the root of the mean square."""
+    return float(np.sqrt(np.square(values).mean()))
+
+
+def draw(runs: dict[str, Any], parts: list[dict[str, Any]], every: int, out: Path) -> None:
+    """Write two figures beside the result: the curves, the moving one in a colour a place, and the differences."""
+    steps = list(range(1, len(runs["GPU"]["loss"]) + 1))
+    names = list(dict.fromkeys(part["place"] for part in parts))
+    curves = [Curve("stays on the GPU", steps, runs["GPU"]["loss"], 6)]
+    for part in parts:
+        # From the step before: lines of neighbouring parts meet.
+        first = max(0, part["first_step"] - 2)
+        until = part["first_step"] + every - 1
+        colour = names.index(part["place"])
+        curves.append(Curve(part["place"], steps[first:until], runs["moves"]["loss"][first:until], colour))
+    out.with_suffix(".svg").write_text(draw_curves(curves, f"A run that moves every {every} steps", "step"))
+    apart = {
+        name: np.abs(np.array(runs[name]["loss"]) - np.array(runs["GPU"]["loss"])) for name in runs if name != "GPU"
+    }
+    noise = np.sqrt((apart["GPU, seed 1"] ** 2 + apart["GPU, seed 2"] ** 2) / 2)
+    rows = {"other seeds": noise, "moves": apart["moves"], "stays on one CPU rank": apart["CPU"]}
+    shown = [
+        Curve(name, steps, np.maximum(smooth(values.tolist(), SMOOTHED), 1e-7).tolist(), number)
+        for number, (name, values) in enumerate(rows.items())
+    ]
+    words = f"Difference of the loss from the run that stays on the GPU, means of {SMOOTHED} steps"
+    figure = draw_curves(shown, words, "step", logarithmic=(False, True))
+    out.with_name(f"{out.stem}_difference.svg").write_text(figure)
+
+
+if __name__ == "__main__":
+    main()

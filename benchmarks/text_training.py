@@ -1,0 +1,235 @@
+"""Loss of two decoders trained on text by Phalanx, over three seeds, beside plain PyTorch and `transformers` on the
+same.
+
+    phalanx data prepare TEXT... --out data/text --vocab-size 8192 --validation-fraction 0.01
+    python benchmarks/text_training.py --data data/text --tasks TASKS --out benchmarks/results/training_curves/text.json
+
+Trains each size by `phalanx.train` in bfloat16 with seeds 0, 1 and 2, which change initial weights and the order of
+samples, and once by `rivals/transformers_run.py` with the initial weights, samples and schedule of seed 0. TASKS is a
+folder of in-context tasks in LLM Foundry's form, scored at the end. The result holds every curve; its summary
+compares the difference from `transformers` at every step with the noise: the standard deviation over the seeds,
+pooled over the 51 steps around. Figures stand beside it. --tiny tries everything out on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from curves import ROOT, Curve, Job, describe_benchmark, draw_curves, last_held_out, smooth, train_all, write_result
+from phalanx.config.load import load_run
+from phalanx.families.language.config import require_language
+from phalanx.families.language.huggingface.export_folder import Export, write_folder
+from phalanx.families.language.huggingface.find_architecture import architecture_for
+from phalanx.families.language.huggingface.folder_files import SpecialTokens, TokenizerFiles
+from phalanx.families.registry import bind
+from phalanx.layout.apply import apply_layout
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.layout_model import LayoutModel
+from phalanx.layout.mesh import ONE_RANK
+from phalanx.layout.resolve import resolve_layout
+
+SEEDS = (0, 1, 2)
+AROUND = 25
+"""Steps before and behind one over which the noise is pooled."""
+SMOOTHED = 50
+DECODER = {"vocab_size": 8192, "max_positions": 512, "norm": "rmsnorm", "mlp": "swiglu", "positions": "rope"}
+SIZES: dict[str, dict[str, Any]] = {
+    "125m": {
+        "model": {**DECODER, "n_layers": 12, "d_model": 768, "n_heads": 12, "d_ff": 3072, "tied_head": False},
+        "optimizer": {"lr": 1.0e-3, "warmup_steps": 50},
+        "training": {"steps": 500},
+    },
+    "30m": {
+        "model": {**DECODER, "n_layers": 8, "d_model": 512, "n_heads": 8, "d_ff": 1408, "tied_head": True},
+        "optimizer": {"lr": 2.0e-3, "warmup_steps": 100},
+        "training": {"steps": 1000},
+    },
+    "tiny": {
+        "model": {**DECODER, "n_layers": 2, "d_model": 64, "n_heads": 2, "d_ff": 128, "tied_head": True},
+        "optimizer": {"lr": 2.0e-3, "warmup_steps": 5},
+        "training": {"steps": 20},
+    },
+}
+"""Sections of the run file of each size, the longest first."""
+
+
+def main() -> None:
+    """Train all sizes and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--tasks", type=Path, required=True)
+    parser.add_argument("--sizes", nargs="*", default=["125m", "30m"], choices=SIZES)
+    parser.add_argument("--steps", type=float, default=1.0, help="factor of all numbers of steps")
+    parser.add_argument("--at-once", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    sizes = ["tiny"] if asked.tiny else asked.sizes
+    result: dict[str, Any] = {**describe_benchmark(), "runs": []}
+    lock = threading.Lock()
+
+    def take(row: dict[str, Any]) -> None:
+        with lock:
+            result["runs"].append(row)
+            result["summary"] = {size: summarise(result["runs"], size) for size in sizes}
+            write_result(asked.out, result)
+
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(1) as beside:
+        folder = Path(name)
+        files = {size: write_run_file(folder / f"{size}.yaml", size, asked) for size in sizes}
+        for size in sizes:
+            write_initial_weights(files[size], folder / f"initial-{size}")
+        rivals = beside.submit(lambda: [take(train_rival(files[size], size, folder)) for size in sizes])
+        jobs = [
+            Job(
+                f"{size}, seed {seed}",
+                files[size],
+                (f"training.seed={seed}",),
+                folder / f"{size}-{seed}",
+                {"size": size, "seed": seed},
+            )
+            for size in sizes
+            for seed in SEEDS
+        ]
+        train_all(jobs, asked.at_once, take)
+        rivals.result()
+    for size in sizes:
+        draw(result["runs"], size, asked.out)
+    print(json.dumps(result["summary"], indent=1))
+
+
+def write_run_file(file: Path, size: str, asked: argparse.Namespace) -> Path:
+    """Write the run file of a size."""
+    chosen = SIZES[size]
+    steps = max(2, round(chosen["training"]["steps"] * asked.steps))
+    warm_up = max(1, round(chosen["optimizer"]["warmup_steps"] * asked.steps))
+    samples = 4 if asked.tiny else 64
+    tasks = sorted(str(path.resolve()) for path in asked.tasks.glob("*.jsonl"))
+    run = {
+        "model": {"family": "language", **chosen["model"]},
+        "data": {"sources": [str(asked.data.resolve())], "sequence_length": 512},
+        "layout": {"global_batch": samples, "microbatch": samples, "precision": "bf16"},
+        "optimizer": {**chosen["optimizer"], "warmup_steps": warm_up, "schedule": "cosine"},
+        "training": {"steps": steps},
+        "checkpoint": {"last": False},
+        "evaluation": {
+            "samples": 4 if asked.tiny else 512,
+            "tasks": {"files": tasks, "shots": 0, "questions": 2 if asked.tiny else 256},
+        },
+    }
+    file.write_text(yaml.safe_dump(run))
+    return file
+
+
+def write_initial_weights(file: Path, folder: Path) -> None:
+    """Write the weights that the run begins with as a Hugging Face folder."""
+    run = require_language(load_run(file), "this script")
+    bound = bind(run, LayoutModel)
+    applied = apply_layout(bound, resolve_layout(bound, 1), ONE_RANK, torch.device("cpu"), AttentionChoice("sdpa"))
+    parameters = applied.parameters
+    no_tokenizer = TokenizerFiles({}, SpecialTokens())
+    write_folder(
+        folder,
+        Export(
+            run.model,
+            architecture_for(run.model, None),
+            lambda name, rows: parameters[name].detach()[rows],
+            torch.float32,
+            no_tokenizer,
+        ),
+    )
+
+
+def train_rival(file: Path, size: str, folder: Path) -> dict[str, Any]:
+    """Train the size by `transformers` in a process of its own and return its row."""
+    out, script = folder / f"rival-{size}.json", ROOT / "benchmarks" / "rivals" / "transformers_run.py"
+    command = [sys.executable, str(script), str(file), "--weights", str(folder / f"initial-{size}"), "--out", str(out)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+    )
+    print(done.stdout, end="", flush=True)
+    facts = {"name": f"{size}, transformers", "size": size, "seed": None}
+    if done.returncode:
+        return {**facts, "failed": done.stderr[-2000:]}
+    return {**json.loads(out.read_text()), **facts}
+
+
+def summarise(runs: list[dict[str, Any]], size: str) -> dict[str, Any]:
+    """Return how far the curves of a size lie apart, its held-out losses and its scores, of what has ended by now."""
+    ours, rival = curves_of(runs, size)
+    found: dict[str, Any] = {"held_out": {str(seed): last_held_out(row) for seed, row in ours.items()}}
+    found["perplexity"] = {seed: math.exp(loss) for seed, loss in found["held_out"].items()}
+    found["tasks"] = {
+        str(seed): {task["task"]: task["accuracy"] for task in row["tasks"]} for seed, row in ours.items()
+    }
+    if rival is None or len(ours) < len(SEEDS):
+        return found
+    for name, steps in (("each_step", 1), ("smoothed", SMOOTHED)):
+        difference, noise = compare(ours, rival, steps)
+        ratio = np.abs(difference) / noise
+        found[name] = {
+            "largest_difference_over_noise": float(ratio.max()),
+            "steps_under_the_noise": float((ratio < 1).mean()),
+            "rms_difference": float(np.sqrt((difference**2).mean())),
+            "rms_noise": float(np.sqrt((noise**2).mean())),
+        }
+    losses = list(found["held_out"].values())
+    found["held_out"]["transformers"] = last_held_out(rival)
+    found["held_out_difference"] = losses[0] - last_held_out(rival)
+    found["held_out_noise"] = float(np.std(losses, ddof=1))
+    return found
+
+
+def curves_of(runs: list[dict[str, Any]], size: str) -> tuple[dict[int, dict[str, Any]], dict[str, Any] | None]:
+    """Return our runs of a size by seed, and the rival's."""
+    rows = [row for row in runs if row["size"] == size and "failed" not in row]
+    ours = {row["seed"]: row for row in sorted(rows, key=lambda row: row["name"]) if row["seed"] is not None}
+    return ours, next((row for row in rows if row["seed"] is None), None)
+
+
+def compare(ours: dict[int, dict[str, Any]], rival: dict[str, Any], steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the difference from the rival and the noise at each step, of curves smoothed over so many steps."""
+    curves = np.array([smooth(row["loss"], steps) for row in ours.values()])
+    difference = curves[0] - np.array(smooth(rival["loss"], steps))
+    variance = curves.var(axis=0, ddof=1)
+    pooled = [variance[max(0, step - AROUND) : step + AROUND + 1].mean() for step in range(len(variance))]
+    return difference, np.sqrt(pooled)
+
+
+def draw(runs: list[dict[str, Any]], size: str, out: Path) -> None:
+    """Write the figures of a size beside the result: the curves, and the difference beside the noise."""
+    ours, rival = curves_of(runs, size)
+    if rival is None or len(ours) < len(SEEDS):
+        return
+    steps = range(1, len(rival["loss"]) + 1)
+    curves = [Curve("Phalanx, three seeds", steps, smooth(row["loss"], SMOOTHED), 0) for row in ours.values()]
+    curves.append(Curve("transformers, seed 0", steps, smooth(rival["loss"], SMOOTHED), 1))
+    first = min(SMOOTHED // 2, len(steps) // 2)
+    shown = [Curve(c.name, c.xs[first:], c.ys[first:], c.colour) for c in curves]
+    words = f"Training loss of {size.upper()} parameters, means of {SMOOTHED} steps"
+    out.with_name(f"{out.stem}_{size}.svg").write_text(draw_curves(shown, words, "step"))
+    difference, noise = compare(ours, rival, 1)
+    # A difference of exactly nothing has no place on a logarithmic scale.
+    apart = np.maximum(np.abs(difference), 1e-7)
+    pair = [Curve("noise over seeds", steps, noise.tolist(), 0), Curve("difference", steps, apart.tolist(), 1)]
+    words = f"Loss of Phalanx less that of transformers, {size.upper()} parameters, every step"
+    svg = draw_curves(pair, words, "step", logarithmic=(False, True))
+    out.with_name(f"{out.stem}_{size}_difference.svg").write_text(svg)
+
+
+if __name__ == "__main__":
+    main()
