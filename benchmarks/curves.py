@@ -86,6 +86,21 @@ def train_all(jobs: Sequence[Job], at_once: int, done: Callable[[dict[str, Any]]
             done(row)
 
 
+def collect_runs(
+    jobs: Sequence[Job], at_once: int, out: Path, summarise: Callable[[list[dict[str, Any]]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Train `jobs` and return the result with all rows and their summary, which `out` holds as far as it has come."""
+    result: dict[str, Any] = {**describe_benchmark(), "runs": []}
+
+    def take(row: dict[str, Any]) -> None:
+        result["runs"].append(row)
+        result["summary"] = summarise(result["runs"])
+        write_result(out, result)
+
+    train_all(jobs, at_once, take)
+    return result
+
+
 def train_job(job: Job) -> dict[str, Any]:
     """Train a run in this process and return its row."""
     job.folder.parent.mkdir(parents=True, exist_ok=True)

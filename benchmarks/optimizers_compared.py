@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from curves import ROOT, Curve, Job, describe_benchmark, draw_curves, last_held_out, smooth, train_all, write_result
+from curves import ROOT, Curve, Job, collect_runs, draw_curves, last_held_out, smooth
 
 SMOOTHED = 20
 """Steps over which a training loss is averaged in the figure: a batch alone is noise."""
@@ -34,15 +34,8 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    result: dict[str, Any] = {**describe_benchmark(), "runs": []}
-
-    def take(row: dict[str, Any]) -> None:
-        result["runs"].append(row)
-        result["summary"] = summarise(result["runs"])
-        write_result(asked.out, result)
-
     with tempfile.TemporaryDirectory() as folder:
-        train_all(list_jobs(asked, Path(folder)), asked.at_once, take)
+        result = collect_runs(list_jobs(asked, Path(folder)), asked.at_once, asked.out, summarise)
     asked.out.with_suffix(".svg").write_text(draw(result["runs"]))
     print(json.dumps(result["summary"], indent=1))
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from curves import Curve, Job, describe_benchmark, draw_curves, last_held_out, train_all, write_result
+from curves import Curve, Job, collect_runs, draw_curves, last_held_out
 
 WIDTHS = (1024, 512, 256, 128)
 """The longest runs first: those that run at once then end together."""
@@ -40,15 +40,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    result: dict[str, Any] = {**describe_benchmark(), "runs": []}
-
-    def take(row: dict[str, Any]) -> None:
-        result["runs"].append(row)
-        result["summary"] = summarise(result["runs"])
-        write_result(asked.out, result)
-
     with tempfile.TemporaryDirectory() as folder:
-        train_all(list_jobs(asked, Path(folder)), asked.at_once, take)
+        result = collect_runs(list_jobs(asked, Path(folder)), asked.at_once, asked.out, summarise)
     for name in ("mup", "usual"):
         asked.out.with_name(f"{asked.out.stem}_{name}.svg").write_text(draw(result["runs"], name))
     print(json.dumps(result["summary"], indent=1))
