@@ -30,6 +30,9 @@ class CountedProduct:
     def __init__(self) -> None:
         self.calls = 0
 
+    def of_layer(self, *_: Any) -> CountedProduct:
+        return self
+
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert x.dtype == weight.dtype
         self.calls += 1
@@ -40,7 +43,7 @@ def train_with(product: CountedProduct | None, layout: ResolvedLayout) -> tuple[
     """Loss of the second step, and the number of linear layers on this rank."""
     run = run_with({}, precision="fp64", global_batch=8)
     before = PRECISIONS["fp64"]
-    PRECISIONS["fp64"] = replace(before, linear_product=product)
+    PRECISIONS["fp64"] = replace(before, products=product)
     try:
         applied = laid_out(run, layout)
         step = build_step(bind(run), applied, CPU)

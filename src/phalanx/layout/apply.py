@@ -182,7 +182,9 @@ def apply_layout(
         cast_parameters(module, precision.compute_dtype if low_precision else precision.main_dtype)
         freeze_parameters(module, run.training.freeze, names)
         recompute_stage(stage, layout.recompute)
-        choose_products(module, precision)
+        for number, block in zip(chunk.blocks, module.blocks, strict=True):
+            if run.layout.fp8_keep_ends <= number < run.model.n_layers - run.layout.fp8_keep_ends:
+                choose_products(block, precision, device)
         # A matmul whose two gradients are one node could not give that of its input alone.
         if layout.splits_backward:
             separate_gradients(module)

@@ -24,7 +24,7 @@ from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor_parallel.split_layers import split_tensors
-from phalanx.nn.precision import PRECISIONS, Precision
+from phalanx.nn.precision import Precision, find_precision
 from phalanx.nn.splits import ModelChunk, Splits
 from phalanx.torch_compat import common as compat
 
@@ -38,7 +38,7 @@ class LayoutModel(BoundModel):
     @property
     def precision(self) -> Precision:
         """Return the number formats that `layout.precision` names."""
-        return PRECISIONS[self.run.layout.precision]
+        return find_precision(self.run.layout.precision, self.run.layout.fp8_gradients)
 
     @abstractmethod
     def build(self, building: BuildContext, part: ModelChunk) -> tuple[nn.Module, TensorSplits]:

@@ -25,9 +25,13 @@ class Linear(nn.Module):
     bias: nn.Parameter | None
     multiply: LinearProduct | None = None
     """Product of the run's precision in place of the plain one; see `choose_products`."""
+    input_group = output_group = ""
+    """Names of the groups of ranks that share out the features, where they are split."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
+        # Those of the whole layer, of which a rank may hold a part.
+        self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features))
@@ -69,11 +73,12 @@ def separate_gradients(model: nn.Module) -> None:
             module.joint_gradients = False
 
 
-def choose_products(model: nn.Module, precision: Precision) -> None:
-    """Have all linear layers of `model` multiply as `precision` does, split ones too: each multiplies its own part."""
+def choose_products(model: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Have all linear layers of `model` multiply on `device` as `precision` does, split ones too: each its own part."""
     for module in model.modules():
-        if isinstance(module, Linear):
-            module.multiply = precision.linear_product
+        if precision.products is not None and isinstance(module, Linear):
+            features, groups = (module.in_features, module.out_features), (module.input_group, module.output_group)
+            module.multiply = precision.products.of_layer(*features, *groups, device)
 
 
 class Norm(nn.Module):

@@ -2,21 +2,38 @@
 
 Layers cast their parameters to the format of the activations where they use them, so that one rank and sharded ranks run the
 same model code; which format that is stands here, and nowhere else. A recipe that multiplies in a narrower format than its
-activations have, as FP8 does, is another `Precision`: it brings a `linear_product`, which the linear layers then call.
+activations have, as FP8 does, is another `Precision`: it brings `products`, which the linear layers of blocks then call.
+Embedding, head, router, norms and attention between its projections stay in the format of the activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
+from phalanx.nn.float8_linear import Float8Recipe
+from phalanx.torch_compat import common as compat
 
 LinearProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """x [..., in], weight [out, in], bias [out] or None -> x W^T + bias [..., out], each in the format of the activations."""
+
+
+class LinearProducts(Protocol):
+    """Chooses the product of each linear layer."""
+
+    def of_layer(
+        self, in_features: int, out_features: int, input_group: str, output_group: str, device: torch.device
+    ) -> LinearProduct | None:
+        """Return the product of a layer with so many features on `device`; None for the plain one.
+
+        in_features, out_features: of the whole layer. input_group, output_group: names of the groups of ranks that share
+        them out; "" for none.
+        """
 
 
 @dataclass(frozen=True)
@@ -31,8 +48,8 @@ class Precision:
     """Format of main parameters, which the optimizer updates, and of the optimizer's state."""
     reduce_dtype: torch.dtype
     """Format of parameters' gradients as they are summed over micro-batches and ranks."""
-    linear_product: LinearProduct | None = None
-    """Differentiable product of the linear layers; None for the plain one. The output head stays with the plain one."""
+    products: LinearProducts | None = None
+    """Differentiable products of the linear layers of blocks; None for the plain one."""
 
     @property
     def copies_parameters(self) -> bool:
@@ -47,9 +64,42 @@ PRECISIONS = {
         Precision("fp32", torch.float32, torch.float32, torch.float32),
         Precision("bf16", torch.bfloat16, torch.float32, torch.float32),
         Precision("fp16", torch.float16, torch.float32, torch.float32),
+        *(
+            Precision(name, torch.bfloat16, torch.float32, torch.float32, products=recipe)
+            for name, recipe in {
+                "fp8-tensor": Float8Recipe("tensor"),
+                "fp8-row": Float8Recipe("row"),
+                "fp8-block": Float8Recipe("block"),
+                "mxfp8": Float8Recipe("mx"),
+            }.items()
+        ),
     )
 }
 """Every precision that `layout.precision` may name."""
+
+
+def find_precision(name: str, gradients: str = "e4m3") -> Precision:
+    """Return the precision that a run file names. gradients: 8-bit format of gradients, of recipes that have one."""
+    precision = PRECISIONS[name]
+    if isinstance(precision.products, Float8Recipe):
+        recipe = replace(precision.products, wide_gradients=gradients == "e5m2")
+        return replace(precision, products=recipe)
+    return precision
+
+
+def require_products(precision: Precision, device: torch.device) -> None:
+    """Raise ConfigError where the accelerator `device` has no products of `precision`; the CPU computes all of them."""
+    if not isinstance(precision.products, Float8Recipe) or device.type == "cpu":
+        return
+    refusal = compat.float8_refusal(device)
+    if precision.products.scaling == "mx":
+        refusal = "blocks of 32 need products of microscaling formats, which are emulated on the CPU and on no accelerator"
+    if refusal:
+        nearest = "bf16" if compat.float8_refusal(device) else "fp8-block"
+        raise ConfigError(
+            f"layout.precision={precision.name} cannot be computed on this device: {refusal}\n"
+            f"set layout.precision={nearest}"
+        )
 
 
 def find_number_format(name: str | None, option: str) -> torch.dtype | None:

@@ -80,6 +80,35 @@ def _cpu_kernels(x: Tensor) -> bool:
     return x.device.type == "cpu" and not _stand_in.active
 
 
+def float8_formats(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """Return the 8-bit formats with 3 and with 2 digits that `device` multiplies: e4m3 and e5m2 (OCP, arXiv:2209.05433).
+
+    MI300 has formats of its own, without negative zero, whose e4m3 ends at 240 instead of 448.
+    """
+    if is_rocm() and device.type == "cuda":
+        name = str(getattr(torch.cuda.get_device_properties(device), "gcnArchName", ""))
+        if name.startswith("gfx94"):
+            return torch.float8_e4m3fnuz, torch.float8_e5m2fnuz
+    return torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@cache
+def float8_refusal(device: torch.device) -> str:
+    """Return why `device` multiplies no matrices of 8-bit floating-point numbers; empty where it does. Tried out once."""
+    if device.type != "cuda":
+        return f"devices of type {device.type} have no products of 8-bit floating-point numbers"
+    with _disable_current_modes():
+        # A small case in each of the scalings that are used natively.
+        x = torch.ones(32, 32, device=device).to(float8_formats(device)[0])
+        one, ones = torch.ones((), device=device), torch.ones(32, 1, device=device)
+        try:
+            found = torch._scaled_mm(x, x.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+            by_row = torch._scaled_mm(x, x.t(), ones, ones.t(), out_dtype=torch.bfloat16, use_fast_accum=True)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            return str(error).strip().partition("\n")[0]
+    return "" if bool((found == 32.0).all() and (by_row == 32.0).all()) else "its 8-bit products are wrong"
+
+
 def compile_options(dtype: torch.dtype) -> dict[str, Any] | None:
     """Return options of `torch.compile` for what computes in `dtype`; None: PyTorch's own."""
     # Since 2.10 Inductor sums along rows and along columns in one kernel, whose sums over columns are float32 whatever is
@@ -178,10 +207,10 @@ def reduce_scatter(parts: Tensor, group: str, size: int) -> Tensor:
     return result
 
 
-def all_reduce(x: Tensor, group: str) -> Tensor:
-    """Return the sum of every rank's `x` over the named group; traceable by the compiler, no gradient."""
+def all_reduce(x: Tensor, group: str, operation: str = "sum") -> Tensor:
+    """Return the sum, or another `operation`, of every rank's `x` over the named group; traceable, no gradient."""
     functional = torch.ops._c10d_functional
-    total: Tensor = functional.wait_tensor(functional.all_reduce(x.contiguous(), "sum", group))
+    total: Tensor = functional.wait_tensor(functional.all_reduce(x.contiguous(), operation, group))
     return total
 
 

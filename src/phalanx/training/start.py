@@ -25,6 +25,7 @@ from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, check
 from phalanx.layout.mesh import Ranks, build_mesh, join_process_group, leave_process_group, ranks_from_environment
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn.precision import require_products
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.rank.cost_models import memory_fits
 from phalanx.printable import write_stderr
@@ -82,6 +83,7 @@ def _train_on_ranks(
     layout = resolve_layout(model, ranks.world_size, ranks.ranks_per_node)
     device = choose_device(run.cluster.device, ranks.local_rank)
     require_cpu_format(model.precision.compute_dtype, device)
+    require_products(model.precision, device)
     check_attention(run.training.attention, device)
     check_trackers(run)
     find_optimizer(run.optimizer)

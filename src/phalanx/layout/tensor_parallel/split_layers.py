@@ -51,11 +51,13 @@ def _split_module(module: nn.Module, split: Split, tp: Axis) -> TensorSplits:
         assert isinstance(module, Linear)
         if split.kind == "column":
             _change_class(module, ColumnLinear, tp)
+        module.output_group = tp.group_name
         names = ["weight"] if module.bias is None else ["weight", "bias"]
         return {name: _keep_part(module, name, 0, split.unit, tp) for name in names}
     if split.kind == "row":
         assert isinstance(module, Linear)
         _change_class(module, GatedRowLinear if isinstance(module, GatedLinear) else RowLinear, tp)
+        module.input_group = tp.group_name
         return {"weight": _keep_part(module, "weight", 1, split.unit, tp)}
     if split.kind == "lookup":
         assert isinstance(module, TokenEmbedding)

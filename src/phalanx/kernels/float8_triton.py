@@ -1,0 +1,279 @@
+"""The Triton kernels behind `kernels.float8`; import only where Triton is installed.
+
+Quantisation is bound by memory: a program reads a tile once and writes it in 8 bits as it is, transposed, or both. A tile is
+as wide as a block of block-wise scaling, whose scales it finds by itself; other scales are given.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from phalanx.kernels.float8 import LEAST, scale_bits
+
+TILE = 128
+"""Rows and columns of a tile: a block of block-wise scaling."""
+QUANTISE_WARPS = 8
+PRODUCT_TILES = (128, 128, 128)
+"""Rows of a, rows of b, and numbers of each that a program multiplies at a time: a block."""
+PRODUCT_WARPS, PRODUCT_STAGES = 8, 3
+PRODUCT_GROUP = 8
+"""Tiles of rows whose programs follow each other, so that they find their operands in the cache."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def scale_of(amax: tl.tensor, LEAST: tl.constexpr, CARRY: tl.constexpr, SHIFT: tl.constexpr) -> tl.tensor:
+    """Do as `kernels.float8.power_of_two_scale`, for finite numbers."""
+    bits = tl.maximum(amax, LEAST).to(tl.int32, bitcast=True)
+    return (((bits + CARRY) & 0x7F800000) - SHIFT).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quantise_kernel(
+    x: tl.tensor,
+    scale: tl.tensor,
+    column_scale: tl.tensor,
+    q: tl.tensor,
+    q_t: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    BY_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One tile of x [rows, columns], divided by one scale or, BY_ROW, by those of its rows and of its columns."""
+    tiles = tl.cdiv(columns, TILE)
+    row = (tl.program_id(0) // tiles) * TILE + tl.arange(0, TILE)
+    column = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    # Whole tensors have more elements than 32 bits count.
+    value = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    if ROWS:
+        if BY_ROW:
+            factor = tl.div_rn(1.0, tl.load(scale + row, mask=row < rows, other=1.0))[:, None]
+        else:
+            factor = tl.div_rn(1.0, tl.load(scale))
+        place = q + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(place, (value * factor).to(q.dtype.element_ty), mask=inside)
+    if COLUMNS:
+        if BY_ROW:
+            other = tl.div_rn(1.0, tl.load(column_scale + column, mask=column < columns, other=1.0))[None, :]
+        else:
+            other = tl.div_rn(1.0, tl.load(column_scale))
+        place = q_t + column.to(tl.int64)[:, None] * rows + row[None, :]
+        turned = tl.trans((value * other).to(q_t.dtype.element_ty))
+        tl.store(place, turned, mask=(column < columns)[:, None] & (row < rows)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quantise_blocks_kernel(
+    x: tl.tensor,
+    q: tl.tensor,
+    scale: tl.tensor,
+    q_t: tl.tensor,
+    column_scale: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    SQUARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    LEAST: tl.constexpr,
+    CARRY: tl.constexpr,
+    SHIFT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One tile of x [rows, columns]: a square block, or a block of each of its rows and of each of its columns."""
+    across, down = tl.cdiv(columns, TILE), tl.cdiv(rows, TILE)
+    tile_row, tile_column = tl.program_id(0) // across, tl.program_id(0) % across
+    row, column = tile_row * TILE + tl.arange(0, TILE), tile_column * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    value = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    size = tl.abs(value)
+    if SQUARE:
+        found = scale_of(tl.max(tl.max(size, 1), 0), LEAST, CARRY, SHIFT)
+        by_row, by_column = found, found
+        if ROWS:
+            tl.store(scale + tile_row * across + tile_column, found)
+        if COLUMNS:
+            tl.store(column_scale + tile_column * down + tile_row, found)
+    else:
+        of_row = scale_of(tl.max(size, 1), LEAST, CARRY, SHIFT)
+        of_column = scale_of(tl.max(size, 0), LEAST, CARRY, SHIFT)
+        by_row, by_column = of_row[:, None], of_column[None, :]
+        if ROWS:
+            tl.store(scale + row.to(tl.int64) * across + tile_column, of_row, mask=row < rows)
+        if COLUMNS:
+            tl.store(column_scale + column.to(tl.int64) * down + tile_row, of_column, mask=column < columns)
+    if ROWS:
+        place = q + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(place, (value * tl.div_rn(1.0, by_row)).to(q.dtype.element_ty), mask=inside)
+    if COLUMNS:
+        place = q_t + column.to(tl.int64)[:, None] * rows + row[None, :]
+        turned = tl.trans((value * tl.div_rn(1.0, by_column)).to(q_t.dtype.element_ty))
+        tl.store(place, turned, mask=(column < columns)[:, None] & (row < rows)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def row_column_amax_kernel(
+    x: tl.tensor,
+    by_row: tl.tensor,
+    by_column: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    """The largest sizes of the rows and of the columns of one tile; by_row: [tiles across, rows], by_column: [tiles down,
+    columns]."""
+    across = tl.cdiv(columns, TILE)
+    tile_row, tile_column = tl.program_id(0) // across, tl.program_id(0) % across
+    row, column = tile_row * TILE + tl.arange(0, TILE), tile_column * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    value = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    size = tl.abs(value)
+    tl.store(by_row + tile_column.to(tl.int64) * rows + row, tl.max(size, 1), mask=row < rows)
+    tl.store(by_column + tile_row.to(tl.int64) * columns + column, tl.max(size, 0), mask=column < columns)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def block_product_kernel(
+    a: tl.tensor,
+    b: tl.tensor,
+    out: tl.tensor,
+    a_scale: tl.tensor,
+    b_scale: tl.tensor,
+    m: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    SQUARE: tl.constexpr,
+    EVEN: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    """One tile of out [m, n] = a [m, k] b [n, k]^T. SQUARE: whether b has square blocks. EVEN: whether TILE_K divides k."""
+    tiles_m, tiles_n, blocks = tl.cdiv(m, TILE_M), tl.cdiv(n, TILE_N), tl.cdiv(k, TILE_K)
+    in_group = GROUP * tiles_n
+    first = (tl.program_id(0) // in_group) * GROUP
+    high = tl.minimum(tiles_m - first, GROUP)
+    tile_m = first + (tl.program_id(0) % in_group) % high
+    tile_n = (tl.program_id(0) % in_group) // high
+    row, column = tile_m * TILE_M + tl.arange(0, TILE_M), tile_n * TILE_N + tl.arange(0, TILE_N)
+    # What is read behind the last row is some other row, and not written.
+    read_row, read_column = (row % m).to(tl.int64), (column % n).to(tl.int64)
+    along = tl.arange(0, TILE_K)
+    a_at = a + read_row[:, None] * k + along[None, :]
+    b_at = b + read_column[None, :] * k + along[:, None]
+    a_scale_at = a_scale + read_row * blocks
+    if SQUARE:
+        b_scale_at = b_scale + tile_n * blocks
+    else:
+        b_scale_at = b_scale + read_column * blocks
+    total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    for block in range(0, blocks):
+        if EVEN:
+            a_tile, b_tile = tl.load(a_at), tl.load(b_at)
+        else:
+            left = k - block * TILE_K
+            a_tile = tl.load(a_at, mask=(along < left)[None, :], other=0.0)
+            b_tile = tl.load(b_at, mask=(along < left)[:, None], other=0.0)
+        part = tl.dot(a_tile, b_tile)
+        if SQUARE:
+            total += part * (tl.load(a_scale_at + block) * tl.load(b_scale_at + block))[:, None]
+        else:
+            total += part * tl.load(a_scale_at + block)[:, None] * tl.load(b_scale_at + block)[None, :]
+        a_at += TILE_K
+        b_at += TILE_K
+    place = out + row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
+
+
+def run_quantise(x_NI: Tensor, scale: Tensor, column_scale: Tensor, q_NI: Tensor, q_IN: Tensor) -> None:
+    """Do as `kernels.float8.quantise_reference` into `q_NI` and `q_IN`, of which either may be empty."""
+    rows, columns = x_NI.shape
+    with torch.cuda.device(x_NI.device):
+        quantise_kernel[(triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)](
+            x_NI,
+            scale.contiguous(),
+            column_scale.contiguous(),
+            q_NI,
+            q_IN,
+            rows,
+            columns,
+            BY_ROW=scale.numel() > 1 or column_scale.numel() > 1,
+            ROWS=q_NI.numel() > 0,
+            COLUMNS=q_IN.numel() > 0,
+            TILE=TILE,
+            num_warps=QUANTISE_WARPS,
+        )
+
+
+def run_quantise_blocks(
+    x_NI: Tensor, q_NI: Tensor, scale: Tensor, q_IN: Tensor, column_scale: Tensor, square: bool
+) -> None:
+    """Do as `kernels.float8.quantise_blocks_reference` into the tensors given, of which either pair may be empty."""
+    rows, columns = x_NI.shape
+    how = scale_bits(q_NI.dtype)
+    with torch.cuda.device(x_NI.device):
+        quantise_blocks_kernel[(triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)](
+            x_NI,
+            q_NI,
+            scale,
+            q_IN,
+            column_scale,
+            rows,
+            columns,
+            SQUARE=square,
+            ROWS=q_NI.numel() > 0,
+            COLUMNS=q_IN.numel() > 0,
+            LEAST=LEAST,
+            CARRY=how.carry,
+            SHIFT=how.shift,
+            TILE=TILE,
+            num_warps=QUANTISE_WARPS,
+        )
+
+
+def run_row_column_amax(x_NI: Tensor) -> tuple[Tensor, Tensor]:
+    """Do as `kernels.float8.row_column_amax_reference`, for contiguous tensors of a CUDA or ROCm device."""
+    rows, columns = x_NI.shape
+    across, down = triton.cdiv(columns, TILE), triton.cdiv(rows, TILE)
+    by_row = x_NI.new_empty((across, rows), dtype=torch.float32)
+    by_column = x_NI.new_empty((down, columns), dtype=torch.float32)
+    with torch.cuda.device(x_NI.device):
+        row_column_amax_kernel[(across * down,)](
+            x_NI, by_row, by_column, rows, columns, TILE=TILE, num_warps=QUANTISE_WARPS
+        )
+    return by_row.amax(0), by_column.amax(0)
+
+
+def run_block_product(
+    a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Do as `kernels.float8.block_product_reference`, for contiguous matrices of a CUDA or ROCm device."""
+    (m, k), n = a_MK.shape, b_NK.shape[0]
+    out_MN = a_MK.new_empty((m, n), dtype=dtype)
+    tile_m, tile_n, tile_k = PRODUCT_TILES
+    with torch.cuda.device(a_MK.device):
+        block_product_kernel[(triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n),)](
+            a_MK,
+            b_NK,
+            out_MN,
+            a_scale,
+            b_scale,
+            m,
+            n,
+            k,
+            SQUARE=b_scale.shape[0] != n,
+            EVEN=k % tile_k == 0,
+            TILE_M=tile_m,
+            TILE_N=tile_n,
+            TILE_K=tile_k,
+            GROUP=PRODUCT_GROUP,
+            num_warps=PRODUCT_WARPS,
+            num_stages=PRODUCT_STAGES,
+        )
+    return out_MN

@@ -1,0 +1,195 @@
+"""Quantisation and products in 8 bits: scales, rounding, shapes of any size, and the kernels for devices not here."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ahead_of_time import assembly_of, needs_triton, run_interpreted
+from phalanx.kernels.float8 import (
+    block_product,
+    power_of_two_scale,
+    quantise,
+    quantise_blocks,
+    row_column_amax,
+    scaled_product,
+)
+
+E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Values whose sizes lie up to 2^12 apart."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.exp2(torch.randint(-6, 6, shape, generator=generator).double())
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * size).bfloat16()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2, FNUZ, torch.float8_e5m2fnuz])
+def test_scales_are_the_smallest_powers_of_two_that_suffice(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    sizes = torch.tensor([most, math.nextafter(most, 1e9) * (1 + 1e-6), most / 3, 1.0, 3e-20, 7e30])
+    scales = power_of_two_scale(sizes, dtype)
+    exponents = torch.log2(scales.double())
+    assert torch.equal(exponents, exponents.round())
+    assert (sizes / scales <= most).all() and (sizes / (scales / 2) > most).all()
+    assert scales[0] == 1.0 and scales[1] == 2.0
+    assert power_of_two_scale(torch.zeros(1), dtype) > 0
+    assert power_of_two_scale(torch.tensor([math.inf, math.nan]), dtype).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, FNUZ, E5M2])
+def test_numbers_keep_their_digits_and_their_transposed(dtype: torch.dtype) -> None:
+    x = random(37, 53)
+    scale = power_of_two_scale(x.abs().amax().view(1), dtype)
+    q, q_t = quantise(x, scale, scale, dtype, True, True)
+    assert q.shape == (37, 53) and q_t.shape == (53, 37) and torch.equal(q.float(), q_t.float().t())
+    normal = x.float().abs() / scale >= torch.finfo(dtype).smallest_normal
+    error = (q.float() * scale - x.float()).abs()
+    assert (error[normal] <= torch.finfo(dtype).eps / 2 * x.float().abs()[normal]).all()
+    assert (error <= torch.finfo(dtype).smallest_normal * scale).logical_or(normal).all()
+
+
+def test_rows_and_columns_have_scales_of_their_own() -> None:
+    x = random(37, 53) * torch.exp2(torch.arange(37.0))[:, None].bfloat16()
+    of_rows, of_columns = row_column_amax(x)
+    assert torch.equal(of_rows, x.float().abs().amax(1)) and torch.equal(of_columns, x.float().abs().amax(0))
+    scale, column_scale = power_of_two_scale(of_rows, E4M3), power_of_two_scale(of_columns, E4M3)
+    q, q_t = quantise(x, scale, column_scale, E4M3, True, True)
+    for back, wanted in ((q.float() * scale[:, None], x.float()), ((q_t.float() * column_scale[:, None]), x.float().t())):
+        assert (back - wanted).norm() <= 0.04 * wanted.norm()
+    # A row of small numbers is as accurate as one of large ones.
+    assert (q.float()[0] * scale[0] - x.float()[0]).norm() <= 0.04 * x.float()[0].norm()
+
+
+@pytest.mark.parametrize(("block", "square"), [(128, False), (128, True), (32, False)])
+def test_blocks_have_scales_of_their_own(block: int, square: bool) -> None:
+    x = random(130, 200, seed=1)
+    x[:128, :128] *= 2.0**-40
+    q, scale, q_t, column_scale = quantise_blocks(x, E4M3, block, square, True, True)
+    wide = scale.repeat_interleave(block, 1)[:, :200]
+    wide_t = column_scale.repeat_interleave(block, 1)[:, :130]
+    if square:
+        wide, wide_t = wide.repeat_interleave(block, 0)[:130], wide_t.repeat_interleave(block, 0)[:200]
+        assert torch.equal(column_scale, scale.t())
+    for back, wanted in ((q.float() * wide, x.float()), (q_t.float() * wide_t, x.float().t())):
+        # The part of tiny numbers is in blocks of its own, along either dim.
+        assert (back - wanted)[:128, :128].norm() <= 0.04 * wanted[:128, :128].norm()
+        assert (back - wanted).norm() <= 0.04 * wanted.norm()
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_products_are_those_of_the_numbers_kept(square: bool) -> None:
+    a, b = random(37, 200), random(150, 200, seed=1)
+    q_a, s_a, _, _ = quantise_blocks(a, E4M3, 128, False, True, False)
+    q_b, s_b, _, _ = quantise_blocks(b, E4M3, 128, square, True, False)
+    wide_b = s_b.repeat_interleave(128, 1)[:, :200]
+    wide_b = wide_b.repeat_interleave(128, 0)[:150] if square else wide_b
+    exact = (q_a.double() * s_a.repeat_interleave(128, 1)[:, :200]) @ (q_b.double() * wide_b).t()
+    found = block_product(q_a, q_b, s_a, s_b, torch.float32, 128)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
+    scales = power_of_two_scale(a.abs().amax(1), E4M3), power_of_two_scale(b.abs().amax().view(1), E4M3)
+    pair = (quantise(a, scales[0], scales[0], E4M3, True, False)[0], quantise(b, scales[1], scales[1], E4M3, True, False)[0])
+    exact = (pair[0].double() * scales[0][:, None]) @ (pair[1].double() * scales[1]).t()
+    found = scaled_product(*pair, *scales, torch.float64, True)
+    torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-9)
+
+
+def test_operations_are_sound() -> None:
+    """Fake shapes and strides are those of the results, and no input is changed or handed out."""
+    x, one = random(20, 36), torch.ones(1)
+    # The check of schemas multiplies its arguments, which 8-bit numbers do not.
+    checks = ("test_faketensor",)
+    for wanted in ((True, True), (True, False), (False, True)):
+        torch.library.opcheck(quantise, (x, one, one, E4M3, *wanted), test_utils=checks)
+        torch.library.opcheck(quantise_blocks, (x, E4M3, 128, True, *wanted), test_utils=checks)
+    torch.library.opcheck(row_column_amax, (x,), test_utils=checks)
+    q = x.to(E4M3)
+    torch.library.opcheck(scaled_product, (q, q, one, one, torch.bfloat16, True), test_utils=checks)
+    blocks = torch.ones(20, 1)
+    torch.library.opcheck(block_product, (q, q, blocks, blocks, torch.bfloat16, 128), test_utils=checks)
+
+
+# --- the Triton kernels, compiled for devices that are not here ---------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize(("target", "element"), [("sm_90", "fp8e4nv"), ("gfx942", "fp8e4b8"), ("sm_90", "fp8e5")])
+def test_kernels_compile(target: str, element: str) -> None:
+    from phalanx.kernels import float8_triton as kernels  # noqa: PLC0415
+
+    quantised = {"q": f"*{element}", "q_t": f"*{element}"}
+    sizes = {"rows": "i32", "columns": "i32"}
+    wanted = {"ROWS": True, "COLUMNS": True, "TILE": kernels.TILE}
+    scales = {"scale": "*fp32", "column_scale": "*fp32"}
+    assembly_of(
+        kernels.quantise_kernel,
+        target,
+        kernels.QUANTISE_WARPS,
+        {"x": "*bf16", **scales, **quantised, **sizes},
+        {"BY_ROW": True, **wanted},
+        even=(0, 1, 2, 3, 4, 5, 6),
+    )
+    assembly_of(
+        kernels.quantise_blocks_kernel,
+        target,
+        kernels.QUANTISE_WARPS,
+        {"x": "*bf16", "q": f"*{element}", "scale": "*fp32", "q_t": f"*{element}", "column_scale": "*fp32", **sizes},
+        {"SQUARE": False, **wanted, "LEAST": 2.0**-100, "CARRY": 0x1FFFFF, "SHIFT": 8 << 23},
+        even=(0, 1, 2, 3, 4, 5, 6),
+    )
+    tiles = dict(zip(("TILE_M", "TILE_N", "TILE_K"), kernels.PRODUCT_TILES, strict=True))
+    pointers = {"a": f"*{element}", "b": "*fp8e4nv" if target == "sm_90" else f"*{element}", "out": "*bf16"}
+    assembly = assembly_of(
+        kernels.block_product_kernel,
+        target,
+        kernels.PRODUCT_WARPS,
+        {**pointers, "a_scale": "*fp32", "b_scale": "*fp32", "m": "i32", "n": "i32", "k": "i32"},
+        {"SQUARE": True, "EVEN": True, **tiles, "GROUP": 8},
+        even=(0, 1, 2, 3, 4, 5, 6, 7),
+    )
+    assert ("wgmma" if target == "sm_90" else "mfma") in assembly
+
+
+INTERPRETED = """
+import torch
+from phalanx.kernels import float8_triton as kernels
+from phalanx.kernels.float8 import *
+
+class Here:
+    def __init__(self, *_): ...
+    def __enter__(self): ...
+    def __exit__(self, *_): ...
+
+torch.cuda.device = Here
+x = torch.randn(130, 200, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, 200)
+for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    one = power_of_two_scale(x.abs().amax().view(1), dtype)
+    amax = row_column_amax_reference(x)
+    for found, wanted in zip(kernels.run_row_column_amax(x), amax):
+        assert torch.equal(found, wanted)
+    for scales in ((one, one), tuple(power_of_two_scale(size, dtype) for size in amax)):
+        wanted = quantise_reference(x, *scales, dtype, True, True)
+        found = tuple(torch.empty_like(w) for w in wanted)
+        kernels.run_quantise(x, *scales, *found)
+        for f, w in zip(found, wanted):
+            assert torch.equal(f.float(), w.float())
+    for square in (False, True):
+        wanted = quantise_blocks_reference(x, dtype, 128, square, True, True)
+        found = tuple(torch.empty_like(w) for w in wanted)
+        kernels.run_quantise_blocks(x, *found, square)
+        for f, w in zip(found, wanted):
+            assert torch.equal(f.float(), w.float())
+        q, scale = quantise_blocks_reference(x[:70], dtype, 128, False, True, False)[:2]
+        exact = block_product_reference(q, wanted[0], scale, wanted[1], torch.float32, 128)
+        product = kernels.run_block_product(q, wanted[0], scale, wanted[1], torch.float32)
+        torch.testing.assert_close(product, exact, rtol=1e-4, atol=1e-4 * float(exact.abs().max()))
+"""
+
+
+@needs_triton
+def test_kernels_compute_what_their_references_do() -> None:
+    run_interpreted(INTERPRETED)
