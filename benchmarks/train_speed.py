@@ -32,6 +32,10 @@ GIB = 2**30
 FOUNDRY = ["model.positions=learned", "model.bias=true"]
 """What LLM Foundry's published benchmark trained: learned positions and biases, where the MPT models have ALiBi."""
 
+LLAMA = [
+    "examples/llama3-8b.yaml", "model.n_layers=8", "layout.microbatch=2", "layout.global_batch=2", "layout.recompute=none",
+]  # fmt: skip
+"""Eight blocks of Llama 3 8B."""
 CASES: dict[str, list[str]] = {
     "mpt-1b": ["examples/mpt-1b.yaml", "layout.microbatch=16", "layout.global_batch=64"],
     "mpt-1b-foundry": ["examples/mpt-1b.yaml", "layout.microbatch=16", "layout.global_batch=64", *FOUNDRY],
@@ -41,10 +45,10 @@ CASES: dict[str, list[str]] = {
     "mpt-7b-16-layers-foundry": [
         "examples/mpt-7b.yaml", "model.n_layers=16", "layout.microbatch=16", "layout.global_batch=256", *FOUNDRY,
     ],
-    "llama3-8b-8-layers": [
-        "examples/llama3-8b.yaml", "model.n_layers=8", "layout.microbatch=2", "layout.global_batch=2",
-        "layout.recompute=none",
-    ],
+    "llama3-8b-8-layers": LLAMA,
+    "llama3-8b-8-layers-fp8-tensor": [*LLAMA, "layout.precision=fp8-tensor"],
+    "llama3-8b-8-layers-fp8-row": [*LLAMA, "layout.precision=fp8-row"],
+    "llama3-8b-8-layers-fp8-block": [*LLAMA, "layout.precision=fp8-block"],
     "qwen3-30b-a3b-4-layers": [
         "examples/qwen3-30b-a3b.yaml", "model.n_layers=4", "layout.microbatch=4", "layout.global_batch=4", "layout.ep=1",
         "layout.recompute=none", "model.experts.balance=none", "model.experts.bias_rate=0.001",
@@ -142,11 +146,11 @@ def main() -> None:
 def print_row(result: dict[str, Any]) -> None:
     """One line of the table."""
     if "failed" in result:
-        print(f"{result['case']:22s} failed with {result['failed']}: {' / '.join(result['error'])}", flush=True)
+        print(f"{result['case']:29s} failed with {result['failed']}: {' / '.join(result['error'])}", flush=True)
         return
     mfu = "-" if result["mfu_palm"] is None else f"{result['mfu_palm']:.4f}"
     print(
-        f"{result['case']:22s} {result['attention']:9s} {result['tokens_per_second']:10,.0f} tok/s  MFU {mfu}  "
+        f"{result['case']:29s} {result['attention']:9s} {result['tokens_per_second']:10,.0f} tok/s  MFU {mfu}  "
         f"step {result['step_seconds']:.3f} s  data wait {result['data_wait_share']:.3%}  "
         f"peak {result['memory_peak_gib']:.1f} GiB  between steps {result['memory_between_steps_gib'] or 0:.2f} "
         f"(accounted {result['memory_accounted_between_steps_gib']:.2f}) GiB  "

@@ -11,6 +11,7 @@ dims than the forward pass, so that it needs the transposed of each operand: wri
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -40,11 +41,15 @@ class ScaleBits:
     """What is subtracted then: the exponent of the format's maximum."""
 
 
-def scale_bits(dtype: torch.dtype) -> ScaleBits:
-    """Return how scales for numbers of the 8-bit format `dtype` are formed."""
-    most = torch.tensor(torch.finfo(dtype).max, dtype=torch.float32).view(torch.int32).item()
-    exponent, digits = most >> 23, most & 0x7FFFFF
-    return ScaleBits(0x7FFFFF - int(digits), (int(exponent) - 127) << 23)
+def _bits_of(most: float) -> ScaleBits:
+    digits, exponent = math.frexp(most)
+    return ScaleBits(0x7FFFFF - int((2 * digits - 1) * 2**23), (exponent - 1) << 23)
+
+
+_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+# A table: compilers trace what is looked up, and not how it is computed.
+SCALE_BITS = {dtype: _bits_of(torch.finfo(dtype).max) for dtype in _FORMATS}
+"""How scales for numbers of each 8-bit format are formed."""
 
 
 def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
@@ -54,7 +59,7 @@ def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     that what was computed with it is not taken for numbers.
     """
     # By integers: a quotient is rounded differently by each device, and a scale must be the same on all of them.
-    how = scale_bits(dtype)
+    how = SCALE_BITS[dtype]
     bits = amax.float().clamp(min=LEAST).view(torch.int32)
     scale = (((bits + how.carry) & 0x7F800000) - how.shift).view(torch.float32)
     return torch.where(amax.float() < torch.inf, scale, torch.nan)
@@ -253,16 +258,12 @@ def block_product(
 
 
 @block_product.register_fake
-def _(
-    a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, block: int
-) -> Tensor:
+def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, block: int) -> Tensor:
     return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]), dtype=dtype)
 
 
 @block_product.register_kernel("cuda")
-def _(
-    a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, block: int
-) -> Tensor:
+def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, block: int) -> Tensor:
     kernel = triton_module("float8_triton")
     known = block == BLOCK and dtype in (torch.bfloat16, torch.float16, torch.float32)
     if kernel is None or not known or compat.float8_refusal(a_MK.device):

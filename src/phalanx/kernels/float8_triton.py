@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from phalanx.kernels.float8 import LEAST, scale_bits
+from phalanx.kernels.float8 import LEAST, SCALE_BITS
 
 TILE = 128
 """Rows and columns of a tile: a block of block-wise scaling."""
@@ -173,7 +173,7 @@ def block_product_kernel(
     else:
         b_scale_at = b_scale + read_column * blocks
     total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
-    for block in range(0, blocks):
+    for block in range(blocks):
         if EVEN:
             a_tile, b_tile = tl.load(a_at), tl.load(b_at)
         else:
@@ -216,7 +216,7 @@ def run_quantise_blocks(
 ) -> None:
     """Do as `kernels.float8.quantise_blocks_reference` into the tensors given, of which either pair may be empty."""
     rows, columns = x_NI.shape
-    how = scale_bits(q_NI.dtype)
+    how = SCALE_BITS[q_NI.dtype]
     with torch.cuda.device(x_NI.device):
         quantise_blocks_kernel[(triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)](
             x_NI,
@@ -250,9 +250,7 @@ def run_row_column_amax(x_NI: Tensor) -> tuple[Tensor, Tensor]:
     return by_row.amax(0), by_column.amax(0)
 
 
-def run_block_product(
-    a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
-) -> Tensor:
+def run_block_product(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Do as `kernels.float8.block_product_reference`, for contiguous matrices of a CUDA or ROCm device."""
     (m, k), n = a_MK.shape, b_NK.shape[0]
     out_MN = a_MK.new_empty((m, n), dtype=dtype)

@@ -124,8 +124,10 @@ def _agree(amax: Tensor, group: str) -> Tensor:
 def multiply(a: Operand, b: Operand, scaling: Scaling, dtype: torch.dtype, *, fast: bool) -> Tensor:
     """Return the product of a and the transposed b in `dtype`, summed over the columns of both."""
     if scaling in BLOCKS:
-        return block_product(a.q, b.q, a.scale, b.scale, dtype, BLOCKS[scaling])
-    return scaled_product(a.q, b.q, a.scale, b.scale, dtype, fast)
+        product: Tensor = block_product(a.q, b.q, a.scale, b.scale, dtype, BLOCKS[scaling])
+    else:
+        product = scaled_product(a.q, b.q, a.scale, b.scale, dtype, fast)
+    return product
 
 
 class _Product(torch.autograd.Function):
@@ -143,9 +145,7 @@ class _Product(torch.autograd.Function):
         output_group: str,
     ) -> Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
-        rows, columns = quantise_both(
-            x_NI, scaling, dtype, column_group=input_group, columns=ctx.needs_input_grad[1]
-        )
+        rows, columns = quantise_both(x_NI, scaling, dtype, column_group=input_group, columns=ctx.needs_input_grad[1])
         weight, _ = quantise_both(
             weight_OI, scaling, dtype, row_group=output_group, column_group=input_group, columns=False, weight=True
         )

@@ -93,7 +93,9 @@ def require_products(precision: Precision, device: torch.device) -> None:
         return
     refusal = compat.float8_refusal(device)
     if precision.products.scaling == "mx":
-        refusal = "blocks of 32 need products of microscaling formats, which are emulated on the CPU and on no accelerator"
+        refusal = (
+            "blocks of 32 need products of microscaling formats, which are emulated on the CPU and on no accelerator"
+        )
     if refusal:
         nearest = "bf16" if compat.float8_refusal(device) else "fp8-block"
         raise ConfigError(

@@ -1,0 +1,128 @@
+"""8-bit kernels and products on the device beside their plain references, on sizes that nothing divides; a training step."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from device_runs import CPU, accelerator, distance, record_steps, relative_error, small_run
+from phalanx.kernels.float8 import (
+    block_product,
+    block_product_reference,
+    power_of_two_scale,
+    product_reference,
+    quantise,
+    quantise_blocks,
+    quantise_blocks_reference,
+    quantise_reference,
+    row_column_amax,
+    row_column_amax_reference,
+    scaled_product,
+)
+from phalanx.nn.precision import find_precision
+from phalanx.torch_compat import common as compat
+from phalanx.verification.record_training import Record
+
+pytestmark = pytest.mark.gpu
+
+RECIPES = ("fp8-tensor", "fp8-row", "fp8-block")
+SIZES = [(1, 16), (37, 53), (130, 200), (512, 384), (1000, 1040)]
+
+
+@pytest.fixture(autouse=True)
+def formats() -> tuple[torch.dtype, torch.dtype]:
+    """The device's own formats of 3 and of 2 digits."""
+    if reason := compat.float8_refusal(accelerator()):
+        pytest.skip(f"this device multiplies no 8-bit numbers: {reason}")
+    return compat.float8_formats(accelerator())
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Values whose sizes lie up to 2^12 apart, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.exp2(torch.randint(-6, 6, shape, generator=generator).double())
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * size).to(dtype).to(accelerator())
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    """Whether two tensors hold the same numbers."""
+    return torch.equal(found.cpu().float(), wanted.cpu().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("digits", [0, 1])
+def test_quantised_bit_by_bit(
+    formats: tuple[torch.dtype, torch.dtype], digits: int, size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x, kind = random(*size, dtype=dtype), formats[digits]
+    amax = row_column_amax(x)
+    assert all(map(same, amax, row_column_amax_reference(x.cpu())))
+    one = power_of_two_scale(x.abs().amax().view(1), kind)
+    for scales in ((one, one), tuple(power_of_two_scale(each, kind) for each in amax)):
+        wanted = quantise_reference(x.cpu(), *(scale.cpu() for scale in scales), kind, True, True)
+        assert all(map(same, quantise(x, *scales, kind, True, True), wanted))
+        assert same(quantise(x, *scales, kind, False, True)[1], wanted[1])
+    for square in (False, True):
+        wanted_blocks = quantise_blocks_reference(x.cpu(), kind, 128, square, True, True)
+        assert all(map(same, quantise_blocks(x, kind, 128, square, True, True), wanted_blocks))
+        assert all(map(same, quantise_blocks(x, kind, 128, square, False, True)[2:], wanted_blocks[2:]))
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(37, 53, 40), (130, 200, 1000), (512, 384, 4096), (1, 16, 16)])
+def test_products(formats: tuple[torch.dtype, torch.dtype], m: int, n: int, k: int, fast: bool) -> None:
+    a, b = random(m, k), random(n, k, seed=1)
+    for kind in formats:
+        one = [power_of_two_scale(x.abs().amax().view(1), e) for x, e in ((a, kind), (b, formats[0]))]
+        by_row = [power_of_two_scale(x.abs().amax(1), e) for x, e in ((a, kind), (b, formats[0]))]
+        for scale_a, scale_b in (one, by_row):
+            q_a = quantise(a, scale_a, scale_a, kind, True, False)[0]
+            q_b = quantise(b, scale_b, scale_b, formats[0], True, False)[0]
+            exact = product_reference(q_a, q_b, scale_a.view(-1, 1), scale_b.view(-1, 1), torch.float64)
+            found = scaled_product(q_a, q_b, scale_a, scale_b, torch.bfloat16, fast)
+            # Sums in the tensor cores' own registers keep fewer digits than the result has.
+            assert relative_error(found, exact) <= (2e-2 if fast else 4e-3)
+        for square in (False, True):
+            q_a, scale_a = quantise_blocks(a, kind, 128, False, True, False)[:2]
+            q_b, scale_b = quantise_blocks(b, formats[0], 128, square, True, False)[:2]
+            exact = block_product_reference(q_a, q_b, scale_a, scale_b, torch.float64, 128)
+            found = block_product(q_a, q_b, scale_a, scale_b, torch.bfloat16, 128)
+            assert relative_error(found, exact) <= 4e-3
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("gradients", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linear_layer_forward_and_backward(recipe: str, gradients: str, compiled: bool) -> None:
+    """The emulation on the CPU has the same numbers in 8 bits and sums them up more exactly."""
+    found = []
+    for device in (CPU, accelerator()):
+        products = find_precision(recipe, gradients).products
+        assert products is not None
+        product = products.of_layer(208, 304, "", "", device)
+        assert product is not None
+        x, weight, bias, grad = (
+            value.to(device).requires_grad_()
+            for value in (random(3, 37, 208), random(304, 208, seed=1), random(304, seed=2), random(3, 37, 304, seed=3))
+        )
+        run = torch.compile(product, fullgraph=True) if compiled and device != CPU else product
+        y = run(x, weight, bias)
+        found.append([y, *torch.autograd.grad(y, (x, weight, bias), grad.detach())])
+    for wanted, here in zip(*found, strict=True):
+        assert here.dtype == torch.bfloat16 and relative_error(here.detach(), wanted.detach()) <= 2e-2
+
+
+@cache
+def reference() -> Record:
+    return record_steps(small_run({}, "fp64", compiled=False), CPU)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_step(recipe: str, compiled: bool) -> None:
+    found = distance(record_steps(small_run({}, recipe, compiled=compiled), accelerator()), reference())
+    assert found.loss <= 1e-3 and found.worst <= 0.15
