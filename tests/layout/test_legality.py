@@ -97,6 +97,36 @@ RULES: dict[str, tuple[Fields, Fields, int, list[str]]] = {
             "nearest legal: dp_shard=2 tp=2, or dp_replicate=2 tp=2",
         ],
     ),
+    "blocks of 8-bit numbers with one scale": (
+        {"tp": 2, "precision": "fp8-block"},
+        {"model.d_ff": 256, "model.head_dim": 16},
+        2,
+        [
+            "layout.precision=fp8-block: layout.tp=2 gives ranks 64 of the 128 features of model.n_heads, which "
+            "is no multiple of the 128 that share a scale",
+            "nearest legal: dp_shard=2 tp=1, or dp_replicate=2 tp=1",
+        ],
+    ),
+    "8-bit numbers in chunks": (
+        {"dp_shard": 2, "gather": "stream", "precision": "fp8-row"},
+        {},
+        2,
+        [
+            "layout.gather=stream has chunks of a matrix, and scales of layout.precision=fp8-row are found from "
+            "whole ones",
+            "nearest legal: gather=layer",
+        ],
+    ),
+    "8-bit gradients apart": (
+        {"pp": 2, "schedule": "zbv", "precision": "fp8-tensor"},
+        {},
+        2,
+        [
+            "layout.schedule=zbv asks for gradients of inputs and of weights apart, which "
+            "layout.precision=fp8-tensor quantises and forms together",
+            "nearest legal: schedule=interleaved_1f1b",
+        ],
+    ),
     "rows of the vocabulary": (
         {"tp": 4},
         {"model.vocab_size": 6},

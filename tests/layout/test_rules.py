@@ -43,7 +43,7 @@ def draw_run(random: Random) -> LanguageRun:
             "training.compile": random.choice((True, "auto")),
             "model.vocab_size": random.choice((7, 61)),
         },
-        precision=random.choice(("bf16", "fp16")),
+        precision=random.choice(("bf16", "fp16", "fp8-block")),
     )
 
 

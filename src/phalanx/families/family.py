@@ -69,6 +69,11 @@ class DeclaredModel(ABC):
         """Return what a tensor-parallel degree must divide; by default nothing."""
         return []
 
+    def split_features(self) -> list[SplitCount] | None:
+        """Return the features of the matrices of blocks that `tp` splits, by the field that says how many; None where the
+        model does not say."""
+        return None
+
     @abstractmethod
     def block_costs(self) -> tuple[float, float]:
         """Return the floating-point operations of the embedding and of the head, in those of one block."""

@@ -107,6 +107,24 @@ class DeclaredLanguage(DeclaredModel):
                 counts.append(SplitCount(field, split.hidden // mlp_unit(split), mlp_unit(split)))
         return list(dict.fromkeys(counts))
 
+    def split_features(self) -> list[SplitCount]:
+        """Return the features that `tp` splits: those of heads, and hidden ones of MLPs, gate and up each."""
+        counts = []
+        for layer in self.model.layer_kinds():
+            attention = layer.attention
+            if attention.latent is None:
+                size, joint = attention.head_size, attention.heads + 2 * attention.kv_heads
+                counts += [SplitCount("model.n_heads", n * size) for n in (attention.heads, joint)]
+            else:
+                latent = attention.latent
+                sizes = (attention.head_size, latent.nope_size + latent.value_size, latent.value_size)
+                counts += [SplitCount("model.latent", attention.heads * size) for size in sizes]
+            dense = isinstance(layer.mlp, MLPConfig)
+            split = layer.mlp if isinstance(layer.mlp, MLPConfig) else layer.mlp.shared
+            if split is not None:
+                counts.append(SplitCount("model.d_ff" if dense else "model.experts.shared_d_ff", split.hidden))
+        return list(dict.fromkeys(counts))
+
     def block_costs(self) -> tuple[float, float]:
         """Return the floating-point operations of the embedding and of the head, in those of one block.
 

@@ -54,6 +54,10 @@ class DeclaredWeather(DeclaredModel):
         qkv = MatrixRows(pattern=(size, size, size))
         return [("blocks.*.attention.qkv.weight", qkv), *super().matrices()]
 
+    def split_features(self) -> list[SplitCount]:
+        """Return the features of blocks that `tp` splits: those of heads, and hidden ones of the MLP."""
+        return [SplitCount("model.d_model", self.model.d_model), SplitCount("model.ff_size", self.model.ff_size)]
+
     def splits(self) -> Splits:
         """Return how modules may be split over tensor-parallel ranks; see `nn.splits`.
 

@@ -14,6 +14,7 @@ import numpy as np
 from phalanx.families.family import BoundModel
 from phalanx.layout.legality.degree_rules import BRANCH_RULES, DEGREE_RULES, NODE_RULES, SPLIT_RULES
 from phalanx.layout.legality.pipeline_rules import BATCH_RULES, STAGE_RULES
+from phalanx.layout.legality.precision_rules import PRECISION_RULES
 from phalanx.layout.legality.rule import Reason, Requirements
 from phalanx.layout.legality.sharding_rules import SHARDING_RULES
 from phalanx.layout.spec import Bools, LayoutTable, ResolvedLayout
@@ -23,6 +24,7 @@ RULES = (
     *SHARDING_RULES,
     *BRANCH_RULES,
     *SPLIT_RULES,
+    *PRECISION_RULES,
     *STAGE_RULES,
     *BATCH_RULES,
     *NODE_RULES,

@@ -1,0 +1,147 @@
+"""8-bit recipes give one rank's numbers in every layout: scales are those of whole tensors, rows and blocks.
+
+In 64-bit activations nothing but the scales can differ between layouts: every product has the same 8-bit operands, so that
+results agree to the last digits, and a scale that is found from a part alone shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from distributed_ranks import run_ranks
+from layout_cases import SIZE
+from phalanx.families.language.config import LanguageRun
+from phalanx.families.registry import bind
+from phalanx.layout.mesh import Groups
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn import float8_linear
+from phalanx.nn.float8_linear import Float8Recipe, Operand
+from phalanx.nn.precision import PRECISIONS
+from phalanx.torch_compat import common as compat
+from phalanx.verification.family import VerifiableModel
+from phalanx.verification.verify_run import Verdict, Verifier
+
+RANKS = 4
+RECIPES = {
+    "tensor": Float8Recipe("tensor"),
+    "row": Float8Recipe("row", wide_gradients=True),
+    "block": Float8Recipe("block"),
+}
+LAYOUTS = {
+    "tp=2 dp_shard=2": ResolvedLayout(4, 1, tp=2, dp_shard=2, zero=3),
+    "tp=2 pp=2": ResolvedLayout(4, 1, tp=2, pp=2),
+    "dp_shard=4, full recompute": ResolvedLayout(
+        4, 1, dp_shard=4, zero=3, reshard_after_forward=True, recompute="full"
+    ),
+    "tp=4": ResolvedLayout(4, 1, tp=4),
+}
+
+TRIED = {"tensor": tuple(LAYOUTS), "row": ("tp=2 dp_shard=2", "tp=4"), "block": ("tp=2 dp_shard=2",)}
+"""The layouts of each recipe; blocks are too long for four ranks of tp."""
+
+
+def small_run() -> LanguageRun:
+    """Features of heads and MLP are 128 and more on each of two ranks; initial weights are large, so that sizes differ."""
+    model = {**SIZE, "n_layers": 2, "d_model": 64, "head_dim": 32, "n_kv_heads": 4, "d_ff": 256, "init_std": 0.3}
+    return LanguageRun.model_validate(
+        {
+            "model": model,
+            "data": {"sources": ["nowhere"], "sequence_length": 16},
+            "layout": {"global_batch": 4, "microbatch": 1, "precision": "fp64"},
+            "optimizer": {"lr": 0.01, "eps": 1e-3, "schedule": "constant"},
+            "training": {"steps": 1},
+        }
+    )
+
+
+@contextmanager
+def wide(recipe: Float8Recipe) -> Iterator[None]:
+    """Let fp64 multiply by `recipe`."""
+    before = PRECISIONS["fp64"]
+    PRECISIONS["fp64"] = replace(before, products=recipe)
+    try:
+        yield
+    finally:
+        PRECISIONS["fp64"] = before
+
+
+def keep_own_amax() -> Any:
+    return patch.object(float8_linear, "_agree", lambda amax, group: amax)
+
+
+def take_a_neighbours_scale() -> Any:
+    right = float8_linear.quantise_both
+
+    def wrong(x: Tensor, *arguments: Any, **named: Any) -> tuple[Operand, Operand]:
+        rows, columns = right(x, *arguments, **named)
+        group = named.get("column_group", "")
+        if not group:
+            return rows, columns
+        world = torch.distributed.get_world_size(compat.process_group(group))
+        ranks = compat.all_gather(x.detach().abs().amax().view(1), group, world).amax(1)
+        mine = float8_linear.power_of_two_scale(ranks, torch.float8_e4m3fn)
+        place = torch.distributed.get_rank(compat.process_group(group))
+        return Operand(rows.q, rows.scale * mine[place - 1] / mine[place]), columns
+
+    return patch.object(float8_linear, "quantise_both", wrong)
+
+
+def agree_along_the_other_dim() -> Any:
+    right = float8_linear.quantise_both
+
+    def wrong(*arguments: Any, row_group: str = "", column_group: str = "", **named: Any) -> tuple[Operand, Operand]:
+        return right(*arguments, row_group=column_group, column_group=row_group, **named)
+
+    return patch.object(float8_linear, "quantise_both", wrong)
+
+
+MISTAKES = {
+    "own amax": ("tensor", keep_own_amax),
+    "own amax of rows": ("row", keep_own_amax),
+    "a neighbour's scale": ("tensor", take_a_neighbours_scale),
+    "scales of rows for those of columns": ("row", agree_along_the_other_dim),
+}
+
+
+def verify_recipes() -> dict[tuple[str, str], Verdict]:
+    """On one of the ranks: verdicts by recipe and layout, or by recipe and mistake."""
+    model, groups = bind(small_run(), VerifiableModel), Groups()
+    found = {}
+    for name, recipe in RECIPES.items():
+        with wide(recipe):
+            verifier = Verifier(model, torch.device("cpu"), steps=1, activations=True, groups=groups)
+            for words in TRIED[name]:
+                found[name, words] = verifier.verify(LAYOUTS[words])
+            for words, (of, plant) in MISTAKES.items():
+                if of == name:
+                    with plant():
+                        found[name, words] = verifier.verify(LAYOUTS["tp=2 dp_shard=2"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> dict[tuple[str, str], Verdict]:
+    found: dict[tuple[str, str], Verdict] = run_ranks(verify_recipes, RANKS, timeout_s=240.0)[0]
+    return found
+
+
+def test_layouts_compute_what_one_rank_computes(verdicts: dict[tuple[str, str], Verdict]) -> None:
+    right = {key: verdict for key, verdict in verdicts.items() if key[1] in LAYOUTS}
+    assert len(right) == 7
+    failed = [f"{key}: {verdict.first}" for key, verdict in right.items() if not verdict.passed]
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_scales_of_a_part_alone_are_found(mistake: str, verdicts: dict[tuple[str, str], Verdict]) -> None:
+    verdict = verdicts[MISTAKES[mistake][0], mistake]
+    assert not verdict.passed and verdict.first is not None
+    assert verdict.first.error > 1e6 * verdict.first.bound, verdict.first
