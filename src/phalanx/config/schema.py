@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Degree = Ranks | Literal["auto"]
 BranchSizes = Annotated[list[Annotated[int, Field(ge=0, le=10**7)]], Field(min_length=1)]
+SCALED_TOGETHER = {"fp8-block": 128, "mxfp8": 32}
+"""Numbers along one dim that share a scale, in the precisions that scale blocks."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Options = Annotated[dict[str, bool | int | float | str], Words("a mapping of names to numbers, words, true or false")]
 Patterns = Annotated[list[str], Words("a list of patterns of parameter names, as in head.*")]
@@ -132,6 +134,11 @@ class Layout(Section):
         """Whether the loss is scaled, as `precision` asks for (Micikevicius et al. 2018, arXiv:1710.03740)."""
         # float16 has five bits of exponent: gradients below 6e-8 would vanish.
         return self.precision == "fp16"
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether blocks multiply 8-bit numbers."""
+        return "fp8" in self.precision
 
 
 OWN_OPTIMIZERS = ("adamw", "lion", "muon")

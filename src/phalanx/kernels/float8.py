@@ -22,9 +22,7 @@ from phalanx.kernels import triton_module
 from phalanx.torch_compat import common as compat
 
 BLOCK = 128
-"""Numbers along one dim that share a scale in block-wise scaling (DeepSeek-V3, arXiv:2412.19437, section 3.3)."""
-MX_BLOCK = 32
-"""The same of microscaling formats (OCP MX specification 1.0, section 5.2), which have no square blocks."""
+"""Numbers along one dim that share a scale in the kernels of block-wise scaling (DeepSeek-V3, arXiv:2412.19437, 3.3)."""
 LEAST = 2.0**-100
 """Largest number of what counts as zero: its scale is still a normal float32 number."""
 ALIGNMENT = 16

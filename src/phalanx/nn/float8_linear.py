@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.config.schema import SCALED_TOGETHER
 from phalanx.kernels.float8 import (
-    BLOCK,
-    MX_BLOCK,
     block_product,
     power_of_two_scale,
     quantise,
@@ -26,7 +25,7 @@ from phalanx.kernels.float8 import (
 from phalanx.torch_compat import common as compat
 
 Scaling = Literal["tensor", "row", "block", "mx"]
-BLOCKS: dict[str, int] = {"block": BLOCK, "mx": MX_BLOCK}
+BLOCKS = {"block": SCALED_TOGETHER["fp8-block"], "mx": SCALED_TOGETHER["mxfp8"]}
 """Numbers along one dim that share a scale."""
 SMALLEST = 16
 """Features below which, or of which no multiple, a matrix stays in the format of the activations."""
@@ -37,8 +36,8 @@ class Float8Recipe:
     """Which numbers of a matrix share a scale, and the format of gradients."""
 
     scaling: Scaling
-    """tensor: all; row: those that are summed up for one number of the result; block: `kernels.float8.BLOCK` of these, and
-    square blocks of a weight; mx: blocks of 32, of weights too."""
+    """tensor: all; row: those that are summed up for one number of the result; block: 128 of these, and
+    square blocks of a weight; mx: 32 of these, of a weight too."""
     wide_gradients: bool = False
     """Whether gradients have 5 bits of exponent and 2 digits (e5m2), instead of 4 and 3 (e4m3)."""
 

@@ -245,7 +245,7 @@ def _check_training(run: MaterialsRun) -> Iterator[Problem]:
             "layout.precision=fp16 scales the loss against underflow, but not the derivative inside it that forces are",
             "layout.precision=fp32",
         )
-    if run.layout.precision.endswith(("-tensor", "-row", "-block")) or run.layout.precision == "mxfp8":
+    if run.layout.in_8_bits:
         yield Problem(
             ("layout", "precision"),
             f"layout.precision={run.layout.precision} multiplies matrices in 8 bits, and layers of networks of atoms are "

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+from phalanx.config.schema import SCALED_TOGETHER
 from phalanx.layout.legality.rule import Fix, Requirements, Rule
 from phalanx.layout.spec import Bools, LayoutTable, ResolvedLayout
-from phalanx.nn.float8_linear import BLOCKS, Float8Recipe
-from phalanx.nn.precision import PRECISIONS
 
 _WHOLE_MATRICES: Fix = {"layout.gather": "layer"}
 _BF16: Fix = {"layout.precision": "bf16"}
 
 
-def _recipe(needs: Requirements) -> Float8Recipe | None:
-    products = PRECISIONS[needs.run.layout.precision].products
-    return products if isinstance(products, Float8Recipe) else None
-
-
 def _cut_blocks(needs: Requirements, tp: int) -> list[str]:
     """Return what is said of each matrix whose blocks of numbers with one scale `tp` ranks would cut."""
-    recipe = _recipe(needs)
-    if recipe is None or recipe.scaling not in BLOCKS or tp == 1:
+    size = SCALED_TOGETHER.get(needs.run.layout.precision)
+    if size is None or tp == 1:
         return []
-    size, found = BLOCKS[recipe.scaling], needs.model.split_features()
+    found = needs.model.split_features()
     if found is None:
         return [f"models of family {needs.run.model.family} do not say which features layout.tp={tp} splits"]
     return [
@@ -54,14 +48,14 @@ PRECISION_RULES = (
     ),
     Rule(
         reads=("gather",),
-        broken=lambda needs, t: t.has("gather", "stream") & (_recipe(needs) is not None),
+        broken=lambda needs, t: t.has("gather", "stream") & needs.run.layout.in_8_bits,
         message="layout.gather=stream has chunks of a matrix, and scales of layout.precision={needs.run.layout.precision} "
         "are found from whole ones",
         fixes=(_WHOLE_MATRICES, _BF16),
     ),
     Rule(
         reads=("pp", "schedule"),
-        broken=lambda needs, t: t.splits_backward & (_recipe(needs) is not None),
+        broken=lambda needs, t: t.splits_backward & needs.run.layout.in_8_bits,
         message="layout.schedule={x.schedule} asks for gradients of inputs and of weights apart, which "
         "layout.precision={needs.run.layout.precision} quantises and forms together",
         fixes=({"layout.schedule": "interleaved_1f1b"}, _BF16),
