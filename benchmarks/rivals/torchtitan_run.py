@@ -201,6 +201,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--async-tp", action="store_true", help="let the compiler overlap tensor-parallel exchanges")
     parser.add_argument("--reshard", choices=["default", "always", "never"], default="default", help="after forward")
     parser.add_argument("--attention", choices=["sdpa", "flex"], default="sdpa")
+    parser.add_argument(
+        "--float8", choices=["tensorwise", "rowwise"], help="8-bit matrix products but the head's; torchao"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="a width of 256, to try the script out without a GPU")
     parser.add_argument("--json", type=Path, required=True)
@@ -282,6 +285,14 @@ def job_config(options: argparse.Namespace, folder: str) -> JobConfig:
     job.activation_checkpoint.mode = options.recompute
     job.activation_checkpoint.selective_ac_option = options.selective_option
     job.compile.enable = options.compile
+    if options.float8 is not None:
+        job.model.converters = ["quantize.linear.float8"]
+        job.quantize.linear.float8.filter_fqns = ["output"]
+        # Tensor-wise is its default without a name, the only form that is gathered in 8 bits.
+        job.quantize.linear.float8.recipe_name = None if options.float8 == "tensorwise" else options.float8
+        job.quantize.linear.float8.enable_fsdp_float8_all_gather = options.float8 == "tensorwise"
+        job.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp = options.float8 == "tensorwise"
+        job.quantize.linear.float8.emulate = ON_CPU
     job.debug.seed = options.seed
     return job
 
