@@ -14,7 +14,7 @@ from command_line import Call
 from config.run_text import RUN
 from phalanx.config.families import sizes_of
 from phalanx.config.load import load_run, parse_run
-from phalanx.config.presets import load_preset, preset_names
+from phalanx.config.presets import load_preset, preset_names, recipe_names
 from token_data import write_run_file, write_token_folder
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference"
@@ -31,13 +31,17 @@ def run_file(tmp_path: Path) -> str:
 def test_list_shows_every_preset_and_its_source(call: Call) -> None:
     outcome = call("config", "list")
     assert outcome.code == 0 and outcome.err == ""
-    table, _, others, sources = outcome.out.split("\n\n")
+    table, _, others, sources, recipes = outcome.out.split("\n\n")
     listed = [line.split()[0] for part in (table, others) for line in part.splitlines()[1:]]
     assert sorted(listed) == sorted(preset_names())
     assert ["llama3-8b", "8.03B", "32", "4096", "32/8", "128256", "8192"] in [
         line.split() for line in table.splitlines()
     ]
     assert "arXiv:2312.12705" in sources
+    assert [line.split()[0] for line in recipes.splitlines() if line.startswith("  ") and line[2] != " "] == list(
+        recipe_names()
+    )
+    assert "MPT-1B on 26B tokens" in recipes
 
 
 def test_list_of_one_preset(call: Call) -> None:
@@ -51,7 +55,9 @@ def test_list_of_one_preset(call: Call) -> None:
 
 
 def test_list_json(call: Call) -> None:
-    presets = json.loads(call("config", "list", "--json").out)["presets"]
+    listed = json.loads(call("config", "list", "--json").out)
+    presets = listed["presets"]
+    assert [recipe["name"] for recipe in listed["recipes"]] == list(recipe_names())
     assert [preset["name"] for preset in presets] == list(preset_names())
     by_name = {preset["name"]: preset for preset in presets}
     assert by_name["gpt2"]["parameters"] == 124_439_808

@@ -42,6 +42,11 @@ from phalanx.errors import ConfigError
             "nearest: data.mixture.1.after_step=15",
         ),
         (
+            ["data.length_warmup=[{steps: 5, sequence_length: 512}, {steps: 5, sequence_length: 2048}]"],
+            "data.length_warmup.1.sequence_length=2048 must be below data.sequence_length=2048\n"
+            "nearest: data.length_warmup.1.sequence_length=1024",
+        ),
+        (
             ["data.sources.1.weight=0"],
             "data.sources.1.weight=0 draws no sample from data/b\nnearest: data.sources.1.weight=1",
         ),

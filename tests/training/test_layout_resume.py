@@ -24,6 +24,8 @@ LAYOUTS = [
 ]
 STEPS = 3
 """In each layout."""
+LONGER = "data.length_warmup=[{steps: 4, sequence_length: 8}, {steps: 7, sequence_length: 24}]"
+"""Samples are whole in the last step alone: every layout meets parts, and each of the last two stages ends within one."""
 COMMON = (
     "layout.microbatch=1",
     "layout.global_batch=8",
@@ -67,7 +69,7 @@ def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 def test_a_run_goes_through_layouts_as_if_nothing_had_happened(run_file: Path) -> None:
     files = asked_tasks(run_file.parent)
-    asked = (f"evaluation.tasks.files=[{', '.join(map(str, files))}]", f"evaluation.tasks.every={STEPS}")
+    asked = (LONGER, f"evaluation.tasks.files=[{', '.join(map(str, files))}]", f"evaluation.tasks.every={STEPS}")
     steps = STEPS * len(LAYOUTS)
     straight = curve(run_file, run_file.parent / "straight", steps, 1, *asked, steps=steps)
     run_dir = run_file.parent / "matrix"

@@ -20,7 +20,7 @@ from phalanx.config.families import DEFAULT_FAMILY, FAMILIES, check_parameter_co
 from phalanx.config.fields import Field, SectionInfo, nearest_names, run_sections
 from phalanx.config.load import dump_run, load_run
 from phalanx.config.model import LanguageModel, Model
-from phalanx.config.presets import Preset, load_preset, preset_names
+from phalanx.config.presets import Preset, describe_recipe, load_preset, preset_names, recipe_names
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
@@ -57,7 +57,7 @@ def list_presets(
     as_json: Json = False,
     markdown: Markdown = False,
 ) -> None:
-    """List the model presets.
+    """List the model presets, and the recipes.
 
     Their sizes, shapes, and where the figures come from.
     """
@@ -65,6 +65,7 @@ def list_presets(
         matches = nearest_names(name, preset_names())
         raise ConfigError(f"{name} is not a preset" + (f"\nnearest: {', '.join(matches)}" if matches else ""))
     presets = [load_preset(known) for known in preset_names() if name in (None, known)]
+    recipes = [known for known in recipe_names() if name in (None, known)]
     if as_json:
         print_json(
             {
@@ -82,7 +83,8 @@ def list_presets(
                         "model": preset.model().model_dump(mode="json"),
                     }
                     for preset in presets
-                ]
+                ],
+                "recipes": [{"name": known, "about": describe_recipe(known)} for known in recipes],
             }
         )
     elif markdown:
@@ -91,6 +93,7 @@ def list_presets(
         print_preset(presets[0])
     else:
         print_presets(presets)
+        print_recipes(recipes)
 
 
 @config_app.command("show", epilog=show_examples("phalanx config show examples/quickstart.yaml training.steps=900"))
@@ -335,6 +338,16 @@ def print_presets(presets: list[Preset]) -> None:
     if unlike:
         console.print(f"Parameters are counted; names are those of the publications: {', '.join(unlike)}.")
     console.print("Use one as model.preset=NAME; phalanx config list NAME tells more.")
+
+
+def print_recipes(names: Sequence[str]) -> None:
+    """Print recipes and what each trains."""
+    console = open_output()
+    console.print("\nRecipes, whole run files by name, as in phalanx train NAME:")
+    width = max(map(len, names))
+    for name in names:
+        about = Text.assemble(name.ljust(width + 2), (describe_recipe(name), "dim"))
+        console.print(Padding(about, (0, 0, 0, 2), expand=False))
 
 
 def _differs_from_name(preset: Preset) -> bool:

@@ -103,6 +103,18 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted((file.stem for file in _recipe_files()), key=_series_and_size))
 
 
+def describe_recipe(name: str) -> str:
+    """Return what the recipe `name` trains: the first line of its file, a comment.
+
+    Raises KeyError where there is none of that name.
+    """
+    file = find_recipe(name)
+    if file is None:
+        raise KeyError(name)
+    first = file.read_text("utf-8").partition("\n")[0]
+    return first.removeprefix("#").strip().removesuffix(".")
+
+
 def _recipe_files() -> Iterator[Path]:
     # One after the other: what other packages offer is imported only where none of ours is meant.
     for family in _families():

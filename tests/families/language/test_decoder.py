@@ -49,6 +49,17 @@ def decoder_loss_at(
     return loss
 
 
+@pytest.mark.parametrize("family", [name for name, model in FAMILIES.items() if model.positions != "learned"])
+def test_parts_of_a_sample_are_samples_of_their_own(family: str) -> None:
+    decoder = random_decoder(FAMILIES[family], dtype=torch.float64)
+    tokens, targets = random_tokens(2, 24), random_tokens(2, 24, seed=2)
+    parts = (torch.arange(24) // 8).expand(2, 24)
+    found = decoder(tokens, targets, document_ids_BS=parts).total
+    alone = decoder(tokens.reshape(6, 8), targets.reshape(6, 8)).total
+    # Rotary angles are float32: those of later positions are rounded otherwise.
+    torch.testing.assert_close(found, alone, rtol=1e-7, atol=0)
+
+
 def test_z_loss_is_added_in_training_only() -> None:
     decoder = random_decoder(LLAMA)
     tokens, targets = random_tokens(2, 30), random_tokens(2, 30, seed=2)

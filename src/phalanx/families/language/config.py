@@ -44,6 +44,15 @@ class MixtureChange(Section):
     """Steps over which weights move there linearly, in up to 64 parts; 0 changes them at once."""
 
 
+class LengthStage(Section):
+    """Steps at the beginning of a run in which samples count as shorter ones."""
+
+    steps: PositiveInt
+    """Optimizer steps of this stage."""
+    sequence_length: Positions
+    """Tokens of each part of a sample, beyond which attention does not look; below `data.sequence_length`."""
+
+
 class Data(Section):
     """What the model is trained on."""
 
@@ -57,6 +66,9 @@ class Data(Section):
     """Changes of the weights during the run, one after the other, as for annealing on the best sources."""
     sequence_length: Positions
     """Tokens a sample."""
+    length_warmup: list[LengthStage] = Field(default_factory=list)
+    """Stages with which a run begins, one after the other, in which samples are cut into shorter ones, before they have
+    sequence_length tokens; a step reads the same tokens with and without. Plans are for whole samples."""
     document_mask: bool = False
     """Whether attention stops at document boundaries inside a packed sample."""
     prefetch: Annotated[int, Field(ge=0, le=64)] = 2
@@ -98,7 +110,14 @@ class LanguageRun(Run):
 
     def find_problems(self) -> Iterator[Problem]:
         """See `Run`."""
-        for rule in (_check_sequence, _check_attention, _check_evaluation, _check_mixture, _check_width):
+        for rule in (
+            _check_sequence,
+            _check_length_warmup,
+            _check_attention,
+            _check_evaluation,
+            _check_mixture,
+            _check_width,
+        ):
             yield from rule(self)
 
     @property
@@ -120,6 +139,19 @@ def _check_sequence(run: LanguageRun) -> Iterator[Problem]:
             f"data.sequence_length={length} is longer than model.max_positions={longest}",
             f"data.sequence_length={longest} or model.max_positions={length}",
         )
+
+
+def _check_length_warmup(run: LanguageRun) -> Iterator[Problem]:
+    """Yield a problem for a stage whose samples are not shorter than those of the steps after all stages."""
+    whole = run.data.sequence_length
+    for number, stage in enumerate(run.data.length_warmup):
+        if stage.sequence_length >= whole:
+            name = f"data.length_warmup.{number}.sequence_length"
+            yield Problem(
+                ("data", "length_warmup", number, "sequence_length"),
+                f"{name}={stage.sequence_length} must be below data.sequence_length={whole}",
+                f"{name}={max(1, whole // 2)}",
+            )
 
 
 def _check_mixture(run: LanguageRun) -> Iterator[Problem]:
@@ -179,6 +211,7 @@ def _check_attention(run: LanguageRun) -> Iterator[Problem]:
             "model.positions=alibi": model.positions == "alibi",
             f"model.sliding_window={model.sliding_window}": model.sliding_window is not None,
             "data.document_mask=true": run.data.document_mask,
+            "data.length_warmup": bool(run.data.length_warmup),
             f"layout.precision={precision}": precision not in ("bf16", "fp16"),
         },
         "flex": {f"layout.precision={precision}": precision == "fp64"},

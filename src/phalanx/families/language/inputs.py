@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -159,6 +160,7 @@ def _open_reader(run: LanguageRun, training: list[TokenSource]) -> SampleReader:
         seed=run.training.seed,
         documents=run.data.document_mask,
         changes=mixture_changes(run),
+        lengths=attended_lengths(run),
     )
     reader.require_vocabulary(run.model.vocab_size)
     return reader
@@ -183,6 +185,14 @@ def mixture_changes(run: LanguageRun) -> list[tuple[int, list[float]]]:
         found.append((sizes.samples_through(change.after_step + change.over_steps), list(change.weights)))
         weights = change.weights
     return found
+
+
+def attended_lengths(run: LanguageRun) -> list[tuple[int, int]]:
+    """Return the length of samples in each stage of `data.length_warmup` and after, with the number of its first sample."""
+    sizes, stages = batch_sizes(run), run.data.length_warmup
+    ends = itertools.accumulate((stage.steps for stage in stages), initial=0)
+    lengths = [*(stage.sequence_length for stage in stages), run.data.sequence_length]
+    return [(sizes.samples_through(step), length) for step, length in zip(ends, lengths, strict=True)]
 
 
 def _require_room(run: LanguageRun, tokenizer: TextTokenizer | None) -> None:

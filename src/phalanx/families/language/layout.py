@@ -160,6 +160,7 @@ class LanguageLayout(LayoutModel):
         """Return the kernel that the run file names, or the fastest."""
         run = self.run
         dtype = self.precision.compute_dtype
+        # Stages with shorter samples are masked too, but few: the kernel is that of the steps after them.
         shape = AttentionShape(layout.microbatch, run.data.sequence_length, dtype, run.data.document_mask)
         return choose_attention(run.training.attention, run.model, shape, device)
 

@@ -51,7 +51,7 @@ class LanguageVerification(VerifiableModel):
         # Two runs of positions a rank, as a ring assigns them, in any layout of so many ranks.
         length = max(2, math.ceil(32 / (2 * world_size))) * 2 * world_size
         model = _reduced_model(self.run.model, world_size, length, most_stages(self.run, world_size))
-        return {"model": model.model_dump(), "data": {"sequence_length": length}}
+        return {"model": model.model_dump(), "data": {"sequence_length": length, "length_warmup": []}}
 
     def in_words(self) -> str:
         """Return the sizes of the decoder."""

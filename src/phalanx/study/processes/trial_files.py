@@ -45,6 +45,7 @@ _MEASURED = (
     *("checkpoint.every=null", "checkpoint.last=false", "evaluation.samples=8", "training.resume=never"),
     # A schedule is a function of the number of steps; its warm-up alone may be longer than the measured run.
     *("optimizer.schedule=constant", "optimizer.warmup_steps=0", "layout.batch_warmup=[]"),
+    "data.length_warmup=[]",
     "training.noise_scale_every=null",
 )
 _RESUMABLE = (

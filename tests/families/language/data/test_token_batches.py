@@ -234,3 +234,24 @@ def test_what_changes_of_batches_and_mixtures_is_part_of_the_fingerprint() -> No
         changes=CHANGES[:1],
     )
     assert changing().fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_samples_of_a_length_warmup_are_cut_into_parts_by_their_number(documents: bool) -> None:
+    # Documents of ten tokens in samples of eight, cut at three and, from the fifth sample on, not at all.
+    source = [(CountingSource("a", 1000), 1.0)]
+    cut = SampleReader(source, sequence_length=8, seed=3, documents=documents, lengths=((0, 3), (5, 8)))
+    whole = SampleReader(source, sequence_length=8, seed=3, documents=documents)
+    early, late = cut.read(np.arange(5)), cut.read(np.arange(5, 9))
+    assert torch.equal(early.tokens, whole.read(np.arange(5)).tokens)
+    assert early.document_ids is not None and early.document_ids.dtype == torch.int32
+    parts = torch.arange(8) // 3
+    begins = early.tokens // 10 if documents else torch.zeros_like(early.tokens)
+    for ids, begin in zip(early.document_ids, begins, strict=True):
+        same = (parts[:, None] == parts) & (begin[:, None] == begin)
+        assert torch.equal(ids[:, None] == ids, same)
+    expected = whole.read(np.arange(5, 9)).document_ids
+    assert (late.document_ids is None and expected is None) or torch.equal(late.document_ids, expected)  # type: ignore[arg-type]
+    assert cut.fingerprint != whole.fingerprint
+    same_as_whole = SampleReader(source, sequence_length=8, seed=3, documents=documents, lengths=((0, 8),))
+    assert same_as_whole.fingerprint == whole.fingerprint

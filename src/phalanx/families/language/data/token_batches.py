@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ class TokenBatch(TensorBatch):
     targets: Tensor
     """int64 [B, S]: for each token the one after it."""
     document_ids: Tensor | None
-    """int32 [B, S], equal within a document of a sample; None where attention crosses documents."""
+    """int32 [B, S], equal within a document or a part of a sample; None where attention is over the whole of it."""
     sample_indices: Tensor
     """int64 [B]: global sample numbers."""
 
@@ -62,10 +63,13 @@ class SampleReader:
         seed: int,
         documents: bool = False,
         changes: Sequence[tuple[int, Sequence[float]]] = (),
+        lengths: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Take the sources with their weights. Raises DataError for a source too short for one sample.
 
-        changes: other weights, each with the number of the first sample that is drawn by them.
+        changes: other weights, each with the number of the first sample that is drawn by them. lengths: tokens of the parts
+        within which attention stays, each with the number of the first sample that has such parts; without any, and from
+        `sequence_length` on, samples are whole.
         """
         self.sources = [source for source, _ in sources]
         self.sequence_length = sequence_length
@@ -77,13 +81,16 @@ class SampleReader:
             EpochShuffle(source.samples(sequence_length), stable_key("samples", seed, index))
             for index, source in enumerate(self.sources)
         ]
-        # Everything that decides which tokens sample number n holds: a resumed run compares it.
+        self._length_starts = np.array([0, *(start for start, _ in lengths)], dtype=np.int64)
+        self._lengths = np.array([sequence_length, *(length for _, length in lengths)], dtype=np.int64)
+        # Everything that decides what sample number n holds: a resumed run compares it.
         description = [
             ORDER_VERSION,
             seed,
             sequence_length,
             self._mixture.description,
             [s.fingerprint for s in self.sources],
+            *([list(lengths)] if any(length < sequence_length for _, length in lengths) else []),
         ]
         self.fingerprint = hashlib.sha256(json.dumps(description).encode()).hexdigest()
 
@@ -102,7 +109,8 @@ class SampleReader:
         source, sample = self.locate(numbers)
         length = self.sequence_length
         rows = np.empty((len(numbers), length + 1), dtype=np.int64)
-        documents = np.empty((len(numbers), length), dtype=np.int32) if self.documents else None
+        parts = self._part_ids(numbers)
+        documents = np.zeros((len(numbers), length), dtype=np.int32) if self.documents or parts is not None else None
         for index, origin in enumerate(self.sources):
             mine = np.flatnonzero(source == index)
             if not mine.size:
@@ -111,10 +119,12 @@ class SampleReader:
             # One token more than the inputs: the target of the last one.
             rows[mine] = origin.read(starts, length + 1)
             self._check_ids(origin, rows[mine], sample[mine])
-            if documents is not None:
+            if documents is not None and self.documents:
                 # Attention compares ids within a sample only; counted from its first they fit into 32 bits.
                 ids = origin.document_of(starts[:, None] + np.arange(length))
                 documents[mine] = ids - ids[:, :1]
+        if documents is not None and parts is not None:
+            documents = _join_boundaries(documents, parts)
         tokens = torch.from_numpy(rows)
         return TokenBatch(
             tokens[:, :-1].contiguous(),
@@ -122,6 +132,13 @@ class SampleReader:
             None if documents is None else torch.from_numpy(documents),
             torch.from_numpy(numbers),
         )
+
+    def _part_ids(self, numbers: Int64Array) -> Int64Array | None:
+        """Return for each token of these samples the part of its sample that it is in, [B, S]; None where all are whole."""
+        lengths = self._lengths[np.searchsorted(self._length_starts, numbers, side="right") - 1]
+        if (lengths == self.sequence_length).all():
+            return None
+        return np.arange(self.sequence_length) // lengths[:, None]
 
     def require_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that the model has no row for: now where a source says, else sample by sample."""
@@ -145,6 +162,12 @@ class SampleReader:
                 f"{origin.path}: sample {int(samples[row])} holds token id {found}, "
                 f"outside model.vocab_size={self._vocab_size}{why}"
             )
+
+
+def _join_boundaries(documents_BS: npt.NDArray[np.int32], parts_BS: Int64Array) -> npt.NDArray[np.int32]:
+    """Return ids that change wherever the document or the part changes, int32 [B, S], from 0 on."""
+    changes = (np.diff(documents_BS, axis=1) != 0) | (np.diff(parts_BS, axis=1) != 0)
+    return np.pad(changes, ((0, 0), (1, 0))).cumsum(axis=1, dtype=np.int32)
 
 
 class TokenBatchStream(ReadAheadStream[TokenBatch]):
