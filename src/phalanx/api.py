@@ -24,6 +24,7 @@ from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.resolve import resolve_layout
+from phalanx.nn.adapters import merge_adapters
 from phalanx.optimizers.optimizer_kind import OPTIMIZERS, OptimizerKind
 from phalanx.planner.dryrun.rank_report import RankReport
 from phalanx.planner.dryrun.run_step import dry_run
@@ -119,7 +120,7 @@ def load_model(path: Path | str, *, device: str = "cpu") -> nn.Module:
     """
     _, model = _load_on_one_rank(Path(path), choose_device(device), ())
     module: nn.Module = model.stages[0].part
-    return module.eval().requires_grad_(False)
+    return merge_adapters(module).eval().requires_grad_(False)
 
 
 def evaluate(path: Path | str, overrides: Sequence[str] = (), *, device: str = "cpu") -> list[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,15 +27,21 @@ from phalanx.errors import ConfigError
 from phalanx.families.blocks.bound import BoundBlocks
 from phalanx.families.blocks.config import BlockRun
 from phalanx.families.blocks.network import BlockNetwork
+from phalanx.families.language.config import LanguageRun
+from phalanx.families.language.evaluation.load_weights import open_weights
 from phalanx.families.registry import bind
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
+from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import ONE_RANK, Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.nn.adapters import is_adapter, merge_adapters
 from phalanx.nn.layers import Linear
+from phalanx.nn.parameters import matches_any
 from phalanx.nn.resizing import Resizes, match_rows, resample_grid, resample_patches
 from phalanx.optimizers import set_learning_rate
+from phalanx.training.checkpointing import load_module
 from phalanx.training.inputs import TrainableModel
 from phalanx.training.step import build_step
 from phalanx.training.transfer import describe_transfer, load_transfer, plan_transfer
@@ -181,6 +188,13 @@ LAYOUTS: dict[str, Fields] = {
 }
 
 
+ADAPTERS: Fields = {
+    "training.lora": {"rank": 2, "alpha": 6.0, "matrices": ["*"], "train": ["head.*.bias", "head.bias"]}
+}
+"""Every linear layer, and biases of heads themselves."""
+ADAPTED_LAYOUTS = {**LAYOUTS, "language": {"tp": 2, "pp": 2}}
+
+
 def run_before(family: str, **layout: Any) -> Run:
     """The run whose weights are taken, with a batch for four ranks."""
     if family == "language":
@@ -224,9 +238,21 @@ def write_weights(root: Path, family: str) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in applied.parameters.items()}
 
 
-def begin_and_train(root: Path, family: str, made: Groups | None = None) -> tuple[list[dict[str, Box]], list[float]]:
+def adapted_run(family: str, root: Path, **layout: Any) -> Run:
+    """The run of the weights, with adapters on them. Biases of heads that some families lack are left out."""
+    run = changed(run_before(family, **layout), {**ADAPTERS, "training.init_from": str(root / family)})
+    names, lora = bind(run, TrainableModel).whole_shapes.parameters, ADAPTERS["training.lora"]
+    there = [pattern for pattern in lora["train"] if any(fnmatchcase(name, pattern) for name in names)]
+    return changed(run, {"training.lora": {**lora, "train": there}})
+
+
+def begin_and_train(
+    root: Path, family: str, made: Groups | None = None, *, adapted: bool = False
+) -> tuple[list[dict[str, Box]], list[float]]:
     """Parameters of this rank as they begin and after two steps, and the losses of these."""
-    run = run_after(family, root, None, **(LAYOUTS[family] if made is not None else {}))
+    layouts = ADAPTED_LAYOUTS if adapted else LAYOUTS
+    layout_fields = layouts[family] if made is not None else {}
+    run = (adapted_run if adapted else run_after)(family, root, **layout_fields)
     model = bind(run, VerifiableModel)
     assert isinstance(model, TrainableModel)
     applied, layout = lay_out(run, made)
@@ -248,7 +274,8 @@ def begin_and_train(root: Path, family: str, made: Groups | None = None) -> tupl
 def on_four_ranks(root: Path) -> dict[str, Any]:
     FAMILIES.register("own", OWN)
     made: Groups = {}
-    return {family: begin_and_train(root, family, made) for family in CHANGES}
+    whole = {family: begin_and_train(root, family, made) for family in CHANGES}
+    return {**whole, **{f"{family} adapted": begin_and_train(root, family, made, adapted=True) for family in CHANGES}}
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +290,8 @@ def weights(root: Path) -> dict[str, dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def one_rank(root: Path, weights: object) -> dict[str, Any]:
-    return {family: begin_and_train(root, family) for family in CHANGES}
+    whole = {family: begin_and_train(root, family) for family in CHANGES}
+    return {**whole, **{f"{family} adapted": begin_and_train(root, family, adapted=True) for family in CHANGES}}
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +299,7 @@ def four_ranks(root: Path, weights: object) -> list[dict[str, Any]]:
     return run_ranks(on_four_ranks, WORLD, root)
 
 
-@pytest.mark.parametrize("family", CHANGES)
+@pytest.mark.parametrize("family", [*CHANGES, *(f"{family} adapted" for family in CHANGES)])
 def test_ranks_begin_and_train_as_one_does(
     family: str, one_rank: dict[str, Any], four_ranks: list[dict[str, Any]]
 ) -> None:
@@ -388,10 +416,94 @@ def test_larger_rates_move_further(one_rank: dict[str, Any], root: Path) -> None
     assert torch.allclose(quick.parameters["head.bias"].detach() - start_bias, 4.0 * slow)
 
 
+@pytest.mark.parametrize("family", CHANGES)
+def test_adapters_alone_are_trained(family: str, one_rank: dict[str, Any], root: Path) -> None:
+    first, last = (begun(one_rank, f"{family} adapted", moment) for moment in (0, 1))
+    run = adapted_run(family, root)
+    trained = run.training.lora.train if run.training.lora is not None else []
+    for name, tensor in first.items():
+        if name.endswith("lora_B"):
+            assert tensor.abs().max() == 0.0
+        if not (is_adapter(name) or matches_any(name, trained)):
+            assert torch.equal(tensor, last[name]), name
+    # B moves in the first step, and A, whose gradient B is a factor of, in the second.
+    for part in ("lora_A", "lora_B"):
+        pairs = [(first[name], last[name]) for name in first if name.endswith(part)]
+        assert sum(not torch.equal(*pair) for pair in pairs) > 0.7 * len(pairs)
+    plan = plan_transfer(bind(run, TrainableModel))
+    table = [line.split() for line in describe_transfer(bind(run, TrainableModel), plan)]
+    assert {row[-2] for row in table[1:] if "lora_" not in row[0] and not matches_any(row[0], trained)} == {"frozen"}
+    assert any("lora_A" in row[0] and row[1:-1] == ["new"] for row in table)
+
+
+LATENT = {"key_value_rank": 14, "rope_size": 4, "nope_size": 6, "value_size": 8}
+BODIES = ("painn", "mace", "dimenet++", "gatv2", "schnet", "egnn", "gin", "cgcnn", "pna")
+
+
+def unadapted_run(case: str) -> Run:
+    """A run of each family, and of each kind of module that multiplies by a layer's weight itself."""
+    if case == "latent attention":
+        return run_with({"model.latent": LATENT, "model.n_kv_heads": None}, precision="fp64", global_batch=8)
+    if case not in BODIES:
+        return run_before(case)
+    known = case in materials_cases.MODELS
+    run = materials_cases.run_of(case if known else "painn", WORLD)
+    return run if known else changed(run, {"model.body": case})
+
+
+@pytest.mark.parametrize("case", ["language", "latent attention", "weather", "own", *BODIES])
+def test_adapters_merge_into_weights(case: str, tmp_path: Path) -> None:
+    """A model that begins with adapted weights and has no adapters gives what the adapted one gave: none is passed by."""
+    plain = unadapted_run(case)
+    adapted = changed(plain, {"training.lora": {"rank": 2, "alpha": 6.0, "matrices": ["*"]}})
+    applied, layout = lay_out(adapted)
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in applied.parameters.items():
+            if is_adapter(name):
+                parameter.copy_(torch.randn(parameter.shape, generator=random, dtype=parameter.dtype).mul_(0.1))
+    with CheckpointStore(tmp_path / "checkpoints", keep_last=1) as store:
+        store.save(0, placed_tensors(applied.saved, applied.splits), {"run": dump_run(adapted)})
+    merged_run = changed(plain, {"training.init_from": str(tmp_path)})
+    merged, _ = lay_out(merged_run)
+    model = bind(merged_run, VerifiableModel)
+    assert isinstance(model, TrainableModel)
+    plan = plan_transfer(model)
+    assert plan is not None
+    load_transfer(plan, model, merged)
+    assert not any(map(is_adapter, merged.parameters))
+    batch = model.samples(1, 0, layout.samples_per_rank, layout.global_batch)
+    with torch.no_grad():
+        wanted, found, without = (Executor(each).evaluate(batch) for each in (applied, merged, lay_out(plain)[0]))
+    assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(without, wanted, rtol=1e-6, atol=0.0)
+    newest = open_checkpoints(tmp_path, one_rank=True).newest()
+    assert newest is not None
+    if isinstance(plain, LanguageRun):
+        with open_weights(newest.path) as weights:
+            for name, rows in (
+                ("blocks.0.attention.output.weight", slice(None)),
+                ("blocks.1.mlp.down.weight", slice(5, 9)),
+            ):
+                assert torch.allclose(weights.read(name, rows), merged.parameters[name][rows], rtol=1e-12, atol=1e-14)
+    # The way of evaluations, which build the module alone.
+    module = merge_adapters(applied.stages[0].part)
+    again = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    load_module(newest.path, module, adapted.training.lora)
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(parameter, again[name], rtol=1e-12, atol=1e-14), name
+
+
 SIZED: Fields = {"resize": ["embedding.*", "head.weight"], "new": ["blocks.4.*"]}
 IN_ORDER: Fields = {"model.n_lat": 4, "model.patch_size": 2}
 """Makes weights of another order of variables fit in shape."""
 REFUSED: list[tuple[str, Fields, str]] = [
+    (
+        "language",
+        {"training.lora": {"rank": 2, "matrices": ["blocks.*", "embedding.weight"]}},
+        "training.lora.matrices names embedding.weight, which no weight of a linear layer is called",
+    ),
+    ("own", {"training.lora": {"rank": 2, "train": ["haed.*"]}}, "training.lora.train names haed.*"),
     ("language", {"training.transfer": {**SIZED, "new": []}}, "not in the weights: blocks.4."),
     (
         "language",

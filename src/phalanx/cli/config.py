@@ -151,7 +151,9 @@ def check_run(
     print_pairs(_describe_summary(loaded, summary))
     if summary["transfer"]:
         open_output().print()
-        print_table(TRANSFER_COLUMNS, summary["transfer"], indent="", folded=True)
+        print_table(
+            import_module("phalanx.training.transfer").TRANSFER_COLUMNS, summary["transfer"], indent="", folded=True
+        )
     if summary.get("tokens_per_parameter", math.inf) < _FEWEST_TOKENS:
         print_warning(
             f"{summary['tokens_per_parameter']:.2g} tokens a parameter: a model that learns from its size takes about 20 "
@@ -296,12 +298,6 @@ LANGUAGE_COLUMNS: tuple[Column[Language], ...] = (
     Column("heads", lambda row: _describe_heads(row[1], "/{}")),
     Column("vocab", lambda row: row[1].vocab_size),
     Column("seq", lambda row: row[0].sequence_length),
-)
-TRANSFER_COLUMNS: tuple[Column[Sequence[str]], ...] = (
-    Column("parameter", lambda row: row[0], "left"),
-    Column("begins", lambda row: row[1], "left"),
-    Column("trained", lambda row: row[2], "left"),
-    Column("numbers", lambda row: row[3]),
 )
 OTHER_COLUMNS: tuple[Column[Other], ...] = (
     Column("preset", lambda row: row[0].name, "left"),

@@ -250,6 +250,19 @@ class Transfer(Section):
         return rename
 
 
+class LoRA(Section):
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): a matrix W stays and W + (alpha / rank) B A computes."""
+
+    rank: Annotated[int, Field(ge=1, le=4096)]
+    """Rows of A and columns of B."""
+    alpha: Annotated[float, Field(gt=0.0, le=1e6)] = 16.0
+    """What the product of an adapter is multiplied by, times its rank."""
+    matrices: Annotated[Patterns, Field(min_length=1)] = Field(default=["blocks.*"])
+    """Weights of linear layers that get an adapter, by their names; experts and tables of embeddings are none."""
+    train: Patterns = Field(default=[])
+    """Parameters that are trained themselves beside the adapters, such as a new head; all others are frozen."""
+
+
 class CallbackChoice(Section):
     """A callback of a run."""
 
@@ -280,6 +293,8 @@ class Training(Section):
     """What of the weights in `init_from` is taken, and how, where they are those of another model."""
     freeze: Patterns = Field(default=[])
     """Parameters that are not trained: they have neither gradients nor optimizer state."""
+    lora: LoRA | None = None
+    """Low-rank adapters, trained in place of all other parameters; null trains the parameters themselves."""
     compile: bool | Literal["auto"] = "auto"
     """torch.compile for each block; auto compiles on accelerators and not on CPU. Of materials: a whole training step as
     one program, which auto records there and true also compiles."""

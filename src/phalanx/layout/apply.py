@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,7 +28,15 @@ from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.gathered_matrices import GatheredMatrices
 from phalanx.layout.initial_values import initialise_parameters
-from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, WholeParameters, named_parameters, whole_name
+from phalanx.layout.layout_model import (
+    BuildContext,
+    LayoutModel,
+    Stage,
+    WholeParameters,
+    named_parameters,
+    saved_state,
+    whole_name,
+)
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.pipeline import Pipeline
 from phalanx.layout.place import TensorSplits
@@ -36,8 +44,8 @@ from phalanx.layout.prepare_blocks import compile_stage, compiles_blocks, recomp
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import model_chunks
 from phalanx.layout.streamed_weights.streamed_sharding import StreamedSharding
+from phalanx.nn.adapters import Adapters, TrainedParameters
 from phalanx.nn.layers import choose_products, separate_gradients
-from phalanx.nn.parameters import matches_any
 from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import HeldParameters, WholeMatrices
 from phalanx.torch_compat import common as compat
@@ -167,8 +175,8 @@ def apply_layout(
     # Sharded parameters are cast as they are gathered; whole ones have a copy in the format of the arithmetic.
     low_precision = mesh.data is None and precision.copies_parameters
     sharding = choose_sharding(run, layout, mesh, device)
-    context = make_context(layout, mesh, device, attention, sharding)
-    names = model.tied()
+    context = make_context(layout, mesh, device, attention, sharding, Adapters.of(run.training.lora))
+    names, trained = model.tied(), TrainedParameters.of(run.training)
     compiled = compiles_blocks(model, layout, device)
     stages: list[Stage] = []
     parameters: dict[str, nn.Parameter] = {}
@@ -180,7 +188,7 @@ def apply_layout(
         splits |= {whole_name(name, names): split for name, split in kept.items()}
         # Still on meta: a cast costs nothing here, and FSDP2 takes its sharded format from what it is given.
         cast_parameters(module, precision.compute_dtype if low_precision else precision.main_dtype)
-        freeze_parameters(module, run.training.freeze, names)
+        trained.apply(named_parameters(module, names))
         recompute_stage(stage, layout.recompute)
         for number, block in zip(chunk.blocks, module.blocks, strict=True):
             if run.layout.fp8_keep_ends <= number < run.model.n_layers - run.layout.fp8_keep_ends:
@@ -192,7 +200,7 @@ def apply_layout(
             compile_stage(stage)
         sharding.shard_stage(stage)
         main = cast_parameters(model.build(context, chunk)[0], precision.main_dtype) if low_precision else module
-        freeze_parameters(main, run.training.freeze, names)
+        trained.apply(named_parameters(main, names))
         # Memory for this rank's shards alone: the whole model never exists anywhere.
         named = named_parameters(main.to_empty(device=device), names)
         if low_precision:
@@ -235,25 +243,11 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def freeze_parameters(module: nn.Module, patterns: Sequence[str], tied: dict[str, str]) -> nn.Module:
-    """Let nothing form gradients of the parameters of `module` whose names in the whole model match one of `patterns`."""
-    for name, parameter in named_parameters(module, tied).items():
-        if matches_any(name, patterns):
-            parameter.requires_grad_(False)
-    return module
-
-
 def empty_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of `module` that are saved, by name, after setting all buffers to 0: their memory is fresh."""
     for buffer in module.buffers():
         buffer.zero_()
     return saved_state(module)
-
-
-def saved_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of `module` that are saved, by name."""
-    saved = module.state_dict(keep_vars=True).keys() - dict(module.named_parameters()).keys()
-    return {compat.full_name(name): buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def make_context(
@@ -262,6 +256,7 @@ def make_context(
     device: torch.device,
     attention: AttentionChoice,
     sharding: WholeParameters,
+    adapters: Adapters | None,
 ) -> BuildContext:
     """Return what every chunk of the model is built with on this rank."""
     groups = branch_groups(layout)
@@ -274,6 +269,7 @@ def make_context(
         branches=None if groups is None else groups.of_rank(mesh.data_rank).branches,
         sharding=sharding,
         gathered=layout.zero == 3 and mesh.shards.size > 1,
+        adapters=adapters,
     )
 
 

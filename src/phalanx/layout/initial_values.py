@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.counter_random import normal_values, stream_key
 from phalanx.errors import PhalanxError
 from phalanx.layout.place import TensorSplit, TensorSplits, place_of
+from phalanx.nn.adapters import ADAPTER_RULES
 from phalanx.nn.parameters import InitRule, InitRules
 
 _CHUNK_CPU = 32_000
@@ -35,10 +36,15 @@ def initialise_parameters(
     splits: which parts of them are held here. Raises PhalanxError for a parameter that no rule covers.
     """
     for name, parameter in parameters.items():
-        rule = next((rule for pattern, rule in rules if fnmatchcase(name, pattern)), None)
-        if rule is None:
-            raise PhalanxError(f"no initial value is declared for parameter {name}; add a rule to its model family")
-        fill_initial(parameter, name, rule, seed, (splits or {}).get(name))
+        fill_initial(parameter, name, find_rule(name, rules), seed, (splits or {}).get(name))
+
+
+def find_rule(name: str, rules: InitRules) -> InitRule:
+    """Return the rule of the parameter `name`; those of adapters are alike in all families. Raises PhalanxError for none."""
+    for pattern, rule in (*ADAPTER_RULES, *rules):
+        if fnmatchcase(name, pattern):
+            return rule
+    raise PhalanxError(f"no initial value is declared for parameter {name}; add a rule to its model family")
 
 
 @torch.no_grad()
@@ -72,8 +78,9 @@ def fill_initial(tensor: Tensor, name: str, rule: InitRule, seed: int, split: Te
 
 def _draw_values(rule: InitRule, key: int, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """Return what gives values of elements, by their row-major indices in the whole parameter."""
-    if rule.kind == "normal":
-        return lambda index: normal_values(key, index).mul_(rule.value)
+    if rule.kind in ("normal", "fan_in"):
+        std = rule.value if rule.kind == "normal" else rule.value / math.sqrt(shape[-1])
+        return lambda index: normal_values(key, index).mul_(std)
     table = rule.table
     assert table is not None
     return lambda index: table(index, shape)

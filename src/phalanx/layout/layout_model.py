@@ -10,7 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +25,18 @@ from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor_parallel.split_layers import split_tensors
+from phalanx.nn.adapters import DOWN, UP, Adapters, add_adapters
 from phalanx.nn.precision import Precision, find_precision
 from phalanx.nn.splits import ModelChunk, Splits
 from phalanx.torch_compat import common as compat
+
+
+class WholeShapes(NamedTuple):
+    """Shapes of what a whole model holds, by name."""
+
+    parameters: dict[str, tuple[int, ...]]
+    state: dict[str, tuple[int, ...]]
+    """What is saved beside the parameters."""
 
 
 class LayoutModel(BoundModel):
@@ -47,6 +57,16 @@ class LayoutModel(BoundModel):
         Returns the module, which has `part`, `config`, `dtype` and, where they belong to it, `embedding`, `blocks` and
         `head`; and which part of which parameter this rank keeps, by local name.
         """
+
+    @cached_property
+    def whole_shapes(self) -> WholeShapes:
+        """Shapes in the whole model: what its checkpoints hold."""
+        share = SequenceShare(Axis("cp"), Axis("tp"), "ring")
+        adapters = Adapters.of(self.run.training.lora)
+        context = BuildContext(torch.device("meta"), AttentionChoice("sdpa"), share, adapters=adapters)
+        part, _ = self.build(context, ModelChunk(range(self.run.model.n_layers)))
+        found = named_parameters(part, self.tied()), saved_state(part)
+        return WholeShapes(*({name: tuple(tensor.shape) for name, tensor in each.items()} for each in found))
 
     @abstractmethod
     def build_stage(self, building: BuildContext, part: ModelChunk, index: int) -> tuple[Stage, TensorSplits]:
@@ -113,6 +133,21 @@ class BuildContext:
     """Splits the parameters of a chunk that is built; see `WholeParameters.split_parameters`."""
     gathered: bool = False
     """Whether parameters are sharded, and gathered when they are used."""
+    adapters: Adapters | None = None
+    """Low-rank adapters that linear layers get."""
+
+    def split_parameters(self, model: nn.Module, splits: Splits) -> TensorSplits:
+        """Cut the parameters of `model`, still on meta, down to this rank's over `tp`, and add the adapters of its layers.
+
+        Returns which part of which parameter this rank keeps.
+        """
+        kept = self.sharding.split_parameters(model, splits, self.share.tp)
+        for layer in add_adapters(model, self.adapters):
+            split = kept.get(f"{layer}.weight")
+            if split is not None:
+                # A layer with some outputs has those rows of B and all of A; one with some inputs the other way round.
+                kept[f"{layer}.{UP if split.dim == 0 else DOWN}"] = split
+        return kept
 
 
 @dataclass(frozen=True)
@@ -218,6 +253,12 @@ def named_parameters(part: nn.Module, tied: dict[str, str]) -> dict[str, nn.Para
     tied: names of copies of shared parameters, and the names that these go by.
     """
     return {whole_name(name, tied): parameter for name, parameter in part.named_parameters()}
+
+
+def saved_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of `module` that are saved, by name."""
+    saved = module.state_dict(keep_vars=True).keys() - dict(module.named_parameters()).keys()
+    return {compat.full_name(name): buffer for name, buffer in module.named_buffers() if name in saved}
 
 
 def whole_name(name: str, tied: dict[str, str]) -> str:

@@ -92,7 +92,7 @@ class LatentAttention(CausalAttention):
 
         q . (W_k c) = (W_k^T q) . c: queries become as wide as latents, and latents serve as keys and values of all heads.
         """
-        up = self.key_value_up.weight.to(nope_BSHN.dtype)
+        up = self.key_value_up.whole_weight().to(nope_BSHN.dtype)
         up_HFL = up.unflatten(0, (-1, self.sizes.nope_size + self.sizes.value_size))
         key_HNL, value_HVL = up_HFL.split((self.sizes.nope_size, self.sizes.value_size), dim=1)
         query = torch.cat((torch.einsum("bshn,hnl->bshl", nope_BSHN, key_HNL), turned_BSHR), dim=-1)

@@ -20,9 +20,15 @@ from phalanx.nn.precision import LinearProduct, Precision
 
 
 class Linear(nn.Module):
-    """y = x W^T + b with the parameters cast to the format of x. weight: [out, in], bias: [out] or None."""
+    """y = x W^T + b with the parameters cast to the format of x. weight: [out, in], bias: [out] or None.
+
+    With a low-rank adapter (`nn.adapters`), W + adapter_scale B A is in place of W. lora_A: [rank, in], lora_B: [out, rank].
+    """
 
     bias: nn.Parameter | None
+    lora_A: nn.Parameter | None
+    lora_B: nn.Parameter | None
+    adapter_scale = 0.0
     multiply: LinearProduct | None = None
     """Product of the run's precision in place of the plain one; see `choose_products`."""
     input_group = output_group = ""
@@ -37,6 +43,8 @@ class Linear(nn.Module):
             self.bias = nn.Parameter(torch.empty(out_features))
         else:
             self.register_parameter("bias", None)
+        self.register_parameter("lora_A", None)
+        self.register_parameter("lora_B", None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x: [..., in] -> [..., out]."""
@@ -45,7 +53,18 @@ class Linear(nn.Module):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W^T + `bias`, which is None where the bias joins later. x: [..., in] -> [..., out]."""
         multiply = self.multiply or F.linear
-        return multiply(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        y = multiply(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        if self.lora_A is None or self.lora_B is None:
+            return y
+        # Through the rank, so that no gradient of the whole matrix is formed.
+        narrow = F.linear(x, self.lora_A.to(x.dtype))
+        return y + self.adapter_scale * F.linear(narrow, self.lora_B.to(x.dtype))
+
+    def whole_weight(self) -> Tensor:
+        """Return the weight, its adapter added, for who multiplies by it other than with `product`: [out, in]."""
+        if self.lora_A is None or self.lora_B is None:
+            return self.weight
+        return self.weight + self.adapter_scale * (self.lora_B @ self.lora_A)
 
 
 class GatedLinear(Linear):
@@ -60,8 +79,9 @@ class GatedLinear(Linear):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return swiglu(x) W^T + `bias`. x: [..., 2 in] -> [..., out]."""
-        # The fused kernel forms its product itself: a precision with another one gets the activation and the product apart.
-        if not self.joint_gradients or self.multiply is not None:
+        # The fused kernel forms its product itself: a precision with another one, and an adapter, get the activation and the
+        # product apart.
+        if not self.joint_gradients or self.multiply is not None or self.lora_A is not None:
             return super().product(swiglu(x, self.block), bias)
         return gated_linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype), self.block)
 

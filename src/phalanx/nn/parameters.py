@@ -28,9 +28,10 @@ def matches_any(name: str, patterns: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class InitRule:
-    """Initial values of a parameter: normal with mean 0 and standard deviation `value`, all equal to `value`, or a table."""
+    """Initial values of a parameter: normal with mean 0 and standard deviation `value`, or, of kind fan_in, `value` over the
+    square root of its columns; all equal to `value`; or a table."""
 
-    kind: Literal["normal", "constant", "table"]
+    kind: Literal["normal", "fan_in", "constant", "table"]
     value: float
     table: Table | None = None
     """Gives the values of kind `table`."""
@@ -39,6 +40,11 @@ class InitRule:
     def normal(cls, std: float) -> InitRule:
         """Return a rule for normal values with mean 0 and standard deviation `std`."""
         return cls("normal", std)
+
+    @classmethod
+    def fan_in(cls) -> InitRule:
+        """Return a rule for normal values with standard deviation 1/sqrt(columns), which keep the size of an input."""
+        return cls("fan_in", 1.0)
 
     @classmethod
     def constant(cls, value: float) -> InitRule:

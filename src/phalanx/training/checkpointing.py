@@ -33,9 +33,10 @@ from phalanx.checkpoint import (
 )
 from phalanx.config.document import Value, parse_document, show_value
 from phalanx.config.load import dump_run, parse_run
-from phalanx.config.schema import Run
+from phalanx.config.schema import LoRA, Run
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.layout.apply import ParallelModel
+from phalanx.nn.adapters import Adapters, adapter_names, merged_weight
 from phalanx.remote_files import weights_path
 from phalanx.training.gradient_noise import NoiseState
 from phalanx.training.inputs import Inputs, TrainableModel
@@ -226,18 +227,22 @@ def load_weights(path: Path, applied: ParallelModel) -> None:
     store.load(newest, placed_tensors(applied.saved, applied.splits), prefix=MODEL)
 
 
-def load_module(checkpoint: Path, module: nn.Module) -> None:
+def load_module(checkpoint: Path, module: nn.Module, lora: LoRA | None) -> None:
     """Fill the parameters of a whole module, which may be on any device, whatever layout wrote the checkpoint.
 
-    Raises CheckpointError for a parameter that is missing or of another shape.
+    lora: adapters of the run that wrote it, which are merged into their weights. Raises CheckpointError for a parameter that
+    is missing or of another shape.
     """
-    stored = read_tensors(checkpoint, MODEL)
+    stored, adapters = read_tensors(checkpoint, MODEL), Adapters.of(lora)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             tensor = stored.get(MODEL + name)
             if tensor is None or tensor.shape != parameter.shape:
                 found = "is missing" if tensor is None else f"is {list(tensor.shape)}"
                 raise CheckpointError(f"{checkpoint}: {name} {found}, but should be {list(parameter.shape)}")
+            down, up = (stored.get(MODEL + each) for each in adapter_names(name))
+            if adapters is not None and down is not None and up is not None:
+                tensor = merged_weight(tensor, down, up, adapters.scale)
             parameter.copy_(tensor)
 
 

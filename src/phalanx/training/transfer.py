@@ -11,32 +11,28 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from phalanx.checkpoint import Checkpoint, CheckpointReader, RankGroup, TensorReader, open_checkpoints, read_state
 from phalanx.config.document import parse_document
 from phalanx.config.families import find_family
 from phalanx.config.fields import nearest_names
 from phalanx.config.model import Model
-from phalanx.config.schema import Run, Transfer
+from phalanx.config.schema import LoRA, Run, Transfer
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.layout.apply import ParallelModel, saved_state
-from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.context_parallel.split_context import SequenceShare
+from phalanx.layout.apply import ParallelModel
 from phalanx.layout.initial_values import initialise_parameters
-from phalanx.layout.layout_model import BuildContext, named_parameters
-from phalanx.layout.mesh import Axis
 from phalanx.layout.place import place_of
+from phalanx.nn.adapters import Adapters, TrainedParameters, adapter_names, is_adapter, merged_weight
 from phalanx.nn.parameters import matches_any
 from phalanx.nn.resizing import Resize
-from phalanx.nn.splits import ModelChunk
 from phalanx.optimizers import learning_rate_ratio
 from phalanx.remote_files import weights_path
+from phalanx.report.table import Column, write_text_table
 from phalanx.training.inputs import TrainableModel
 
 MODEL = "model."
@@ -57,6 +53,13 @@ class Fate:
     """The tensor of the checkpoint that it is filled from; None for a new one."""
     resize: Resize | None = None
     """How it is made of its source; None takes it as it is."""
+    merges: Adapters | None = None
+    """Adapters of the checkpoint, of which the source's is added to it first."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the whole of its source is needed to make any part of it."""
+        return self.resize is not None or self.merges is not None
 
     @property
     def in_words(self) -> str:
@@ -64,6 +67,7 @@ class Fate:
         if self.source is None:
             return "new"
         renamed = "" if self.source == self.name else f" from {self.source}"
+        renamed += "" if self.merges is None else ", its adapter merged"
         return f"taken{renamed}" if self.resize is None else f"resized{renamed}: {self.resize.in_words}"
 
 
@@ -92,14 +96,25 @@ def plan_transfer(model: TrainableModel) -> TransferPlan | None:
     found = RankGroup.own(training.timeout_s).from_first(lambda: _read_contents(path))
     if found is None:
         raise CheckpointError(f"training.init_from={path}: no whole checkpoint there{model.how_to_import(path)}")
-    newest, before, stored = found
-    wanted = {name: tuple(tensor.shape) for name, tensor in whole_tensors(model).items()}
+    newest, before, adapters, stored = found
+    whole = model.whole_shapes
+    wanted = {**whole.parameters, **whole.state}
+    stored, merged = _merge_shapes(wanted, stored)
     resizes = [] if before is None else model.resizes(path, before)
     known = {name: next((resize for pattern, resize in resizes if fnmatchcase(name, pattern)), None) for name in wanted}
     fates, dropped, problems = match_tensors(wanted, stored, training.transfer, known)
     if problems:
         raise ConfigError("\n".join((f"training.init_from={training.init_from} is of another model", *problems)))
+    if adapters is not None:
+        fates = [replace(fate, merges=adapters) if fate.source in merged else fate for fate in fates]
     return TransferPlan(newest, fates, dropped)
+
+
+def _merge_shapes(wanted: Shapes, stored: Shapes) -> tuple[Shapes, set[str]]:
+    """Return `stored` without the adapters that the model has none for, and the weights that these are merged into."""
+    apart = {name for name in stored if is_adapter(name) and name not in wanted}
+    merged = {name for name in stored if apart.issuperset(adapter_names(name))}
+    return {name: shape for name, shape in stored.items() if name not in apart}, merged
 
 
 def match_tensors(
@@ -114,7 +129,8 @@ def match_tensors(
     for name, shape in wanted.items():
         source = transfer.source_of(name)
         resize = resizes.get(name)
-        if matches_any(name, transfer.new):
+        # Adapters of a model that had none begin at nothing: there is no doubt that they are new.
+        if matches_any(name, transfer.new) or (is_adapter(name) and source not in stored):
             fates.append(Fate(name, shape, None))
         elif source not in stored:
             asked = name if source == name else f"{name} (there {source})"
@@ -164,43 +180,45 @@ def _idle_pattern(pattern: str, names: Shapes, field: str) -> Iterator[str]:
 
 
 def check_patterns(model: TrainableModel) -> None:
-    """Raise ConfigError where `training.freeze` or `optimizer.lr_ratios` name no parameter, or nothing is left to train."""
+    """Raise ConfigError where fields that choose what is trained name no parameter, or nothing is left to train."""
     run = model.run
+    lora = run.training.lora
     asked = {"training.freeze": run.training.freeze, "optimizer.lr_ratios": list(run.optimizer.lr_ratios)}
-    if not any(asked.values()):
+    if lora is not None:
+        asked["training.lora.train"] = lora.train
+    if lora is None and not any(asked.values()):
         return
-    names = {name: tuple(tensor.shape) for name, tensor in whole_tensors(model, state=False).items()}
+    names, trained = model.whole_shapes.parameters, TrainedParameters.of(run.training)
     problems = [
         text
         for field, patterns in asked.items()
         for pattern in patterns
         for text in _idle_pattern(pattern, names, field)
     ]
-    if all(matches_any(name, run.training.freeze) for name in names):
+    if lora is not None:
+        adapted = {name: shape for name, shape in names.items() if adapter_names(name)[0] in names}
+        problems += [
+            f"training.lora.matrices names {pattern}, which no weight of a linear layer is called; layers with an adapter "
+            f"have one, e.g. {next(iter(adapted), 'none of this model')}"
+            for pattern in lora.matrices
+            if not any(fnmatchcase(name, pattern) for name in adapted)
+        ]
+    if all(map(trained.freezes, names)):
         problems.append("training.freeze names every parameter, which leaves nothing to train")
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def whole_tensors(model: TrainableModel, *, state: bool = True) -> dict[str, Tensor]:
-    """Return the parameters, and the state, of the whole model by name, on meta: what its checkpoints hold."""
-    device = torch.device("meta")
-    share = SequenceShare(Axis("cp"), Axis("tp"), "ring")
-    chunk = ModelChunk(range(model.run.model.n_layers))
-    part, _ = model.build(BuildContext(device, AttentionChoice("sdpa"), share), chunk)
-    return {**named_parameters(part, model.tied()), **(saved_state(part) if state else {})}
-
-
 def load_transfer(plan: TransferPlan, model: TrainableModel, applied: ParallelModel) -> None:
     """Fill the tensors of `applied` as `plan` says; new ones keep the values that they have. Every rank calls it."""
     reader = open_checkpoints(plan.checkpoint.path)
-    for fates in _rounds([fate for fate in plan.fates if fate.source is not None and fate.resize is None]):
+    for fates in _rounds([fate for fate in plan.fates if fate.source is not None and not fate.whole]):
         _load_taken(reader, plan.checkpoint, fates, applied)
-    resized = [fate for fate in plan.fates if fate.resize is not None and fate.name in applied.saved]
-    if resized:
+    whole = [fate for fate in plan.fates if fate.whole and fate.name in applied.saved]
+    if whole:
         with TensorReader(plan.checkpoint.path) as tensors:
-            for fate in resized:
-                _load_resized(tensors, fate, model, applied)
+            for fate in whole:
+                _load_whole(tensors, fate, model, applied)
 
 
 def _rounds(fates: Sequence[Fate]) -> list[list[Fate]]:
@@ -230,13 +248,18 @@ def _load_taken(
 
 
 @torch.no_grad()
-def _load_resized(reader: TensorReader, fate: Fate, model: TrainableModel, applied: ParallelModel) -> None:
+def _load_whole(reader: TensorReader, fate: Fate, model: TrainableModel, applied: ParallelModel) -> None:
     """Fill one tensor from another one: every rank makes the whole of it, and keeps its own part."""
-    assert fate.resize is not None
+    assert fate.source is not None
     local, offsets, _ = place_of(applied.saved[fate.name], applied.splits.get(fate.name))
     initial = torch.empty(fate.shape, dtype=local.dtype)
     initialise_parameters({fate.name: initial}, model.initial_rules(), model.run.training.seed)
-    made = fate.resize.apply(reader.read(f"{MODEL}{fate.source}"), initial)
+    made = reader.read(f"{MODEL}{fate.source}")
+    if fate.merges is not None:
+        down, up = (reader.read(f"{MODEL}{name}") for name in adapter_names(fate.source))
+        made = merged_weight(made, down, up, fate.merges.scale)
+    if fate.resize is not None:
+        made = fate.resize.apply(made, initial)
     assert made.shape == initial.shape, fate.name
     for dim, (start, length) in enumerate(zip(offsets, local.shape, strict=True)):
         made = made.narrow(dim, min(start, made.shape[dim] - length), length)
@@ -250,18 +273,18 @@ def transfer_rows(model: TrainableModel, plan: TransferPlan | None) -> list[tupl
     parameters are all trained alike.
     """
     run = model.run
-    if plan is None and not (run.training.freeze or run.optimizer.lr_ratios):
+    if plan is None and not (run.training.freeze or run.training.lora or run.optimizer.lr_ratios):
         return []
-    parameters = whole_tensors(model, state=False)
+    trained_parameters = TrainedParameters.of(run.training)
     fates = {} if plan is None else {fate.name: fate.in_words for fate in plan.fates}
     joined: dict[tuple[str, str, str], int] = {}
     blocks: dict[tuple[str, str, str], list[int]] = {}
-    for name, tensor in parameters.items():
+    for name, shape in model.whole_shapes.parameters.items():
         family, number = _without_number(name)
-        trained = trained_in_words(run, name)
+        trained = "frozen" if trained_parameters.freezes(name) else _rate_in_words(run, name)
         words = fates.get(name, "new").replace(f"blocks.{number}.", "blocks.*.")
         key = (family, words, trained)
-        joined[key] = joined.get(key, 0) + math.prod(tensor.shape)
+        joined[key] = joined.get(key, 0) + math.prod(shape)
         blocks.setdefault(key, []).append(number)
     rows = [
         (_with_numbers(name, numbers), words, trained, f"{count:,}")
@@ -274,20 +297,23 @@ def transfer_rows(model: TrainableModel, plan: TransferPlan | None) -> list[tupl
     return rows + [(_with_numbers(name, numbers), "dropped", "", "") for name, numbers in dropped.items()]
 
 
-def describe_transfer(model: TrainableModel, plan: TransferPlan | None) -> Iterator[str]:
-    """Yield the lines of the same table; none for a run of which it has no rows."""
-    rows = [("parameter", "begins", "trained", "numbers"), *transfer_rows(model, plan)]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    if len(rows) > 1:
-        for name, begins, trained, count in rows:
-            line = f"{name:{widths[0]}}  {begins:{widths[1]}}  {trained:{widths[2]}}  {count:>{widths[3]}}"
-            yield line.rstrip()
+TRANSFER_COLUMNS: tuple[Column[Sequence[str]], ...] = (
+    Column("parameter", lambda row: row[0], "left"),
+    Column("begins", lambda row: row[1], "left"),
+    Column("trained", lambda row: row[2], "left"),
+    Column("numbers", lambda row: row[3]),
+)
+"""How the rows of `transfer_rows` are printed."""
 
 
-def trained_in_words(run: Run, name: str) -> str:
-    """Return how the parameter `name` is trained."""
-    if matches_any(name, run.training.freeze):
-        return "frozen"
+def describe_transfer(model: TrainableModel, plan: TransferPlan | None) -> list[str]:
+    """Return the lines of the same table; none for a run of which it has no rows."""
+    rows = transfer_rows(model, plan)
+    return write_text_table(TRANSFER_COLUMNS, rows) if rows else []
+
+
+def _rate_in_words(run: Run, name: str) -> str:
+    """Return the factor of the learning rate of the parameter `name`, where it has one."""
     ratio = learning_rate_ratio(name, run.optimizer)
     return "" if ratio == 1.0 else f"lr x {ratio:g}"
 
@@ -313,8 +339,9 @@ def _with_numbers(name: str, numbers: Sequence[int]) -> str:
     return name.replace("*", words, 1)
 
 
-def _read_contents(path: Path) -> tuple[Checkpoint, Model | None, Shapes] | None:
-    """Return the newest checkpoint at `path`, the model section that it was trained with, and the shapes of its tensors.
+def _read_contents(path: Path) -> tuple[Checkpoint, Model | None, Adapters | None, Shapes] | None:
+    """Return the newest checkpoint at `path`, the model section and the adapters that it was trained with, and the shapes of
+    its tensors.
 
     None where there is no checkpoint. Imported weights know their model section too; foreign ones may know none.
     """
@@ -328,12 +355,14 @@ def _read_contents(path: Path) -> tuple[Checkpoint, Model | None, Shapes] | None
             if name.startswith(MODEL)
         }
     state = read_state(newest.path)
-    run, model = state.get("run"), state.get("model")
+    run, model, adapters = state.get("run"), state.get("model"), None
     if isinstance(run, str):
-        # The model section alone: what else a run said then need not be a sound run now.
+        # These sections alone: what else a run said then need not be a sound run now.
         content = parse_document(run, f"{newest.path}/state.json: run").value
-        model = content.get("model") if isinstance(content, dict) else None
+        model, training = (content.get(name) if isinstance(content, dict) else None for name in ("model", "training"))
+        lora = training.get("lora") if isinstance(training, dict) else None
+        adapters = None if lora is None else Adapters.of(LoRA.model_validate(lora))
     if not isinstance(model, dict):
-        return newest, None, shapes
+        return newest, None, adapters, shapes
     section = find_family(str(model.get("family"))).model
-    return newest, section.model_validate_json(json.dumps(model)), shapes
+    return newest, section.model_validate_json(json.dumps(model)), adapters, shapes

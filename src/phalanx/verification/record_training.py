@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.gradients import local_gradient
-from phalanx.layout.initial_values import fill_initial
+from phalanx.layout.initial_values import fill_initial, find_rule
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
@@ -132,7 +131,7 @@ def _perturb_constants(applied: ParallelModel, model: VerifiableModel) -> None:
     """Move the parameters that all start equal (biases at 0, norms at 1): a mistake with them would not show otherwise."""
     rules = model.initial_rules()
     for name, parameter in applied.parameters.items():
-        rule = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
+        rule = find_rule(name, rules)
         if rule.kind == "constant":
             noise = torch.empty_like(parameter)
             fill_initial(

@@ -244,3 +244,25 @@ def test_operations_that_are_traced_are_those_of_the_closed_form(place: int) -> 
     traced = run.model.n_layers * block + head - repeated
     closed = model_flops_per_token(run.model, length, "causal") * length / ranks
     assert traced == pytest.approx(closed, rel=0.02)
+
+
+LORA = {"training.lora": {"rank": 8, "alpha": 16.0, "matrices": ["*"]}}
+TRAINED_IN_PART: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (LORA, {"dp_shard": 8}),
+    (LORA, {"dp_shard": 4, "tp": 2, "recompute": "full", "microbatch": 2}),
+    (LORA, {"dp_shard": 2, "dp_replicate": 2, "zero": 2, "pp": 2}),
+    (LORA, {"dp_replicate": 4, "dp_shard": 1, "pp": 2}),
+    ({"training.freeze": ["blocks.*.mlp.*", "embedding.*"]}, {"dp_shard": 8, "zero": 1}),
+    ({"training.freeze": ["blocks.*.attention.*", "head.*"]}, {"dp_replicate": 8, "dp_shard": 1}),
+]
+
+
+@pytest.mark.parametrize(("trained", "words"), TRAINED_IN_PART, ids=str)
+def test_frozen_parameters_have_neither_gradients_nor_optimizer_state(
+    trained: dict[str, Any], words: dict[str, Any]
+) -> None:
+    run = run_with(SIZES | trained, **{"global_batch": 16, **words})
+    layout, model = resolve_layout(bind(run), WORLD), bind(run, TracedModel)
+    first = rank_memory(model, layout, run.layout.recompute, KERNELS)[0]
+    found = dry_run(model, layout, 0, build_full_step, accelerator=False, devices_per_node=None)
+    assert first.allocated == pytest.approx(found.peak, rel=0.02), (first, found.moment, found.categories)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.sizes import matmul_parameters, model_flops_per_token, parameter_count
 from phalanx.layout.prepare_blocks import recompute_block
+from phalanx.nn.adapters import Adapters, TrainedParameters
 from phalanx.nn.attention import Attention, attend
 from phalanx.planner.trace import part_costs as parts
 from phalanx.planner.trace.kernel_fusion import element_count, source_node
@@ -46,6 +47,30 @@ LENGTH = 256
 
 def setting(model: LanguageModel = WIDE, **changes: Any) -> Setting:
     return replace(Setting(model, LENGTH, chunk_tokens=128), **changes)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_blocks_with_adapters_form_no_gradients_of_their_matrices(compiled: bool) -> None:
+    """Backward, each matrix costs what it costs forward, for the gradient of its input; adapters cost 3 times their own."""
+    rank = 4
+    adapters = Adapters(rank, 2.0, ("blocks.*",), ())
+    adapted = part_costs("block", setting(trained=TrainedParameters(adapters=adapters), compile=compiled), 2)
+    plain = part_costs("block", setting(compile=compiled), 2)
+    frozen = {parameter.name: parameter for parameter in adapted.parameters if parameter.frozen}
+    assert frozen.keys() == {parameter.name for parameter in plain.parameters}
+    small = sum(parameter.count for parameter in adapted.parameters) - sum(p.count for p in plain.parameters)
+    assert small == sum(rank * sum(p.shape) for p in plain.parameters if p.multiplies)
+    products = {
+        (costs, phase): sum(
+            op.flops * op.times for op in part.costs.operations if op.kind == "matmul" and op.phase == phase
+        )
+        for costs, part in (("adapted", adapted), ("plain", plain))
+        for phase in ("forward", "backward")
+    }
+    tokens = 2 * LENGTH
+    assert products["adapted", "forward"] == products["plain", "forward"] + 2 * tokens * small
+    assert products["adapted", "backward"] == products["plain", "backward"] // 2 + 4 * tokens * small
+    assert any(op.weight_gradient for op in plain.costs.operations)
 
 
 # --- floating-point operations -----------------------------------------------------------------------------------------

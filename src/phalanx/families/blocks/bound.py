@@ -139,7 +139,7 @@ class BoundBlocks(DeclaredBlocks, TracedModel, TrainableModel, VerifiableModel):
         """See `LayoutModel`."""
         with torch.device("meta"):
             network = self.network(self.model, dtype=self.precision.compute_dtype, part=part)
-        return network, building.sharding.split_parameters(network, self.splits(), building.share.tp)
+        return network, building.split_parameters(network, self.splits())
 
     def build_stage(self, building: BuildContext, part: ModelChunk, index: int) -> tuple[Stage, TensorSplits]:
         """See `LayoutModel`."""

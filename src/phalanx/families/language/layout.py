@@ -137,7 +137,7 @@ class LanguageLayout(LayoutModel):
                 z_loss=run.training.z_loss,
                 part=part,
             )
-        splits = building.sharding.split_parameters(model, self.splits(), building.share.tp)
+        splits = building.split_parameters(model, self.splits())
         splits |= split_experts(model, building.ep, slices=building.expert_tp)
         split_context(model, building.share, building.attention.core)
         return model, splits

@@ -130,7 +130,7 @@ class MaterialsLayout(LayoutModel):
             model = MaterialsNetwork(run.model, dtype=self.precision.compute_dtype, edge_chunk=chunk, part=part)
         if building.branches is not None:
             model.head.keep(building.branches)
-        return model, {}
+        return model, building.split_parameters(model, self.splits())
 
     def build_stage(self, building: BuildContext, part: ModelChunk, index: int) -> tuple[Stage, TensorSplits]:
         """Return what runs the network, captured where it can be."""

@@ -125,7 +125,7 @@ class WeatherLayout(LayoutModel):
         run = self.run
         with torch.device("meta"):
             model = Forecaster(run.model, dtype=self.precision.compute_dtype, part=part)
-        splits = building.sharding.split_parameters(model, self.splits(), building.share.tp)
+        splits = building.split_parameters(model, self.splits())
         share_embedding(model, building.share.tp)
         return model, splits
 

@@ -42,8 +42,14 @@ class PartBytes:
     """Parameters in a buffer that holds all shards: padding counts."""
     streamed: FloatArray
     """Parameters in `shard` that are never gathered, and whose gradients go home after every micro-batch."""
+    trained_count: FloatArray
+    """Those in `count` that are trained: they alone have gradients and optimizer state."""
+    trained_shard: FloatArray
+    """Those in `shard` that are trained."""
+    trained_gathered: FloatArray
+    """Those in `gathered` that are trained."""
     matrices: FloatArray
-    """Parameters in `shard` that an optimizer may treat as matrices."""
+    """Those in `trained_shard` that an optimizer may treat as matrices."""
 
     def times(self, factor: Any) -> PartBytes:
         """This many of it."""
@@ -60,8 +66,15 @@ class PartBytes:
     def unpadded(self, shards: FloatArray) -> PartBytes:
         """The same if parameters could be shared out evenly."""
         shard = self.count / shards + self.streamed
-        matrices = self.matrices * shard / np.maximum(self.shard, 1)
-        return replace(self, shard=shard, gathered=self.count, matrices=matrices)
+        trained = self.trained_count / shards + self.streamed
+        return replace(
+            self,
+            shard=shard,
+            gathered=self.count,
+            trained_shard=trained,
+            trained_gathered=self.trained_count,
+            matrices=self.matrices * trained / np.maximum(self.trained_shard, 1),
+        )
 
 
 @dataclass(frozen=True)
@@ -100,9 +113,14 @@ class ModelBytes:
     def unpadded(self) -> ModelBytes:
         """The same if parameters could be shared out evenly."""
         parts = {name: getattr(self, name).unpadded(self.shards) for name in ("embedding", "block", "head")}
-        shard = self.experts.count / self.expert_shards
-        experts = replace(self.experts, shard=shard, matrices=shard)
-        return replace(self, **parts, experts=replace(experts, gathered=experts.count * (experts.gathered > 0)))
+        spread, experts = self.experts.gathered > 0, self.experts.unpadded(self.expert_shards)
+        experts = replace(
+            experts,
+            gathered=experts.count * spread,
+            trained_gathered=experts.trained_count * spread,
+            matrices=experts.trained_shard,
+        )
+        return replace(self, **parts, experts=experts)
 
     def take(self, which: Any) -> ModelBytes:
         """Those at these positions."""
@@ -148,7 +166,8 @@ def model_bytes(
     of_rank = {tuple(int(column[p]) for column in shapes): costs[inverse[p]] for p in first_shard}
 
     def parameters(name: PartName, *, experts: bool) -> tuple[FloatArray, ...]:
-        """(elements before and after sharding, streamed, of matrices) of a part: of the experts in it, or of all else."""
+        """(elements before and after sharding, streamed, trained before and after, of trained matrices) of a part: of the
+        experts in it, or of all else."""
         found = [
             _shared_out(
                 of_rank[tuple(int(column[p]) for column in shapes)][name],
@@ -162,7 +181,7 @@ def model_bytes(
 
     def part(name: PartName) -> PartBytes:
         sizes = {size: _column(lambda c, s=size: _part_size(c[name], s), costs)[inverse] for size in _SIZES}  # type: ignore[misc]
-        count, shard, streamed, matrices = parameters(name, experts=False)
+        count, shard, streamed, trained_count, trained_shard, matrices = parameters(name, experts=False)
         return PartBytes(
             **sizes,
             count=count,
@@ -170,10 +189,14 @@ def model_bytes(
             gathered=shard * shards,
             streamed=streamed,
             matrices=matrices + streamed,
+            trained_count=trained_count,
+            trained_shard=trained_shard + streamed,
+            trained_gathered=trained_shard * shards,
         )
 
     nothing = np.zeros(len(candidates))
-    count, shard, _, matrices = parameters("block", experts=True)
+    count, shard, _, trained_count, trained_shard, matrices = parameters("block", experts=True)
+    spread = candidates.expert_shards * ~candidates.lone_experts
     experts = PartBytes(
         kept=nothing,
         forward=_column(lambda c: _behind_experts(c["block"])[0], costs)[inverse],
@@ -181,8 +204,11 @@ def model_bytes(
         coming=nothing,
         count=count,
         shard=shard,
-        gathered=shard * candidates.expert_shards * ~candidates.lone_experts,
+        gathered=shard * spread,
         streamed=nothing,
+        trained_count=trained_count,
+        trained_shard=trained_shard,
+        trained_gathered=trained_shard * spread,
         matrices=matrices,
     )
     block = part("block")
@@ -249,17 +275,19 @@ def _behind_experts(block: PartCosts) -> tuple[int, int]:
     return at_once - kept, later - kept
 
 
-def _shared_out(
-    part: PartCosts, shards: int, elsewhere: Collection[str], *, experts: bool
-) -> tuple[int, int, int, int]:
-    """Elements of a part before and after sharding, but for a head's parameters that are held `elsewhere`; streamed ones
-    of the rank that has most; and of matrices after sharding. experts: of experts that ranks share out alone; else of all
+def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str], *, experts: bool) -> tuple[int, ...]:
+    """Elements of a part before and after sharding, but for a head's parameters that are held `elsewhere`; streamed ones of
+    the rank that has most; trained ones before and after; and those of matrices after. experts: of experts that ranks share
+    out alone; else of all
     but these."""
     head = any(parameter.name.startswith("head.") for parameter in part.parameters)
     mine = [p for p in part.parameters if p.expert == experts and not (p.streamed or (head and p.name in elsewhere))]
     streamed = sum(chain.piece for chain in part.chains)
-    matrices = sum(p.sharded_count(shards) for p in mine if p.matrix)
-    return sum(p.count for p in mine), sum(p.sharded_count(shards) for p in mine), streamed, matrices
+    trained = [p for p in mine if not p.frozen]
+    before, after = (
+        [sum(p.count for p in some), sum(p.sharded_count(shards) for p in some)] for some in (mine, trained)
+    )
+    return (*before, streamed, *after, sum(p.sharded_count(shards) for p in trained if p.matrix))
 
 
 def _waiting(block: PartCosts) -> int:

@@ -45,8 +45,8 @@ class _RankSizes:
         """Blocks that are gathered together: in all units of a stage but the last, which may be smaller."""
         self.tail = (parts.stage_layers - 1) % state.gather_blocks + 1
         """Blocks of the last unit."""
-        self.block = block.gathered
-        self.ends = (parts.embedding * embedding.gathered, parts.head * head.gathered)
+        self.block = block.trained_gathered
+        self.ends = (parts.embedding * embedding.trained_gathered, parts.head * head.trained_gathered)
         self.gathered_shards = (
             parts.layers * (block.shard - block.streamed) + parts.embedding * embedding.shard + parts.head * head.shard
         )

@@ -118,12 +118,12 @@ class Exchanges:
             "master parameters": self.s.master * part.shard,
             "working copy": copied * part.count * ~self.s.sharded,
             "optimizer moments": self.s.master
-            * (self.s.optimizer_values * (part.shard - part.matrices) + self.s.matrix_values * part.matrices),
+            * (self.s.optimizer_values * (part.trained_shard - part.matrices) + self.s.matrix_values * part.matrices),
         }
 
     def own_gradients(self, part: PartBytes) -> Amount:
         """Gradients of a part in the format they are computed in; 0 where they are added up until the last micro-batch."""
-        return self.s.width * part.count * ~self.whole
+        return self.s.width * part.trained_count * ~self.whole
 
     def reducing(self, part: PartBytes) -> Amount:
         """What FSDP2 makes to reduce the gradients of a part, beside these themselves.
@@ -133,8 +133,8 @@ class Exchanges:
         """
         master = self.s.master
         # A single shard is divided by the number of replicas into a copy.
-        total = master * part.shard + np.where(self.s.sizes.shards > 1, 0, master) * part.gathered
-        buffered = self.sent * part.gathered + np.maximum(total - self.own_gradients(part), 0)
+        total = master * part.trained_shard + np.where(self.s.sizes.shards > 1, 0, master) * part.trained_gathered
+        buffered = self.sent * part.trained_gathered + np.maximum(total - self.own_gradients(part), 0)
         return self.s.sharded * np.where(self.copied, total, buffered)
 
     def experts_reduced(self) -> tuple[Amount, Amount]:
@@ -144,7 +144,7 @@ class Exchanges:
         """
         master, experts = self.s.master, self.s.sizes.experts
         shared_out = self.s.sizes.expert_shards > 1
-        total = master * experts.shard + np.where(shared_out, 0, master) * experts.gathered
-        buffered = master * experts.gathered
+        total = master * experts.trained_shard + np.where(shared_out, 0, master) * experts.trained_gathered
+        buffered = master * experts.trained_gathered
         now = buffered + np.maximum(total, self.own_gradients(experts))
-        return self.spread * now, self.spread * (buffered + master * experts.shard * ~self.whole)
+        return self.spread * now, self.spread * (buffered + master * experts.trained_shard * ~self.whole)

@@ -36,7 +36,7 @@ def buffers_beside(exchanges: Exchanges) -> FloatArray:
     if s.peer_copies:
         sent = np.where(exchanges.whole, s.master, s.width)
         for name, part in (("layers", z.block), ("embedding", z.embedding), ("head", z.head)):
-            pool = 0 if name == "layers" else sent * part.gathered
+            pool = 0 if name == "layers" else sent * part.trained_gathered
             found[COLUMN[name]] = exchanges.sharded_many * (s.width * (part.shard - part.streamed) + pool)
     return found
 
@@ -100,22 +100,24 @@ def _gradients(r: Exchanges) -> dict[str, Allocations]:
     s, z = r.s, r.s.sizes
     found: dict[str, Allocations] = {
         "coming": {"gradients": z.block.coming},
-        "summed_embedding": {"reduce buffers": s.sharded * s.master * z.embedding.shard},
-        "tied_gradient": {"one part's pass": s.width * z.embedding.count},
+        "summed_embedding": {"reduce buffers": s.sharded * s.master * z.embedding.trained_shard},
+        "tied_gradient": {"one part's pass": s.width * z.embedding.trained_count},
         "streamed_gradients": {"gradients": s.master * z.block.streamed},
     }
     for name, part in (("blocks", z.block), ("embedding", z.embedding), ("head", z.head)):
-        whole = np.where(r.whole, part.gathered + part.streamed, part.shard)
+        whole = np.where(r.whole, part.trained_gathered + part.streamed, part.trained_shard)
         found[f"whole_{name}"] = {"gradients": s.master * whole}
-        found[f"shared_{name}"] = {"gradients": s.master * part.shard}
-        found[f"sent_{name}"] = {"reduce buffers": s.sharded * r.sent * part.gathered}
+        found[f"shared_{name}"] = {"gradients": s.master * part.trained_shard}
+        found[f"sent_{name}"] = {"reduce buffers": s.sharded * r.sent * part.trained_gathered}
         found[f"own_{name}"] = {"one part's pass": r.own_gradients(part)}
-    found["whole_leading"] = {"gradients": s.master * np.where(r.whole, z.leading_pass.gathered, z.leading_pass.shard)}
+    first = z.leading_pass
+    found["whole_leading"] = {"gradients": s.master * np.where(r.whole, first.trained_gathered, first.trained_shard)}
     # Experts that one rank alone has are never gathered: their gradients are theirs.
-    experts = np.where(r.whole & r.spread, z.experts.gathered, z.experts.shard)
-    lone = z.n_leading * z.experts.shard * ~r.spread
-    leading = np.where(r.whole, z.leading.gathered - lone, z.leading.shard)
-    for name, whole, shared in (("blocks", experts, z.experts.shard), ("embedding", leading, z.leading.shard)):
+    shared_experts, shared_leading = z.experts.trained_shard, z.leading.trained_shard
+    experts = np.where(r.whole & r.spread, z.experts.trained_gathered, shared_experts)
+    lone = z.n_leading * shared_experts * ~r.spread
+    leading = np.where(r.whole, z.leading.trained_gathered - lone, shared_leading)
+    for name, whole, shared in (("blocks", experts, shared_experts), ("embedding", leading, shared_leading)):
         found[f"whole_{name}"]["gradients"] = found[f"whole_{name}"]["gradients"] + s.master * whole
         found[f"shared_{name}"]["gradients"] = found[f"shared_{name}"]["gradients"] + s.master * shared
     return found
@@ -148,15 +150,15 @@ def _passes(r: Exchanges) -> dict[str, Allocations]:
     for name, part in (("embedding", z.embedding), ("blocks", z.block), ("head", z.head)):
         found[f"{name}_reduced"] = {"reduce buffers": r.reducing(part)}
         # Where nothing is sharded, the gradients are gone by the time their copy is divided.
-        gone = part.gathered * (r.whole & (z.shards == 1))
+        gone = part.trained_gathered * (r.whole & (z.shards == 1))
         found[f"{name}_given_up"] = {"gradients": -r.s.master * gone}
     now, later = r.experts_reduced()
     if np.any(now):
         # Experts are done before the rest of their block, whose backward pass goes on beside what they are sent from. In a
         # pipeline all is reduced together, behind the last pass.
-        freed = r.s.width * z.experts.gathered * (~r.several | (r.s.zero != 2))
+        freed = r.s.width * z.experts.trained_gathered * (~r.several | (r.s.zero != 2))
         # As for other parts: where nothing is sharded, gradients added up before are gone when their copy is divided.
-        freed = freed + r.s.master * z.experts.gathered * (r.whole & (z.expert_shards == 1))
+        freed = freed + r.s.master * z.experts.trained_gathered * (r.whole & (z.expert_shards == 1))
         behind = np.maximum(z.experts.forward + now, z.experts.backward + later) - freed
         backward: Amount = np.where(r.s.piped, z.block.backward, np.maximum(z.block.backward, behind))
         found["block_backward"] = {"one part's pass": backward}

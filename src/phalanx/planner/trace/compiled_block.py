@@ -28,9 +28,10 @@ class Argument:
 
     name: str
     role: Role
-    parameter: bool = False
+    trained: bool = False
+    """Whether it is a parameter that has a gradient."""
     expert: bool = False
-    """Whether it is of experts that ranks share out."""
+    """Whether it is one of experts that ranks share out."""
 
 
 def compiled_timeline(
@@ -73,7 +74,7 @@ def compiled_timeline(
             behind.place(node, "incoming", "incoming")
     timeline.backward = behind.steps(backward, _phase_by_kernel(backward))
     gradients = _graph_outputs(backward)
-    parameters = [node for node, argument in zip(gradients, arguments, strict=True) if argument.parameter]
+    parameters = [node for node, argument in zip(gradients, arguments, strict=True) if argument.trained]
     assert all(isinstance(node, fx.Node) for node in parameters), "a parameter without gradient"
     timeline.gradients = behind.buffers(parameters)
     experts = [node for node, argument in zip(gradients, arguments, strict=True) if argument.expert]

@@ -293,7 +293,10 @@ def _block_graph(name: PartName, setting: Setting, samples: int) -> tuple[JointG
 
     x, *rest = [inputs[place] for place in places]
     spread = {id(parameter) for parameter in expert_parameters(stage)} if setting.ep > 1 else set()
-    arguments = [Argument(name, "given", parameter=True, expert=id(p) in spread) for name, p in parameters.items()]
+    arguments = [
+        Argument(name, "given", trained=p.requires_grad, expert=p.requires_grad and id(p) in spread)
+        for name, p in parameters.items()
+    ]
     arguments += [Argument(name, "given") for name in buffers]
     arguments += [Argument("input", "input"), *(Argument(name, "given") for name in _shared_inputs(called_with))]
     return joint_graph(run, [*parameters.values(), *buffers.values(), x, *rest]), arguments
@@ -394,8 +397,9 @@ def _record_passes(
         recorder.backward = True
         incoming = torch.empty_like(result)
         recorder.relabel(incoming, "incoming")
-        # A gradient of the result's own format, as the next stage would send it.
-        result.backward(incoming)
+        # A gradient of the result's own format, as the next stage would send it; of a frozen embedding nobody asks for one.
+        if result.requires_grad:
+            result.backward(incoming)
     timeline.gradients = [recorder.hold(p.grad, "made") for p in parameters if p.grad is not None]
     timeline.expert_gradients = [recorder.hold(p.grad, "made") for p in experts if p.grad is not None]
     recorder.close()

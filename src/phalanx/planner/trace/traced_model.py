@@ -29,6 +29,7 @@ from phalanx.layout.layout_model import LayoutModel, Stage, named_parameters
 from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
 from phalanx.layout.streamed_weights.stream_pairs import Stream
+from phalanx.nn.adapters import EVERY_PARAMETER, TrainedParameters, add_adapters
 from phalanx.nn.layers import Norm, separate_gradients
 from phalanx.nn.parameters import ParameterKind
 from phalanx.nn.splits import ModelChunk
@@ -84,6 +85,15 @@ class Setting:
     """Whether experts are kept in the main format and cast in every pass, since no other rank has them."""
     joint_gradients: bool = True
     """Whether a node of the backward pass may give gradients of inputs and of weights at once."""
+    trained: TrainedParameters = EVERY_PARAMETER
+    """Which parameters are trained, and the adapters of linear layers."""
+
+    def freezes(self, name: str) -> bool:
+        """Return whether the parameter `name` of a part is trained in no block: parts stand for all blocks of their kind."""
+        _, number, inner = name.split(".", 2) if name.startswith("blocks.") else ("", "", "")
+        if not number:
+            return self.trained.freezes(name)
+        return all(self.trained.freezes(f"blocks.{block}.{inner}") for block in range(self.model.n_layers))
 
     def apart(self) -> Setting:
         """Return the setting of schedules that split input and weight gradients: blocks are not compiled then."""
@@ -107,6 +117,8 @@ class PartParameter:
     """Whether it is of experts that ranks of `ep` share out."""
     matrix: bool = False
     """Whether an optimizer may treat it as one matrix or several."""
+    frozen: bool = False
+    """Whether it is not trained: it has neither gradients nor optimizer state."""
 
     @property
     def count(self) -> int:
@@ -182,6 +194,7 @@ class TracedModel(LayoutModel):
     def setting_of(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
         """Return what the costs of parts in `layout` depend on. attention: the kernel. compiled: whether blocks may be."""
         setting = self.gathered_setting(layout, attention=attention, compiled=compiled)
+        setting = replace(setting, trained=TrainedParameters.of(self.run.training))
         if layout.gather == "stream":
             # Chunks are computed one by one from Python, outside any compiled program.
             setting = replace(setting, streamed=layout.shards, compile=False)
@@ -264,7 +277,11 @@ def sdpa_choice(requested: str, precision: str, *, biased: bool, rocm: bool) -> 
 
 def build_stage(name: PartName, setting: Setting, stream: Stream | None = None) -> Stage:
     """Build a stage of one part, as the first rank of every axis has it, with parameters in the format they are used in."""
-    stage = part_tracer(setting).build_stage(name, _sequence_share(setting), stream)
+    tracer = part_tracer(setting)
+    stage = tracer.build_stage(name, _sequence_share(setting), stream)
+    list(add_adapters(stage.part, setting.trained.adapters))
+    for parameter_name, parameter in named_parameters(stage.part, tracer.tied()).items():
+        parameter.requires_grad_(not setting.freezes(parameter_name))
     if not setting.joint_gradients:
         separate_gradients(stage)
     return stage
@@ -301,6 +318,7 @@ def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]
     tied = tracer.tied()
     spread = {id(parameter) for parameter in expert_parameters(stage)} if setting.ep > 1 else set()
     whole = tracer.whole_part(stage.part.part)
+    list(add_adapters(whole, setting.trained.adapters))
     shapes = {name: parameter.shape for name, parameter in named_parameters(whole, tied).items()}
     return tuple(
         PartParameter(
@@ -310,6 +328,7 @@ def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]
             split=p.shape != shapes[name],
             expert=id(p) in spread,
             matrix=p.dim() == 2 and tracer.matrix_rows(name) is not None,
+            frozen=setting.freezes(name),
         )
         for name, p in named_parameters(stage.part, tied).items()
     )

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from phalanx.layout.gathered_matrices import ROUND_ELEMENTS
 from phalanx.layout.layout_model import named_parameters
 from phalanx.layout.spec import LayoutTable
+from phalanx.nn.adapters import TrainedParameters
 from phalanx.planner.trace.traced_model import Setting, TracedModel, build_stage, expert_parameters, part_tracer
 
 Ints = npt.NDArray[np.int64]
@@ -47,7 +48,8 @@ class MatrixKind:
 
 def block_matrices(model: TracedModel) -> tuple[MatrixKind, ...]:
     """Return the matrices of a block, the costliest first; those of first blocks of another kind are taken to be alike."""
-    return _block_matrices(Setting(model.config, model.positions().count))
+    trained = TrainedParameters.of(model.run.training)
+    return _block_matrices(Setting(model.config, model.positions().count, trained=trained))
 
 
 @cache
@@ -57,7 +59,7 @@ def _block_matrices(setting: Setting) -> tuple[MatrixKind, ...]:
     found = []
     for name, parameter in named_parameters(stage.part, tracer.tied()).items():
         rows = tracer.matrix_rows(name)
-        if rows is None or parameter.dim() != 2:
+        if rows is None or parameter.dim() != 2 or not parameter.requires_grad:
             continue
         shape = (parameter.shape[0], parameter.shape[1])
         unit = (shape[0] // rows.stack, shape[1])

@@ -21,7 +21,6 @@ from phalanx.checkpoint import CheckpointStore
 from phalanx.config.model import LanguageModel
 from phalanx.errors import ConfigError
 from phalanx.families.language.evaluation.load_weights import (
-    PREFIX,
     Weights,
     imported_state,
     open_weights,
@@ -44,6 +43,7 @@ from phalanx.families.language.huggingface.folder_files import (
 from phalanx.families.language.huggingface.tensor_rules import LOADS
 from phalanx.families.language.sizes import parameter_count
 from phalanx.nn.precision import PRECISIONS
+from phalanx.training.transfer import MODEL
 
 Form = Literal["huggingface", "phalanx"]
 
@@ -168,7 +168,7 @@ def _in_scratch_file(scratch: Path, weights: Weights, dtype: torch.dtype, progre
     for name, shape in weights.shapes.items():
         tensor = memory[start : start + sizes[name]].view(_format_of(weights, name, dtype)).view(shape)
         weights.read_into(name, tensor)
-        tensors[PREFIX + name] = tensor
+        tensors[MODEL + name] = tensor
         start += _aligned(sizes[name])
         done += tensor.numel()
         progress(done, numbers)

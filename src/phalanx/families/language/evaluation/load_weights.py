@@ -36,12 +36,12 @@ from phalanx.families.language.huggingface.folder_files import (
     is_huggingface_folder,
 )
 from phalanx.hardware.device import require_cpu_format
+from phalanx.nn.adapters import Adapters, adapter_names, merged_weight
 from phalanx.nn.experts import Router
 from phalanx.nn.precision import PRECISIONS
+from phalanx.training.transfer import MODEL
 from phalanx.training.weight_average import AVERAGES
 
-PREFIX = "model."
-"""What the names of a checkpoint's model tensors begin with."""
 _VERBS = {"weather": "`phalanx forecast` scores it", "materials": "`phalanx errors` scores it"}
 """What does for other families what `phalanx evaluate` does for text."""
 _WINDOW_BYTES = 2**28
@@ -177,11 +177,12 @@ class PhalanxWeights(Weights):
             raise CheckpointError(
                 f"--ema: {newest.path} holds no moving averages of its weights; train with training.ema.decay=0.999, say"
             )
-        self._names = {name.removeprefix(PREFIX): name for name in records if name.startswith(PREFIX)}
+        self._names = {name.removeprefix(MODEL): name for name in records if name.startswith(MODEL)}
         if ema:
             # What routers keep beside parameters has no average.
             self._names |= {name.removeprefix(AVERAGES): name for name in records if name.startswith(AVERAGES)}
         stored = {name: records[saved_as] for name, saved_as in self._names.items()}
+        self._adapters = None if self.run is None else Adapters.of(self.run.training.lora)
         self._formats = {name: record.torch_dtype for name, record in stored.items()}
         self._check_shapes({name: tuple(record.shape) for name, record in stored.items()})
         stored_tokens = state.get("special_tokens")
@@ -197,7 +198,15 @@ class PhalanxWeights(Weights):
         return self._formats[name]
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
-        """Read the tensor `name`, or some of its rows, and verify their checksums."""
+        """Read the tensor `name`, or some of its rows, its adapter merged, and verify their checksums."""
+        tensor, (down, up) = self._read_stored(name, rows), adapter_names(name)
+        if self._adapters is None or up not in self._names:
+            return tensor
+        down_RI, up_OR = (self._reader.read(self._names[each]) for each in (down, up))
+        return merged_weight(tensor, down_RI, up_OR[rows], self._adapters.scale)
+
+    def _read_stored(self, name: str, rows: slice) -> Tensor:
+        """Read the tensor `name`, or some of its rows, as they are stored."""
         shape = self.shapes[name]
         if rows == slice(None) or not shape:
             return self._reader.read(self._names[name])

@@ -92,7 +92,7 @@ def load_network(path: Path, device: torch.device, dtype: torch.dtype | None = N
     with torch.device("meta"):
         model = MaterialsNetwork(run.model, dtype=dtype).to(dtype)
     model.to_empty(device=device)
-    load_module(newest.path, model)
+    load_module(newest.path, model, run.training.lora)
     return LoadedNetwork(model.eval().requires_grad_(False), run, newest.path, newest.step)
 
 

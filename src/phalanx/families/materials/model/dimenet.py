@@ -73,7 +73,7 @@ class DimeNetBlock(nn.Module):
         basis_EX = self.angle_inward(geometry.radial_ER)
         edges = (triplets.incoming_T, triplets.cosine_T1)
         given_FC, basis_FX = geometry.exchange.edges(given_EC), geometry.exchange.edges(basis_EX)
-        shared = (given_FC, basis_FX, self.angle_outward.weight)
+        shared = (given_FC, basis_FX, self.angle_outward.whole_weight())
         heard = sum_messages(_triplet_message, edges, shared, triplets.outgoing_T, len(message_EC), geometry.chunk)
         changed_EC = self.before(own_EC + silu(self.widen(heard)))
         message_EC = self.after(message_EC + silu(self.skip(changed_EC)))

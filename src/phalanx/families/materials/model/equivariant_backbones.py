@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, silu
+from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, layer_values, silu
 from phalanx.families.materials.model.messages import sum_messages
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
@@ -42,7 +42,7 @@ class PaiNNBlock(nn.Module):
         # Fading the radial functions, with a 1 for the bias among them, spares a pass over the filters.
         radial_EX = torch.cat((geometry.radial_ER, torch.ones_like(geometry.envelope_E1)), dim=1) * geometry.envelope_E1
         assert self.filter.bias is not None
-        filter_XC = torch.cat((self.filter.weight, self.filter.bias[:, None]), dim=1)
+        filter_XC = torch.cat((self.filter.whole_weight(), self.filter.bias[:, None]), dim=1)
         edges = (geometry.source_E, radial_EX, geometry.unit_E3)
         shared = (geometry.exchange.atoms(given_N6C), filter_XC)
         sums_N4C = sum_messages(_painn_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
@@ -106,9 +106,9 @@ class EgnnBlock(nn.Module):
         edges = (geometry.source_E, geometry.target_E, geometry.radial_ER, geometry.envelope_E1, vector_E3)
         given = geometry.exchange.atoms(torch.cat((from_NC, moved_N3), dim=1))
         from_MC, moved_M3 = given.split((from_NC.shape[1], 3), dim=1)
-        shared = (from_MC, to_NC, moved_M3, self.distances.weight, *self.message.parameters())
+        shared = (from_MC, to_NC, moved_M3, self.distances.whole_weight(), *layer_values(self.message))
         if self.moves:
-            shared = (*shared, *self.coordinate.parameters())
+            shared = (*shared, *layer_values(self.coordinate))
         sums = (
             sum_messages(_egnn_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk) * self.scale
         )

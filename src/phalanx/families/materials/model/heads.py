@@ -155,7 +155,7 @@ class DatasetMlp(nn.Module):
         for number, same in enumerate(layers):
             linears = [layer for layer in same if isinstance(layer, Linear)]
             # One matmul for all data sets: picking rows by data set would wait for the device, and split its work.
-            weight = torch.cat([layer.weight for layer in linears])
+            weight = torch.cat([layer.whole_weight() for layer in linears])
             bias = torch.cat([layer.bias for layer in linears if layer.bias is not None])
             all_NC = cast_linear(silu(x_NC) if number else x_NC, weight, bias)
             all_NBC: Tensor = all_NC.unflatten(-1, (len(linears), -1))

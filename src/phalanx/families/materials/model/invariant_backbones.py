@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, shifted_softplus, silu
+from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, layer_values, shifted_softplus, silu
 from phalanx.families.materials.model.messages import sum_messages
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
@@ -33,7 +33,7 @@ class GinBlock(nn.Module):
         """Return the next features."""
         x_NC = atoms.scalars_NC
         edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1)
-        shared = (geometry.exchange.atoms(x_NC), *self.edge.parameters())
+        shared = (geometry.exchange.atoms(x_NC), *layer_values(self.edge))
         sums_NC = sum_messages(_gin_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         change_NC: Tensor = self.mlp((1.0 + self.eps.to(x_NC.dtype)) * x_NC + sums_NC * self.scale)
         return atoms._replace(scalars_NC=x_NC + change_NC)
@@ -66,7 +66,7 @@ class CgcnnBlock(nn.Module):
         # Gate and core of z, before their inputs are gathered: atoms are fewer than edges.
         # What travels is half as wide as what the layer makes of it.
         from_MC = self.source(geometry.exchange.atoms(x_NC))
-        shared = (from_MC, self.target(x_NC), self.edge.weight)
+        shared = (from_MC, self.target(x_NC), self.edge.whole_weight())
         sums_NC = sum_messages(_cgcnn_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         return atoms._replace(scalars_NC=x_NC + sums_NC * self.scale)
 
@@ -105,7 +105,7 @@ class SchNetBlock(nn.Module):
         edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1)
         # Scaled before it is sent: the sum over neighbours then needs no pass of its own.
         given_MC = geometry.exchange.atoms(self.inward(atoms.scalars_NC) * self.scale)
-        shared = (given_MC, *self.filter.parameters())
+        shared = (given_MC, *layer_values(self.filter))
         sums_NC = sum_messages(_schnet_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         change_NC: Tensor = self.update(shifted_softplus(self.outward(sums_NC)))
         return atoms._replace(scalars_NC=atoms.scalars_NC + change_NC)
@@ -151,7 +151,7 @@ class Gatv2Block(nn.Module):
         x_NC = atoms.scalars_NC
         from_NC, to_NC = self.source(x_NC), self.target(x_NC)
         edges = (geometry.source_E, geometry.target_E, geometry.radial_ER, geometry.envelope_E1)
-        shared = (geometry.exchange.atoms(from_NC), to_NC, self.edge.weight, self.score)
+        shared = (geometry.exchange.atoms(from_NC), to_NC, self.edge.whole_weight(), self.score)
         sums_NHE = sum_messages(_gatv2_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         sums_NHE = sums_NHE + _weigh_values(from_NC + to_NC, from_NC, self.score)
         mixed_NC = (sums_NHE[..., 1:] / sums_NHE[..., :1]).flatten(1)
@@ -212,7 +212,12 @@ class PnaBlock(nn.Module):
         """Return the next features."""
         x_NC = atoms.scalars_NC
         edges = (geometry.source_E, geometry.target_E, geometry.radial_ER, geometry.envelope_E1)
-        shared = (geometry.exchange.atoms(self.source(x_NC)), self.target(x_NC), self.edge.weight, self.sharpness)
+        shared = (
+            geometry.exchange.atoms(self.source(x_NC)),
+            self.target(x_NC),
+            self.edge.whole_weight(),
+            self.sharpness,
+        )
         sums = sum_messages(_pna_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         degree_N1 = sums[:, :1]
         total, large_weight, small_weight, square, large, small = sums[:, 1:].chunk(6, dim=-1)

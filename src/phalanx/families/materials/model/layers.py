@@ -4,6 +4,7 @@ where they are used."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -45,6 +46,15 @@ class Mlp(nn.Module):
         for layer in rest:
             x = layer(silu(x))
         return x
+
+
+def layer_values(module: nn.Module) -> Iterator[Tensor]:
+    """Yield weight and bias of each linear layer in `module`, for functions that multiply by them themselves."""
+    for layer in module.modules():
+        if isinstance(layer, Linear):
+            yield layer.whole_weight()
+            if layer.bias is not None:
+                yield layer.bias
 
 
 class ElementTable(nn.Module):

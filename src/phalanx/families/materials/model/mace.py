@@ -19,7 +19,7 @@ from e3nn import o3
 from torch import Tensor, nn
 
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, Constant, ElementTable, Mlp, cast_linear, silu
+from phalanx.families.materials.model.layers import Atoms, Constant, ElementTable, Mlp, cast_linear, layer_values, silu
 from phalanx.families.materials.model.messages import sum_messages
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
@@ -69,7 +69,7 @@ class MaceBlock(nn.Module):
         device, dtype = features_NSC.device, features_NSC.dtype
         edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1, geometry.harmonics_ES)
         given_NSC = self.inward(features_NSC) * self.scale
-        shared = (geometry.exchange.atoms(given_NSC), *self.radial.parameters())
+        shared = (geometry.exchange.atoms(given_NSC), *layer_values(self.radial))
         message = partial(_mace_message, couplings.on(device, dtype), path_Q.on(device, torch.int64))
         # Q components of all paths, those of one degree together.
         sums_NQC = sum_messages(message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)

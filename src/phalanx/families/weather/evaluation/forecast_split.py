@@ -105,7 +105,7 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
         model = Forecaster(run.model, dtype=PRECISIONS[run.layout.precision].compute_dtype)
     # Built without memory first: every parameter is read from the checkpoint.
     model.to_empty(device=device)
-    load_module(newest.path, model)
+    load_module(newest.path, model, run.training.lora)
     return LoadedForecaster(model.eval(), run, newest.path, newest.step)
 
 

@@ -164,7 +164,7 @@ class _Aggregation(nn.Module):
     def directions(self, queries_ND: Tensor) -> Tensor:
         """Return directions in token space whose product with a token is its score under each query and head, [N, A, D]."""
         query_NAE = self._heads(self.query(queries_ND) * self.head_size**-0.5)
-        key_AED = self.key.weight.to(queries_ND.dtype).unflatten(0, (-1, self.head_size))
+        key_AED = self.key.whole_weight().to(queries_ND.dtype).unflatten(0, (-1, self.head_size))
         return torch.einsum("nae,aed->nad", query_NAE, key_AED)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class PatchAggregation(_Aggregation):
             taken_BV = present_BV | ~present_BV.any(dim=1, keepdim=True)
             scores_ABLNV = scores_ABLNV.masked_fill(~taken_BV[:, None, None], -torch.inf)
         share_ABLNV = scores_ABLNV.softmax(dim=-1)
-        value_AED = self.value.weight.to(weight_VDQ.dtype).unflatten(0, (-1, self.head_size))
+        value_AED = self.value.whole_weight().to(weight_VDQ.dtype).unflatten(0, (-1, self.head_size))
         # The same for values: linear in the patch, so mixed before they are projected.
         value_AVQE = torch.einsum("aed,vdq->avqe", value_AED, weight_VDQ)
         shares = share_ABLNV[..., None] * patches_BLVQ[:, :, None]

@@ -33,7 +33,7 @@ class PatchOutput(Linear):
         """Project [..., in] to [..., V, P] for the variables that are predicted; the rows of others are not used."""
         assert self.bias is not None
         # A view where the variables are consecutive: no copy of the matrix.
-        weight = take_places(self.weight.unflatten(0, (-1, self.points)), self.selected, 0).flatten(0, 1)
+        weight = take_places(self.whole_weight().unflatten(0, (-1, self.points)), self.selected, 0).flatten(0, 1)
         bias = take_places(self.bias.unflatten(0, (-1, self.points)), self.selected, 0).flatten()
         patches: Tensor = F.linear(x, weight.to(x.dtype), bias.to(x.dtype)).unflatten(-1, (-1, self.points))
         return patches
