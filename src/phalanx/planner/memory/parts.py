@@ -278,8 +278,7 @@ def _behind_experts(block: PartCosts) -> tuple[int, int]:
 def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str], *, experts: bool) -> tuple[int, ...]:
     """Elements of a part before and after sharding, but for a head's parameters that are held `elsewhere`; streamed ones of
     the rank that has most; trained ones before and after; and those of matrices after. experts: of experts that ranks share
-    out alone; else of all
-    but these."""
+    out alone; else of all but these."""
     head = any(parameter.name.startswith("head.") for parameter in part.parameters)
     mine = [p for p in part.parameters if p.expert == experts and not (p.streamed or (head and p.name in elsewhere))]
     streamed = sum(chain.piece for chain in part.chains)
