@@ -292,3 +292,28 @@ def test_a_global_batch_past_the_critical_one_is_warned_of(call: Call, folder: P
     write_run(folder / "silent", 3)
     refused = call(*arguments, "--critical-batch", "silent")
     assert refused.code == 2 and "the run has measured none" in refused.err
+
+
+def test_loads_that_a_router_has_logged_set_time_and_chance_of_fitting(call: Call, folder: Path) -> None:
+    mixture = ('model.experts={"count": 4, "active": 2, "d_ff": 512}', "model.mlp=swiglu", "ep=4", "dp_shard=16")
+    arguments = ("plan", "run.yaml", *FRONTIER, *QUICK, "--json")
+
+    def write_loads(name: str, load: list[float]) -> None:
+        figures = dict.fromkeys(("entropy", "violation", "dropped", "balance_loss", "z_loss"), 0.0)
+        write_run(folder / name, 2, lambda step: {"experts": [{"layer": 0, "load": load, **figures}]})
+
+    write_loads("even", [0.25] * 4)
+    write_loads("uneven", [0.7, 0.1, 0.1, 0.1])
+    write_loads("other", [0.5, 0.5])
+    seconds = {}
+    for name in ("even", "uneven"):
+        found = call(*arguments, *mixture, "--expert-loads", name)
+        assert found.code == 0, found.err
+        seconds[name] = json.loads(found.out)["layouts"][0]["step_s"]
+    assert seconds["uneven"] > 1.02 * seconds["even"]
+    refused = call(*arguments, *mixture, "--expert-loads", "other")
+    assert refused.code == 2 and "loads of 2 experts a layer, and model.experts.count=4" in " ".join(
+        refused.err.split()
+    )
+    dense = call(*arguments, "--expert-loads", "even")
+    assert dense.code == 2 and "the model to plan has no experts" in " ".join(dense.err.split())

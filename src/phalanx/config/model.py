@@ -302,6 +302,19 @@ class LanguageModel(BlockModel):
         """Return the layers that differ, each with how many there are of it, in their order in the model."""
         return Counter(self.layer(number) for number in range(self.n_layers))
 
+    def attended_share(self, length: int, block: int) -> float:
+        """Return the share of a causal mask's scores that layers compute, the mean over all of them.
+
+        length: positions of a sample. block: keys that a kernel computes together, so that windows reach so much further.
+        """
+        shares = 0.0
+        for layer, count in self.layer_kinds().items():
+            window = layer.attention.window_within(length)
+            seen = length if window is None else min(length, window + block)
+            # The first queries attend to less than a window: a triangle of it is missing.
+            shares += count * seen * (2 * length - seen) / length**2
+        return shares / self.n_layers
+
     @property
     def leading_layers(self) -> int:
         """First blocks that have an MLP where those that follow have experts."""

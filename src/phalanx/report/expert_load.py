@@ -82,6 +82,11 @@ def describe_experts(records: Sequence[Any]) -> ExpertSection | None:
     return ExpertSection(drawing, layers, steps)
 
 
+def list_loads(records: Sequence[Any]) -> list[list[float]]:
+    """Return the loads of the experts of each layer in each of a log's last records: rows of shares."""
+    return [load.tolist() for record in records for _, load, _ in _read_layers(record)]
+
+
 def _average_layer(layer: int, seen: list[tuple[FloatArray, Mapping[str, float]]]) -> LayerUse:
     # A log that was joined of two runs may hold two numbers of experts: the last one counts.
     size = len(seen[-1][0])

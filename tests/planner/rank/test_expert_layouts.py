@@ -19,7 +19,7 @@ from phalanx.planner.rank.ranking import bound_memory
 from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.step_time import StepBreakdown
 from phalanx.planner.time.timing import step_times
-from phalanx.planner.trace.expert_loads import BALANCED, ExpertLoads
+from phalanx.planner.trace.expert_loads import BALANCED, read_loads
 from phalanx.planner.trace.traced_model import TracedModel
 
 EXPERTS = {"model.experts": {"count": 8, "active": 2}}
@@ -66,7 +66,7 @@ def test_rows_between_nodes_cost_more_and_uneven_loads_cost_time(recompute: Any)
     machine = load_machine("dgx-h100")
     profile = default_profile(machine.node.device).profile
     seconds = {}
-    for name, loads in (("even", BALANCED), ("uneven", ExpertLoads(((0.4, *[0.6 / 7] * 7),)))):
+    for name, loads in (("even", BALANCED), ("uneven", read_loads([[0.4, *[0.6 / 7] * 7]]))):
         model = bind(run, TracedModel)
         model.loads = loads  # type: ignore[attr-defined]
         seconds[name] = step_times(model, table(recompute=recompute), machine, profile)

@@ -12,7 +12,7 @@ from phalanx.hardware.machine import load_machine
 from phalanx.planner.time.framework import COMPILED
 from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import default_profile
-from phalanx.planner.trace.expert_loads import BALANCED, PRIOR, ExpertLoads
+from phalanx.planner.trace.expert_loads import BALANCED, PRIOR, read_loads
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
 from phalanx.planner.trace.traced_model import Setting, part_tracer
 
@@ -124,7 +124,7 @@ def test_rows_travel_there_and_back_in_each_pass(recompute: str, passes: int) ->
 
 def test_uneven_loads_make_a_rank_compute_and_keep_more() -> None:
     # The first of two ranks gets three quarters of the rows.
-    loads = ExpertLoads(((0.25, 0.25, 0.125, 0.125, 0.0625, 0.0625, 0.0625, 0.0625),))
+    loads = read_loads([[0.25, 0.25, 0.125, 0.125, 0.0625, 0.0625, 0.0625, 0.0625]])
     even, uneven = (part_costs("block", replace(SETTING, ep=2, loads=x), SAMPLES) for x in (BALANCED, loads))
     experts = 2 * 3 * 64 * 48 * 2 * LENGTH * SAMPLES
     assert products(uneven, "forward") - products(even, "forward") == experts // 2

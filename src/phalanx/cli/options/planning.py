@@ -74,6 +74,13 @@ class PlanArguments:
             help="Samples of the critical batch, or a run that measured it; by default the planned run, of a folder.",
         ),
     ] = None
+    expert_loads: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Run of a mixture whose logged loads of experts are planned with; by default the planned run, of a folder.",
+        ),
+    ] = None
     best: Annotated[int, typer.Option(metavar="N", min=1, help="Layouts to list.")] = 10
     p_fits: Annotated[float, typer.Option(min=0.0, max=1.0, help="Least probability of fitting into memory.")] = 0.9
     profile: Annotated[

@@ -14,6 +14,7 @@ from phalanx.cli.console import open_output, print_json, print_lines, write_file
 from phalanx.cli.options.planning import PlanArguments
 from phalanx.cli.planning.plan_text import fold_command, write_plan_lines
 from phalanx.config.load import load_run, parse_overrides
+from phalanx.config.model import LanguageModel, Model
 from phalanx.errors import ConfigError
 from phalanx.hardware.machine import load_machine, machine_names
 from phalanx.hardware.reliability import MTBF_HOURS
@@ -27,7 +28,9 @@ from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import CHOSEN, write_overrides, write_planned_run
 from phalanx.planner.rank.ranking import Planner, Task, fixed_fields
 from phalanx.planner.time.profile import choose_profile
+from phalanx.planner.trace.expert_loads import ExpertLoads, read_loads
 from phalanx.planner.trace.traced_model import bind_planned
+from phalanx.report.expert_load import list_loads
 from phalanx.report.formatting import format_duration
 from phalanx.report.plan.plan_page import render_plan
 from phalanx.report.run_log import RunLog, summarise_run
@@ -51,6 +54,7 @@ def run_plan(asked: PlanArguments) -> None:
     words = asked.overrides or []
     loaded = load_run(asked.run, words)
     model = bind_planned(loaded)
+    model.loads = _find_loads(asked.expert_loads, asked.run, loaded.model) or model.loads
     machine = load_machine(asked.cluster)
     planner = Planner(machine, CostModels(machine, choose_profile(machine, asked.cluster, asked.profile)), asked.p_fits)
     wishes = Wishes(
@@ -153,6 +157,30 @@ def _find_critical_batch(words: str | None, run: Path) -> float | None:
             f"--critical-batch {words}: the run has measured none; train some steps of it with training.noise_scale_every=10"
         )
     return found
+
+
+def _find_loads(logged: Path | None, run: Path, model: Model | None) -> ExpertLoads | None:
+    """Return the loads of experts that a run has logged: the one given, else the planned run; None where it has none.
+
+    Raises ConfigError where the run given tells of no such experts.
+    """
+    source = logged or run
+    if logged is None and not (run.is_dir() and (run / "metrics.jsonl").exists()):
+        return None
+    experts = model.experts if isinstance(model, LanguageModel) else None
+    if experts is None:
+        if logged is not None:
+            raise ConfigError(f"--expert-loads {logged}: the model to plan has no experts; leave it out")
+        return None
+    rows = list_loads(RunLog.read(source).experts)
+    same = [row for row in rows if len(row) == experts.count and sum(row) > 0]
+    if not same and logged is not None:
+        found = f"loads of {len(rows[0])} experts a layer" if rows else "no loads of experts"
+        raise ConfigError(
+            f"--expert-loads {logged}: the run has logged {found}, and model.experts.count={experts.count}; give a run of a "
+            "mixture of as many"
+        )
+    return read_loads(same) if same else None
 
 
 _RENAMED = {

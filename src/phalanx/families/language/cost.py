@@ -31,7 +31,7 @@ from phalanx.nn.experts import ExpertNetworks
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator_kernels import core_attention
-from phalanx.planner.trace.expert_loads import PRIOR, ExpertLoads, whole_rows
+from phalanx.planner.trace.expert_loads import ExpertLoads, whole_rows
 from phalanx.planner.trace.operations import ExpertShare
 from phalanx.planner.trace.traced_model import (
     MODEL_PARTS,
@@ -142,8 +142,6 @@ class LanguageTracing(TracedModel):
 
     run: LanguageRun
     tracer = LanguageParts
-    loads: ExpertLoads = PRIOR
-    """How evenly routers are taken to use experts."""
 
     def rebind(self, run: Run) -> Self:
         """See `BoundModel`; what is known of the loads of experts stays."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from phalanx.config.model import LanguageModel
 from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.trace.operations import Operation
 from phalanx.planner.trace.part_costs import part_costs
@@ -60,7 +61,7 @@ class FrameworkProfile:
 
     def part_operations(self, name: PartName, setting: Setting, microbatch: int) -> tuple[Operation, ...]:
         """List what a part of the model runs, forward and backward, for a micro-batch of so many samples."""
-        return part_costs(name, setting, microbatch).costs.operations
+        return skip_masked(part_costs(name, setting, microbatch).costs.operations, setting)
 
     def traced_setting(self, setting: Setting) -> Setting:
         """Return the setting whose trace says what is asked of `setting`: operations and parameters."""
@@ -71,6 +72,23 @@ class FrameworkProfile:
         return part_tracer(setting).block_costs()
 
 
+def skip_masked(operations: tuple[Operation, ...], setting: Setting) -> tuple[Operation, ...]:
+    """Return the operations of a mean block where windows differ between layers, and FlexAttention skips what they mask."""
+    model = setting.model
+    if setting.attention != "flex" or not isinstance(model, LanguageModel):
+        return operations
+    seen = model.attended_share(setting.length, _FLEX_BLOCK)
+    if seen == 1.0:
+        return operations
+    # Ring attention's steps are no causal calls, and all of them run.
+    return tuple(
+        replace(op, attention=replace(op.attention, seen=seen)) if op.attention and op.attention.causal else op
+        for op in operations
+    )
+
+
+_FLEX_BLOCK = 128
+"""Keys of a block of FlexAttention's mask, which it computes or skips as a whole."""
 _ADAMW_VALUE_PASSES = 7
 """Values that AdamW reads or writes for each parameter: main parameter, two moments and gradient read, all but the gradient
 written."""

@@ -21,8 +21,9 @@ Floats = npt.NDArray[np.float64]
 class ExpertLoads:
     """Loads of the experts of a mixture's layers."""
 
-    logged: tuple[tuple[float, ...], ...] = ()
-    """Share of the choices that each expert got, [layers][experts]; empty where nothing was logged."""
+    logged: tuple[tuple[int, float, float], ...] = ()
+    """By number of ranks: the busiest one's rows over an equal part, mean and standard deviation over all layers and steps
+    that were logged; empty where nothing was."""
     spread: float = 0.0
     """Standard deviation of an expert's load over the mean of all, where nothing was logged."""
 
@@ -31,7 +32,7 @@ class ExpertLoads:
         if ranks == 1:
             return 1.0
         if self.logged:
-            return float(self._rank_loads(ranks).max(axis=1).mean())
+            return self._busiest_of(ranks)[0]
         # Most of so many normal numbers, on average (Blom 1958); a rank's load is the mean of its experts'.
         return min(float(ranks), 1.0 + self.spread * _expected_maximum(ranks) / math.sqrt(experts / ranks))
 
@@ -40,15 +41,12 @@ class ExpertLoads:
         if ranks == 1:
             return 0.0
         if self.logged:
-            return float(self._rank_loads(ranks).max(axis=1).std())
+            return self._busiest_of(ranks)[1]
         # The deviation of the most of several normal numbers is a little below that of one; one is on the safe side.
         return self.spread / math.sqrt(experts / ranks)
 
-    def _rank_loads(self, ranks: int) -> Floats:
-        """Loads of ranks over an equal part, [layers, ranks]: neighbouring experts share a rank."""
-        loads = np.asarray(self.logged, np.float64)
-        by_rank = loads.reshape(len(loads), ranks, -1).sum(axis=2)
-        return np.asarray(by_rank / by_rank.mean(axis=1, keepdims=True))
+    def _busiest_of(self, ranks: int) -> tuple[float, float]:
+        return next((mean, spread) for count, mean, spread in self.logged if count == ranks)
 
 
 def _expected_maximum(count: int) -> float:
@@ -69,8 +67,18 @@ def whole_rows(load: float, rows: int) -> Fraction:
 
 
 def read_loads(rows: Sequence[Sequence[float]]) -> ExpertLoads:
-    """Return logged loads. rows: of each layer the share of each expert. Raises ValueError for ragged or empty ones."""
+    """Return logged loads. rows: of each layer in each step the share of each expert.
+
+    Raises ValueError for ragged or empty ones.
+    """
     widths = {len(row) for row in rows}
     if len(widths) != 1 or not all(sum(row) > 0 and min(row) >= 0 for row in rows):
         raise ValueError("loads of experts need one row a layer, all of as many experts, with shares of 0 or more")
-    return ExpertLoads(tuple(tuple(float(share) for share in row) for row in rows))
+    loads = np.asarray(rows, np.float64)
+    found = []
+    for ranks in (number for number in range(1, loads.shape[1] + 1) if loads.shape[1] % number == 0):
+        # Neighbouring experts share a rank.
+        by_rank = loads.reshape(len(loads), ranks, -1).sum(axis=2)
+        busiest = by_rank.max(axis=1) / by_rank.mean(axis=1)
+        found.append((ranks, float(busiest.mean()), float(busiest.std())))
+    return ExpertLoads(tuple(found))

@@ -55,12 +55,15 @@ class Attention:
     backward: bool
     width: int = 2
     """Bytes of an element of queries and keys."""
+    seen: float = 1.0
+    """Share of these scores that is computed, the mean over layers: kernels skip what lies outside of a window."""
 
     @property
     def flops(self) -> int:
         """What the kernel computes: two matmuls forward; five backward, one of which repeats the scores."""
         scores = self.samples * self.heads * self.queries * self.keys
-        return (5 if self.backward else 2) * 2 * scores * self.head_size // (2 if self.causal else 1)
+        whole = (5 if self.backward else 2) * 2 * scores * self.head_size // (2 if self.causal else 1)
+        return whole if self.seen == 1.0 else int(whole * self.seen)
 
 
 @dataclass(frozen=True)

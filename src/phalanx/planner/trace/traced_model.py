@@ -184,6 +184,8 @@ class TracedModel(LayoutModel):
 
     tracer: ClassVar[type[PartTracer]]
     """Traces the parts of such models."""
+    loads: ExpertLoads = PRIOR
+    """How evenly routers are taken to use experts, where there are any."""
 
     @property
     def config(self) -> BlockModel:
