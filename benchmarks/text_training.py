@@ -4,11 +4,11 @@ same.
     phalanx data prepare TEXT... --out data/text --vocab-size 8192 --validation-fraction 0.01
     python benchmarks/text_training.py --data data/text --tasks TASKS --out benchmarks/results/training_curves/text.json
 
-Trains each size by `phalanx.train` in bfloat16 with seeds 0, 1 and 2, which change initial weights and the order of
-samples, and once by `rivals/transformers_run.py` with the initial weights, samples and schedule of seed 0. TASKS is a
-folder of in-context tasks in LLM Foundry's form, scored at the end. The result holds every curve; its summary
-compares the difference from `transformers` at every step with the noise: the standard deviation over the seeds,
-pooled over the 51 steps around. Figures stand beside it. --tiny tries everything out on a CPU.
+Trains each size by `phalanx.train` with seeds 0, 1 and 2, which change initial weights and the order of samples, and by
+`rivals/transformers_run.py` with the initial weights, samples and schedule of some of the seeds. TASKS is a folder of
+in-context tasks in LLM Foundry's form, scored at the end. The result holds every curve; its summary compares the
+difference from `transformers` at every step, the mean over the seeds that both trained, with the noise: the standard
+deviation of ours over the seeds, pooled over the 51 steps around. Figures stand beside it. --sizes tiny is for a CPU.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "30m": {
         "model": {**DECODER, "n_layers": 8, "d_model": 512, "n_heads": 8, "d_ff": 1408, "tied_head": True},
-        "optimizer": {"lr": 2.0e-3, "warmup_steps": 100},
+        "optimizer": {"lr": 1.0e-3, "warmup_steps": 200},
         "training": {"steps": 1000},
     },
     "tiny": {
         "model": {**DECODER, "n_layers": 2, "d_model": 64, "n_heads": 2, "d_ff": 128, "tied_head": True},
-        "optimizer": {"lr": 2.0e-3, "warmup_steps": 5},
-        "training": {"steps": 20},
+        "optimizer": {"lr": 1.0e-3, "warmup_steps": 60},
+        "training": {"steps": 200},
     },
 }
 """Sections of the run file of each size, the longest first."""
@@ -75,10 +75,12 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=["125m", "30m"], choices=SIZES)
     parser.add_argument("--steps", type=float, default=1.0, help="factor of all numbers of steps")
     parser.add_argument("--at-once", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--rival-seeds", type=int, nargs="*", default=[0], choices=SEEDS)
+    parser.add_argument("--rivals-at-once", type=int, default=1)
+    parser.add_argument("--precision", default="bf16")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    sizes = ["tiny"] if asked.tiny else asked.sizes
+    sizes = asked.sizes
     result: dict[str, Any] = {**describe_benchmark(), "runs": []}
     lock = threading.Lock()
 
@@ -88,25 +90,28 @@ def main() -> None:
             result["summary"] = {size: summarise(result["runs"], size) for size in sizes}
             write_result(asked.out, result)
 
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(1) as beside:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(asked.rivals_at_once) as beside:
         folder = Path(name)
         files = {size: write_run_file(folder / f"{size}.yaml", size, asked) for size in sizes}
-        for size in sizes:
-            write_initial_weights(files[size], folder / f"initial-{size}")
-        rivals = beside.submit(lambda: [take(train_rival(files[size], size, folder)) for size in sizes])
+        rivals = [
+            beside.submit(lambda size=size, seed=seed: take(train_rival(files[size], size, seed, folder)))
+            for size in sizes
+            for seed in asked.rival_seeds
+        ]
         jobs = [
             Job(
                 f"{size}, seed {seed}",
                 files[size],
                 (f"training.seed={seed}",),
                 folder / f"{size}-{seed}",
-                {"size": size, "seed": seed},
+                {"program": "phalanx", "size": size, "seed": seed},
             )
             for size in sizes
             for seed in SEEDS
         ]
         train_all(jobs, asked.at_once, take)
-        rivals.result()
+        for rival in rivals:
+            rival.result()
     for size in sizes:
         draw(result["runs"], size, asked.out)
     print(json.dumps(result["summary"], indent=1))
@@ -117,27 +122,27 @@ def write_run_file(file: Path, size: str, asked: argparse.Namespace) -> Path:
     chosen = SIZES[size]
     steps = max(2, round(chosen["training"]["steps"] * asked.steps))
     warm_up = max(1, round(chosen["optimizer"]["warmup_steps"] * asked.steps))
-    samples = 4 if asked.tiny else 64
+    samples = 4 if size == "tiny" else 64
     tasks = sorted(str(path.resolve()) for path in asked.tasks.glob("*.jsonl"))
     run = {
         "model": {"family": "language", **chosen["model"]},
         "data": {"sources": [str(asked.data.resolve())], "sequence_length": 512},
-        "layout": {"global_batch": samples, "microbatch": samples, "precision": "bf16"},
+        "layout": {"global_batch": samples, "microbatch": samples, "precision": asked.precision},
         "optimizer": {**chosen["optimizer"], "warmup_steps": warm_up, "schedule": "cosine"},
         "training": {"steps": steps},
         "checkpoint": {"last": False},
         "evaluation": {
-            "samples": 4 if asked.tiny else 512,
-            "tasks": {"files": tasks, "shots": 0, "questions": 2 if asked.tiny else 256},
+            "samples": 4 if size == "tiny" else 512,
+            "tasks": {"files": tasks, "shots": 0, "questions": 2 if size == "tiny" else 256},
         },
     }
     file.write_text(yaml.safe_dump(run))
     return file
 
 
-def write_initial_weights(file: Path, folder: Path) -> None:
-    """Write the weights that the run begins with as a Hugging Face folder."""
-    run = require_language(load_run(file), "this script")
+def write_initial_weights(file: Path, seed: int, folder: Path) -> None:
+    """Write the weights that the run begins with by this seed as a Hugging Face folder."""
+    run = require_language(load_run(file, [f"training.seed={seed}"]), "this script")
     bound = bind(run, LayoutModel)
     applied = apply_layout(bound, resolve_layout(bound, 1), ONE_RANK, torch.device("cpu"), AttentionChoice("sdpa"))
     parameters = applied.parameters
@@ -154,15 +159,18 @@ def write_initial_weights(file: Path, folder: Path) -> None:
     )
 
 
-def train_rival(file: Path, size: str, folder: Path) -> dict[str, Any]:
+def train_rival(file: Path, size: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train the size by `transformers` in a process of its own and return its row."""
-    out, script = folder / f"rival-{size}.json", ROOT / "benchmarks" / "rivals" / "transformers_run.py"
-    command = [sys.executable, str(script), str(file), "--weights", str(folder / f"initial-{size}"), "--out", str(out)]
+    name = f"rival-{size}-{seed}"
+    out, script = folder / f"{name}.json", ROOT / "benchmarks" / "rivals" / "transformers_run.py"
+    write_initial_weights(file, seed, folder / name)
+    command = [sys.executable, str(script), "--weights", str(folder / name), "--out", str(out)]
+    command += [str(file), f"training.seed={seed}"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
     )
     print(done.stdout, end="", flush=True)
-    facts = {"name": f"{size}, transformers", "size": size, "seed": None}
+    facts = {"name": f"{size}, seed {seed}, transformers", "program": "transformers", "size": size, "seed": seed}
     if done.returncode:
         return {**facts, "failed": done.stderr[-2000:]}
     return {**json.loads(out.read_text()), **facts}
@@ -170,16 +178,19 @@ def train_rival(file: Path, size: str, folder: Path) -> dict[str, Any]:
 
 def summarise(runs: list[dict[str, Any]], size: str) -> dict[str, Any]:
     """Return how far the curves of a size lie apart, its held-out losses and its scores, of what has ended by now."""
-    ours, rival = curves_of(runs, size)
-    found: dict[str, Any] = {"held_out": {str(seed): last_held_out(row) for seed, row in ours.items()}}
-    found["perplexity"] = {seed: math.exp(loss) for seed, loss in found["held_out"].items()}
-    found["tasks"] = {
-        str(seed): {task["task"]: task["accuracy"] for task in row["tasks"]} for seed, row in ours.items()
+    ours, rivals = curves_of(runs, size, "phalanx"), curves_of(runs, size, "transformers")
+    losses = {
+        name: {seed: last_held_out(row) for seed, row in rows.items()}
+        for name, rows in (("phalanx", ours), ("transformers", rivals))
     }
-    if rival is None or len(ours) < len(SEEDS):
+    found: dict[str, Any] = {"held_out": losses}
+    found["perplexity"] = {seed: math.exp(loss) for seed, loss in losses["phalanx"].items()}
+    found["tasks"] = {seed: {task["task"]: task["accuracy"] for task in row["tasks"]} for seed, row in ours.items()}
+    both = sorted(ours.keys() & rivals.keys())
+    if not both or len(ours) < len(SEEDS):
         return found
     for name, steps in (("each_step", 1), ("smoothed", SMOOTHED)):
-        difference, noise = compare(ours, rival, steps)
+        difference, noise = compare(ours, rivals, steps)
         ratio = np.abs(difference) / noise
         found[name] = {
             "largest_difference_over_noise": float(ratio.max()),
@@ -187,42 +198,43 @@ def summarise(runs: list[dict[str, Any]], size: str) -> dict[str, Any]:
             "rms_difference": float(np.sqrt((difference**2).mean())),
             "rms_noise": float(np.sqrt((noise**2).mean())),
         }
-    losses = list(found["held_out"].values())
-    found["held_out"]["transformers"] = last_held_out(rival)
-    found["held_out_difference"] = losses[0] - last_held_out(rival)
-    found["held_out_noise"] = float(np.std(losses, ddof=1))
+    found["held_out_difference"] = float(np.mean([losses["phalanx"][s] - losses["transformers"][s] for s in both]))
+    found["held_out_noise"] = float(np.std(list(losses["phalanx"].values()), ddof=1))
     return found
 
 
-def curves_of(runs: list[dict[str, Any]], size: str) -> tuple[dict[int, dict[str, Any]], dict[str, Any] | None]:
-    """Return our runs of a size by seed, and the rival's."""
-    rows = [row for row in runs if row["size"] == size and "failed" not in row]
-    ours = {row["seed"]: row for row in sorted(rows, key=lambda row: row["name"]) if row["seed"] is not None}
-    return ours, next((row for row in rows if row["seed"] is None), None)
+def curves_of(runs: list[dict[str, Any]], size: str, program: str) -> dict[int, dict[str, Any]]:
+    """Return the runs of a size by a program that have ended well, by seed."""
+    rows = [row for row in runs if (row["size"], row["program"]) == (size, program) and "failed" not in row]
+    return {row["seed"]: row for row in sorted(rows, key=lambda row: row["seed"])}
 
 
-def compare(ours: dict[int, dict[str, Any]], rival: dict[str, Any], steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the difference from the rival and the noise at each step, of curves smoothed over so many steps."""
-    curves = np.array([smooth(row["loss"], steps) for row in ours.values()])
-    difference = curves[0] - np.array(smooth(rival["loss"], steps))
-    variance = curves.var(axis=0, ddof=1)
+def compare(
+    ours: dict[int, dict[str, Any]], rivals: dict[int, dict[str, Any]], steps: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean difference from the rival and the noise at each step, of curves smoothed over so many steps."""
+    curves = {seed: np.array(smooth(row["loss"], steps)) for seed, row in ours.items()}
+    apart = [curves[seed] - np.array(smooth(row["loss"], steps)) for seed, row in rivals.items() if seed in curves]
+    variance = np.array(list(curves.values())).var(axis=0, ddof=1)
     pooled = [variance[max(0, step - AROUND) : step + AROUND + 1].mean() for step in range(len(variance))]
-    return difference, np.sqrt(pooled)
+    return np.mean(apart, axis=0), np.sqrt(pooled)
 
 
 def draw(runs: list[dict[str, Any]], size: str, out: Path) -> None:
     """Write the figures of a size beside the result: the curves, and the difference beside the noise."""
-    ours, rival = curves_of(runs, size)
-    if rival is None or len(ours) < len(SEEDS):
+    ours, rivals = curves_of(runs, size, "phalanx"), curves_of(runs, size, "transformers")
+    if not ours.keys() & rivals.keys() or len(ours) < len(SEEDS):
         return
-    steps = range(1, len(rival["loss"]) + 1)
-    curves = [Curve("Phalanx, three seeds", steps, smooth(row["loss"], SMOOTHED), 0) for row in ours.values()]
-    curves.append(Curve("transformers, seed 0", steps, smooth(rival["loss"], SMOOTHED), 1))
+    steps = range(1, len(ours[0]["loss"]) + 1)
     first = min(SMOOTHED // 2, len(steps) // 2)
-    shown = [Curve(c.name, c.xs[first:], c.ys[first:], c.colour) for c in curves]
-    words = f"Training loss of {size.upper()} parameters, means of {SMOOTHED} steps"
+    shown = [
+        Curve(name, steps[first:], smooth(row["loss"], SMOOTHED)[first:], number)
+        for number, (name, rows) in enumerate((("Phalanx", ours), ("transformers", rivals)))
+        for row in rows.values()
+    ]
+    words = f"Training loss of {size.upper()} parameters by seed, means of {SMOOTHED} steps"
     out.with_name(f"{out.stem}_{size}.svg").write_text(draw_curves(shown, words, "step"))
-    difference, noise = compare(ours, rival, 1)
+    difference, noise = compare(ours, rivals, 1)
     # A difference of exactly nothing has no place on a logarithmic scale.
     apart = np.maximum(np.abs(difference), 1e-7)
     pair = [Curve("noise over seeds", steps, noise.tolist(), 0), Curve("difference", steps, apart.tolist(), 1)]
