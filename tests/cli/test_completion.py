@@ -1,4 +1,4 @@
-"""Completion in real shells: bash always, zsh and fish where they are installed."""
+"""Completion: what each shell's script asks, and in real shells: bash always, zsh and fish where they are installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import typer
 
 from cli.terminal import ROOT
-from phalanx.cli.main import SUBCOMMANDS, Subcommand, app
+from phalanx.cli.main import SUBCOMMANDS, Subcommand, app, run_command_line
 
 EXPECTED = {
     "phalanx tr\t": "train",
@@ -31,6 +31,10 @@ EXPECTED = {
     "phalanx plan text-30m.yaml --cluster front\t": "frontier",
 }
 """What is typed, and the last word of the line that it becomes."""
+OF_PATHS = "phalanx train climax-sm\t"
+"""Of these the shell completes names of files itself."""
+IN_SHELLS = [line for line in EXPECTED if "recomp\t" in line or "preset=" in line or line in ("phalanx tr\t", OF_PATHS)]
+"""Those that are typed in real shells: a word, a name of a file, a field and then its value, and a value behind its =."""
 PREPARE = {
     "bash": ("--norc", "--noprofile", "-i"),
     "zsh": ("-f", "-i"),
@@ -39,7 +43,7 @@ BEGIN = {
     "bash": "bind 'set enable-bracketed-paste off'; bind 'set show-all-if-ambiguous off'",
     "zsh": "bindkey -e; autoload -Uz compinit; compinit -u -D",
 }
-SHELLS = [shell for shell in PREPARE if shutil.which(shell)]
+SHELLS = ("bash", "zsh", "fish")
 
 
 @pytest.fixture
@@ -73,26 +77,54 @@ def _type_in_shell(command: Sequence[str], lines: Sequence[str], folder: Path) -
     return shown.decode()
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", [shell for shell in SHELLS if shutil.which(shell)])
 def test_a_line_is_completed_as_it_is_typed(shell: str, folder: Path) -> None:
+    if shell == "fish":
+        _ask_fish(folder)
+        return
     begin = [
         f"{BEGIN[shell]}; source <(phalanx completion {shell})",
         """told() { printf '\\ntold:%s:\\n' "${@: -1}"; }""",
     ]
     # Completed, the line becomes the arguments of a function that tells the last one: Ctrl-A goes to its beginning.
-    shown = _type_in_shell([shell, *PREPARE[shell]], [*begin, *(f"{line}\x01told " for line in EXPECTED)], folder)
-    assert re.findall(r"^told:(.*):\r?$", shown, re.MULTILINE) == list(EXPECTED.values()), shown
+    shown = _type_in_shell([shell, *PREPARE[shell]], [*begin, *(f"{line}\x01told " for line in IN_SHELLS)], folder)
+    expected = [EXPECTED[line] for line in IN_SHELLS]
+    assert re.findall(r"^told:(.*):\r?$", shown, re.MULTILINE) == expected, shown
 
 
-@pytest.mark.parametrize("shell", [shell for shell in ("fish",) if shutil.which(shell)])
-def test_fish_offers_the_same(shell: str, folder: Path) -> None:
-    lines = [line.split("\t")[0] for line in EXPECTED if "climax-sm\t" not in line]
-    asked = "; ".join(f"complete --do-complete '{line}'" for line in lines)
+def _ask_fish(folder: Path) -> None:
+    """fish says without a terminal what it offers."""
+    asked = "; ".join(f"complete --do-complete '{line.partition(chr(9))[0]}'" for line in IN_SHELLS)
     script = f"phalanx completion fish | source; {asked}"
-    done = subprocess.run([shell, "--no-config", "-c", script], cwd=folder, capture_output=True, text=True, check=True)
+    command = ["fish", "--no-config", "-c", script]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=120)
     offered = [line.split("\t")[0] for line in done.stdout.splitlines()]
-    expected = [word for word in EXPECTED.values() if word != "climax-small.yaml"]
-    assert offered == ["layout.recompute=" if word == "layout.recompute=selective" else word for word in expected]
+    assert offered == [_first_answer(line) for line in IN_SHELLS]
+
+
+def _first_answer(line: str) -> str:
+    """Return what is offered where a line is completed for the first time."""
+    return "layout.recompute=" if line.count("\t") > 1 else EXPECTED[line]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_what_each_script_asks_is_answered(
+    shell: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The protocol by which a script asks, with the variables that it sets itself, whether or not there is such a shell."""
+    assert run_command_line(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    fixed = dict(re.findall(r"\b(_\w+)=([a-z][\w-]*)", script))
+    assert fixed and re.search(r'\b_TYPER_COMPLETE_ARGS="', script)
+    monkeypatch.chdir(folder)
+    for name, value in fixed.items():
+        monkeypatch.setenv(name, value)
+    for line in EXPECTED:
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line.partition("\t")[0])
+        with pytest.raises(SystemExit):
+            run_command_line([])
+        answers = [answer.split("\t")[0] for answer in capsys.readouterr().out.splitlines()]
+        assert answers == ([""] if line == OF_PATHS else [_first_answer(line)]), line
 
 
 @pytest.mark.parametrize("subcommand", SUBCOMMANDS, ids=lambda subcommand: subcommand.name)

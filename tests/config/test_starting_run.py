@@ -82,6 +82,29 @@ def test_a_model_to_use_sees_twenty_tokens_a_parameter() -> None:
     assert (tried.training.steps, tried.optimizer.lr, tried.layout.global_batch) == (300, 6e-4, 16)
 
 
+GPT3 = {
+    125e6: (0.5e6, 6.0e-4),
+    350e6: (0.5e6, 3.0e-4),
+    760e6: (0.5e6, 2.5e-4),
+    1.3e9: (1e6, 2.0e-4),
+    2.7e9: (1e6, 1.6e-4),
+    6.7e9: (2e6, 1.2e-4),
+    13e9: (2e6, 1.0e-4),
+    175e9: (3.2e6, 0.6e-4),
+}
+"""Brown et al. 2020 (arXiv:2005.14165), table 2.1: parameters, tokens of a batch and learning rate for so many."""
+
+
+def test_rates_and_batches_are_those_of_gpt_3() -> None:
+    rows = find_start("language")["by_size"]
+    for parameters, (tokens, rate) in GPT3.items():
+        row = [row for row in rows if row["parameters"] <= parameters][-1]
+        assert row["lr"] == rate
+        # in powers of two, of which the nearest is less than a factor of 1.5 away
+        assert row["tokens"].bit_count() == 1 and tokens / 1.5 < row["tokens"] < tokens * 1.5
+    assert len([row for row in rows if row["parameters"] >= 100e6]) == len(GPT3)
+
+
 @pytest.mark.parametrize("cluster", described_names())
 def test_a_time_is_filled_by_the_largest_model_that_it_suffices_for(cluster: str) -> None:
     run = parse_run(_start("12h", f"{cluster}:4").text, "my run.yaml")

@@ -3,7 +3,7 @@ function __phalanx_complete
     set -l line (commandline -cp)
     set -l replies (env _PHALANX_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args \
         _TYPER_COMPLETE_ARGS="$line" phalanx 2>/dev/null)
-    if test (count $replies) -gt 0
+    if string length --quiet -- $replies
         printf '%s\n' $replies
     else
         __fish_complete_path (commandline -ct)
