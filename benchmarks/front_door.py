@@ -71,8 +71,9 @@ def measure(timed: Timed) -> Timing:
     """Run a command once, and stop it after the line that is waited for."""
     load, before, start = os.getloadavg()[0], _cpu_of_children(), time.perf_counter()
     command = [sys.executable, "-m", "phalanx", *timed.words]
-    # A group of its own, so that a trainer is interrupted with all that it started.
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as child:
+    # A group of its own, so that a trainer is ended with all that it started; what it says goes to stderr.
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as child:
         assert child.stdout is not None
         if timed.until is None:
             child.stdout.read()

@@ -6,6 +6,9 @@ The command line prints `str(error)` of a `PhalanxError` and nothing else: no tr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from difflib import get_close_matches
+
 
 class PhalanxError(Exception):
     """A failure whose message is meant for the user: it names the field or file, the value found and the fix.
@@ -54,3 +57,8 @@ class CheckFailed(PhalanxError):
     """A check (verify, doctor) ran to its end and did not pass."""
 
     exit_code = 3
+
+
+def nearest_names(name: str, known: Sequence[str]) -> list[str]:
+    """Return up to three of `known` that look most like `name`, best first."""
+    return get_close_matches(name, known, n=3, cutoff=0.6)

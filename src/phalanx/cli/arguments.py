@@ -37,11 +37,6 @@ def _family_of(run: object) -> str:
         return DEFAULT_FAMILY
 
 
-def show_examples(*commands: str) -> str:
-    """Return help text that shows commands, one a line (the mark in front keeps the lines apart)."""
-    return "\b\n" + "\n".join(["Examples:" if len(commands) > 1 else "Example:", *(f"  {line}" for line in commands)])
-
-
 RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="Run file, folder of a run, or name of a recipe.")]
 Overrides = Annotated[
     list[str] | None,

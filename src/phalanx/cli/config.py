@@ -12,17 +12,25 @@ import typer
 from rich.padding import Padding
 from rich.text import Text
 
-from phalanx.cli.arguments import Json, Overrides, RunFile, show_examples
-from phalanx.cli.console import open_output, print_json, print_pairs, print_table, print_warning, short_count
+from phalanx.cli.arguments import Json, Overrides, RunFile
+from phalanx.cli.console import (
+    open_output,
+    print_json,
+    print_pairs,
+    print_table,
+    print_warning,
+    short_count,
+    show_examples,
+)
 from phalanx.config.check import batch_sizes, global_batch_samples
 from phalanx.config.document import show_value
 from phalanx.config.families import DEFAULT_FAMILY, FAMILIES, check_parameter_count, find_family, sizes_of
-from phalanx.config.fields import Field, SectionInfo, nearest_names, run_sections
+from phalanx.config.fields import Field, SectionInfo, run_sections
 from phalanx.config.load import dump_run, load_run
 from phalanx.config.model import LanguageModel, Model
 from phalanx.config.presets import Preset, describe_recipe, load_preset, preset_names, recipe_names
 from phalanx.config.schema import Run
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, nearest_names
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
 from phalanx.families.materials.config import MaterialsRun

@@ -77,6 +77,11 @@ def make_safe_for_terminal(text: str) -> str:
 # --- what happens, on stderr -------------------------------------------------------------------------------------------
 
 
+def show_examples(*commands: str) -> str:
+    """Return help text that shows commands, one a line (the mark in front keeps the lines apart)."""
+    return "\b\n" + "\n".join(["Examples:" if len(commands) > 1 else "Example:", *(f"  {line}" for line in commands)])
+
+
 def print_error(text: str) -> None:
     """Print an error on stderr, later lines aligned with the first: `error: ...`."""
     _print_labelled("error: ", "bold red", text)

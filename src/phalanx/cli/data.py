@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
-from phalanx.cli.arguments import Json, Overrides, RunFile, show_examples
-from phalanx.cli.console import print_error, print_json, print_lines, print_pairs, short_count, show_preparation
+from phalanx.cli.arguments import Json, Overrides, RunFile
+from phalanx.cli.console import (
+    print_error,
+    print_json,
+    print_lines,
+    print_pairs,
+    short_count,
+    show_examples,
+    show_preparation,
+)
 from phalanx.config.load import load_run
 from phalanx.data.prepared_folder import MANIFEST, SampleManifest, file_record
 from phalanx.errors import ConfigError

@@ -22,10 +22,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
-from phalanx.cli.arguments import show_examples
-from phalanx.cli.console import print_error
-from phalanx.config.fields import nearest_names
-from phalanx.errors import Interrupted, PhalanxError
+from phalanx.cli.console import print_error, show_examples
+from phalanx.errors import Interrupted, PhalanxError, nearest_names
 from phalanx.hardware.host import passive_waits
 from phalanx.launch.parent import die_with_parent
 from phalanx.printable import write_stderr

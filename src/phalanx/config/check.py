@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from phalanx.config.document import FieldPath, dotted_name
-from phalanx.config.fields import nearest_names
 from phalanx.config.problems import Problem, config_error
 from phalanx.config.schema import RESUME_WORDS, Run
 from phalanx.config.section import MAX_BATCH_SAMPLES
+from phalanx.errors import nearest_names
 
 
 def check_run(run: Run) -> list[Problem]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -20,6 +19,7 @@ from pydantic_core import PydanticUndefined
 from phalanx.config.document import show_value
 from phalanx.config.schema import Run
 from phalanx.config.section import Words
+from phalanx.errors import nearest_names
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,6 @@ def field_pattern(path: Sequence[str | int], kind: type[Run] = Run) -> str:
 def _name_prefixes(kind: type[Run]) -> frozenset[tuple[str, ...]]:
     names = [tuple(name.split(".")) for name in all_fields(kind)]
     return frozenset(name[:length] for name in names for length in range(1, len(name) + 1))
-
-
-def nearest_names(name: str, known: Sequence[str]) -> list[str]:
-    """Return up to three of `known` that look most like `name`, best first."""
-    return get_close_matches(name, known, n=3, cutoff=0.6)
 
 
 def nearest_field(name: str, kind: type[Run] = Run) -> str | None:

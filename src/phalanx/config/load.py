@@ -29,11 +29,11 @@ from phalanx.config.document import (
     show_value,
 )
 from phalanx.config.families import BUILT_IN, DEFAULT_FAMILY, FAMILIES, find_family
-from phalanx.config.fields import all_fields, field_pattern, nearest_names
+from phalanx.config.fields import all_fields, field_pattern
 from phalanx.config.presets import find_preset, find_recipe, preset_names, recipe_names
 from phalanx.config.problems import Problem, config_error, explain_errors, unknown_choice
 from phalanx.config.schema import Run
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, nearest_names
 from phalanx.files import kind_in_words
 
 RESOLVED_NAME = "run.yaml"

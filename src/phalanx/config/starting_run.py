@@ -17,11 +17,11 @@ from typing import Any, Literal, cast
 
 from phalanx.config.document import parse_document
 from phalanx.config.families import FAMILIES, find_family, sizes_of
-from phalanx.config.fields import all_fields, nearest_names, run_sections
+from phalanx.config.fields import all_fields, run_sections
 from phalanx.config.load import merge_fields, parse_run, to_yaml
 from phalanx.config.presets import Preset, load_preset, preset_names
 from phalanx.config.schema import Run
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, nearest_names
 from phalanx.hardware.device_facts import device_facts
 from phalanx.hardware.machine import Machine, load_machine
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.fields import nearest_names
 from phalanx.config.problems import Problem, config_error
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, nearest_names
 from phalanx.files import read_json_lines, require_step
 from phalanx.training.inputs import ExpectedEvaluation
 
