@@ -437,7 +437,21 @@ def test_adapters_alone_are_trained(family: str, one_rank: dict[str, Any], root:
 
 
 LATENT = {"key_value_rank": 14, "rope_size": 4, "nope_size": 6, "value_size": 8}
-BODIES = ("painn", "mace", "dimenet++", "gatv2", "schnet", "egnn", "gin", "cgcnn", "pna")
+BODIES = (
+    "painn",
+    "mace",
+    "dimenet++",
+    "gatv2",
+    "schnet",
+    "egnn",
+    "gin",
+    "sage",
+    "mfc",
+    "cgcnn",
+    "pna",
+    "pna+",
+    "pnaeq",
+)
 
 
 def unadapted_run(case: str) -> Run:

@@ -24,7 +24,7 @@ from phalanx.nn.splits import ModelChunk
 from phalanx.torch_compat.compiler import SizedProgram
 from phalanx.verification.family import VerifiableModel
 
-BODIES = ("gin", "pna", "gatv2", "cgcnn", "schnet", "egnn", "painn", "mace")
+BODIES = ("gin", "sage", "mfc", "pna", "pna+", "pnaeq", "gatv2", "cgcnn", "schnet", "egnn", "painn", "mace")
 
 
 def run_of(

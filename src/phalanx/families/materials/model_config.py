@@ -13,7 +13,21 @@ from pydantic import Field, model_validator
 from phalanx.config.model import Model
 from phalanx.config.section import Layers, Section, Width, Words, first_repeated
 
-BackboneName = Literal["gin", "pna", "gatv2", "cgcnn", "schnet", "dimenet++", "egnn", "painn", "mace"]
+BackboneName = Literal[
+    "gin",
+    "sage",
+    "mfc",
+    "pna",
+    "pna+",
+    "pnaeq",
+    "gatv2",
+    "cgcnn",
+    "schnet",
+    "dimenet++",
+    "egnn",
+    "painn",
+    "mace",
+]
 Loss = Literal["mse", "mae", "huber"]
 Positive = Annotated[float, Field(gt=0.0)]
 Weight = Annotated[float, Field(ge=0.0)]
@@ -27,6 +41,13 @@ class GatOptions(Section):
 
     heads: Width = 4
     """Attention heads over neighbours; must divide d_model."""
+
+
+class MfcOptions(Section):
+    """What only the body mfc has."""
+
+    degrees: Annotated[int, Field(ge=1, le=64)] = 5
+    """Matrices, each for atoms with about as many neighbours: from none to twice the mean number and more."""
 
 
 class DimeNetOptions(Section):
@@ -187,6 +208,8 @@ class MaterialsModel(Model):
     """Sums over neighbours are divided by this; left out, training takes the mean number of neighbours of its data."""
     gatv2: GatOptions = GatOptions()
     """Options of the body gatv2."""
+    mfc: MfcOptions = MfcOptions()
+    """Options of the body mfc."""
     dimenet: DimeNetOptions = DimeNetOptions()
     """Options of the body dimenet++."""
     mace: MaceOptions = MaceOptions()
@@ -221,7 +244,7 @@ class MaterialsModel(Model):
 
     @model_validator(mode="after")
     def _options_have_an_effect(self) -> MaterialsModel:
-        for name, body in (("gatv2", "gatv2"), ("dimenet", "dimenet++"), ("mace", "mace")):
+        for name, body in (("gatv2", "gatv2"), ("mfc", "mfc"), ("dimenet", "dimenet++"), ("mace", "mace")):
             options = getattr(self, name)
             if self.body != body and options != type(options)():
                 raise ValueError(f"{name} has no effect with body={self.body}; leave it out or set body={body}")

@@ -134,11 +134,11 @@ def block_piece(config: MaterialsModel, number: int) -> Piece:
     if config.body == "mace":
         piece = _mace_piece(config, number)
     else:
-        other = {"gin": 1, "gatv2": width, "pna": width}.get(config.body, 0)
+        other = {"gin": 1} | dict.fromkeys(("gatv2", "pna", "pna+", "pnaeq"), width)
         # DimeNet++ sends what edges say of each other, all others what atoms say: EGNN where they moved, too.
-        atom = {"egnn": width + 3, "painn": 6 * width, "dimenet++": 0}.get(config.body, width)
+        atom = {"egnn": width + 3, "painn": 6 * width, "pnaeq": 4 * width, "dimenet++": 0}.get(config.body, width)
         edge = angles.triplet_width + angles.angular * angles.basis_width if config.body == "dimenet++" else 0
-        piece = Piece(_block_matmuls(config, number), other, atom_columns=atom, edge_columns=edge)
+        piece = Piece(_block_matmuls(config, number), other.get(config.body, 0), atom_columns=atom, edge_columns=edge)
     if config.attention is None:
         return piece
     sizes = ((width, 3 * width), (width, width), (width, 2 * width), (2 * width, width))
@@ -165,7 +165,8 @@ def head_piece(config: MaterialsModel) -> Piece:
         sizes = [width, *[max(width // 2, 1)] * (head.layers - 1), len(getattr(head, "names", [0]))]
         copies = 1 if head.shared else len(config.branches)
         matmuls += [Matmul("atom", a, b) for a, b in pairwise(sizes)] * copies
-    channels = {"painn": width, "egnn": 1, "mace": width if config.mace.hidden_degree else 0}.get(config.body, 0)
+    of_mace = width if config.mace.hidden_degree else 0
+    channels = {"painn": width, "pnaeq": width, "egnn": 1, "mace": of_mace}.get(config.body, 0)
     if config.dipole is not None and channels:
         matmuls.append(Matmul("atom", width, channels))
     return Piece(tuple(matmuls))
@@ -183,6 +184,12 @@ def _block_matmuls(config: MaterialsModel, number: int) -> tuple[Matmul, ...]:
         return _dimenet_matmuls(config)
     found: dict[str, tuple[Matmul, ...]] = {
         "gin": (Matmul("edge", r, c), Matmul("atom", c, 2 * c), Matmul("atom", 2 * c, c)),
+        "sage": (Matmul("edge", r, c), Matmul("atom", c, c), Matmul("atom", c, c, bias=False)),
+        "mfc": (
+            Matmul("edge", r, c),
+            Matmul("atom", c, config.mfc.degrees * c),
+            Matmul("atom", c, config.mfc.degrees * c, bias=False),
+        ),
         "cgcnn": (
             Matmul("atom", c, 2 * c),
             Matmul("atom", c, 2 * c, bias=False),
@@ -200,6 +207,27 @@ def _block_matmuls(config: MaterialsModel, number: int) -> tuple[Matmul, ...]:
             Matmul("atom", c, c, bias=False),
             Matmul("edge", r, c, bias=False),
             Matmul("atom", 13 * c, c),
+        ),
+        "pna+": (
+            Matmul("atom", c, c),
+            Matmul("atom", c, c, bias=False),
+            Matmul("edge", r, c),
+            Matmul("edge", c, c, bias=False),
+            Matmul("edge", r, c, bias=False),
+            Matmul("atom", 17 * c, c),
+        ),
+        "pnaeq": (
+            Matmul("atom", c, c),
+            Matmul("atom", c, c, bias=False),
+            Matmul("edge", r, c),
+            Matmul("edge", c, c, bias=False),
+            Matmul("edge", c, c),
+            Matmul("edge", c, 3 * c),
+            Matmul("edge", r, 3 * c, bias=False),
+            Matmul("atom", 21 * c, c),
+            Matmul("atom", c, 2 * c, bias=False, times=3),
+            Matmul("atom", 2 * c, c),
+            Matmul("atom", c, 3 * c),
         ),
         "schnet": (
             Matmul("atom", c, c, bias=False),

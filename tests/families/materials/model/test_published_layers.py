@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import CGConv
+from torch_geometric.nn import CGConv, SAGEConv
 from torch_geometric.nn.models import SchNet
 
 from atom_graphs import CUTOFF, batch_of, random_structure
 from phalanx.families.materials.model.geometry import Geometry, edge_geometry, edge_vectors
+from phalanx.families.materials.model.invariant_backbones import degree_weights
 from phalanx.families.materials.model.layers import Atoms, InvariantAttention
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import Branch, EnergyHead, GlobalAttention
@@ -96,6 +97,45 @@ def test_cgcnn_is_that_of_torch_geometric_with_faded_messages() -> None:
     found = block(Atoms(x_NC), geometry).scalars_NC
     torch.testing.assert_close(found, theirs(x_NC, given["edges_2E"], geometry.radial_ER))
     assert (found - x_NC).abs().max() > 0.1
+
+
+def test_sage_is_that_of_torch_geometric_with_messages_of_gin() -> None:
+    network = filled_network(small_model("sage"))
+    given = batch()
+    geometry = geometry_of(network, given)
+    block = network.blocks[0].messages
+    _, target_E = given["edges_2E"]
+    degree_N = torch.zeros(len(given["species_N"]), dtype=torch.float64).index_add(
+        0, target_E, geometry.envelope_E1[:, 0]
+    )
+    filters_EC = geometry.radial_ER @ block.edge.weight.T + block.edge.bias
+
+    class Counted(SAGEConv):
+        def message(self, x_j: Tensor) -> Tensor:
+            faded_EC = torch.nn.functional.silu(x_j + filters_EC) * geometry.envelope_E1
+            return faded_EC / (degree_N[target_E, None] + 1.0)
+
+    theirs = Counted(8, 8, aggr="sum").double()
+    with torch.no_grad():
+        theirs.lin_l.weight.copy_(block.neighbours.weight)
+        theirs.lin_l.bias.copy_(block.own.bias)
+        theirs.lin_r.weight.copy_(block.own.weight)
+    x_NC = network.embedding(geometry).scalars_NC
+    found = block(Atoms(x_NC), geometry).scalars_NC
+    torch.testing.assert_close(found, x_NC + torch.nn.functional.silu(theirs(x_NC, given["edges_2E"])))
+    assert (found - x_NC).abs().max() > 0.1
+
+
+def test_matrices_of_mfc_go_by_smooth_degrees() -> None:
+    places = torch.linspace(0.0, 9.0, 91, dtype=torch.float64)[:, None].requires_grad_()
+    weights = degree_weights(places, 5)
+    assert torch.allclose(weights.sum(1), torch.ones(91, dtype=torch.float64)) and (weights > -1e-12).all()
+    # No neighbours: the first matrix, and a little of the second; in the middle of splines the published choice weighs most.
+    assert torch.allclose(weights[0], torch.tensor([5.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64) / 6.0)
+    assert weights[[0, 10, 20, 30, 40, 80]].argmax(1).tolist() == [0, 1, 2, 3, 4, 4]
+    assert torch.equal(weights[60:, 4], torch.ones(31, dtype=torch.float64))
+    assert torch.autograd.gradgradcheck(lambda x: degree_weights(x, 5), (places[3::7] + 0.05).detach().requires_grad_())
+    assert degree_weights(places, 1).unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize("length", [None, 9])

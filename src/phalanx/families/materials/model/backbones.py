@@ -11,8 +11,16 @@ from phalanx.errors import ConfigError
 from phalanx.families.materials.model.dimenet import DimeNetBlock, DimeNetEmbedding
 from phalanx.families.materials.model.equivariant_backbones import EgnnBlock, PaiNNBlock
 from phalanx.families.materials.model.geometry import Geometry, find_triplets
-from phalanx.families.materials.model.invariant_backbones import CgcnnBlock, Gatv2Block, GinBlock, PnaBlock, SchNetBlock
+from phalanx.families.materials.model.invariant_backbones import (
+    CgcnnBlock,
+    Gatv2Block,
+    GinBlock,
+    MfcBlock,
+    SageBlock,
+    SchNetBlock,
+)
 from phalanx.families.materials.model.layers import Atoms, ElementTable
+from phalanx.families.materials.model.pna import PnaBlock, PnaEqBlock, PnaPlusBlock
 from phalanx.families.materials.model_config import MaterialsModel
 
 BuildBlock = Callable[[MaterialsModel, int], nn.Module]
@@ -76,9 +84,17 @@ def _mace_backbone() -> Backbone:
 
 _BACKBONES: dict[str, Backbone] = {
     "gin": Backbone(lambda config, _: GinBlock(config), _embed_scalars),
+    "sage": Backbone(lambda config, _: SageBlock(config), _embed_scalars),
+    "mfc": Backbone(lambda config, _: MfcBlock(config), _embed_scalars),
     "cgcnn": Backbone(lambda config, _: CgcnnBlock(config), _embed_scalars),
     "gatv2": Backbone(lambda config, _: Gatv2Block(config), _embed_scalars),
     "pna": Backbone(lambda config, _: PnaBlock(config), _embed_scalars),
+    "pna+": Backbone(lambda config, _: PnaPlusBlock(config), _embed_scalars),
+    "pnaeq": Backbone(
+        lambda config, _: PnaEqBlock(config),
+        lambda config: AtomEmbedding(config, config.d_model),
+        lambda config: config.d_model,
+    ),
     "schnet": Backbone(lambda config, _: SchNetBlock(config), _embed_scalars),
     "dimenet++": Backbone(
         lambda config, _: DimeNetBlock(config),

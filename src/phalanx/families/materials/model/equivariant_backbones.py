@@ -48,13 +48,17 @@ class PaiNNBlock(nn.Module):
         sums_N4C = sum_messages(_painn_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         scalar_N1C, vector_N3C = sums_N4C.split((1, 3), dim=1)
         scalars_NC, vectors_N3C = scalars_NC + scalar_N1C.squeeze(1), vectors_N3C + vector_N3C
-        # The update block: scalars and vectors of one atom, of which lengths and products tell each other.
-        left_N3C, right_N3C = self.mix(vectors_N3C).chunk(2, dim=-1)
-        length_NC = (right_N3C.square().sum(1) + _NORM_EPS).sqrt()
-        update = self.update(torch.cat((scalars_NC, length_NC), dim=-1))
-        gate_NC, overlap_NC, change_NC = update.chunk(3, dim=-1)
-        scalars_NC = scalars_NC + change_NC + overlap_NC * (left_N3C * right_N3C).sum(1)
-        return Atoms(scalars_NC, vectors_N3C + gate_NC[:, None] * left_N3C)
+        return update_vectors(scalars_NC, vectors_N3C, self.mix, self.update)
+
+
+def update_vectors(scalars_NC: Tensor, vectors_N3C: Tensor, mix: Linear, update: Mlp) -> Atoms:
+    """Return what PaiNN's update block makes of an atom: its scalars, and its vectors' lengths and products, tell each
+    other."""
+    left_N3C, right_N3C = mix(vectors_N3C).chunk(2, dim=-1)
+    length_NC = (right_N3C.square().sum(1) + _NORM_EPS).sqrt()
+    gate_NC, overlap_NC, change_NC = update(torch.cat((scalars_NC, length_NC), dim=-1)).chunk(3, dim=-1)
+    scalars_NC = scalars_NC + change_NC + overlap_NC * (left_N3C * right_N3C).sum(1)
+    return Atoms(scalars_NC, vectors_N3C + gate_NC[:, None] * left_N3C)
 
 
 def _painn_message(

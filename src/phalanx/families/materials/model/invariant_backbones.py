@@ -1,11 +1,9 @@
-"""Backbones whose messages are invariant features alone: GIN, CGCNN, SchNet, GATv2 and PNA.
+"""Backbones whose messages are invariant features alone: GIN, GraphSAGE, MFC, CGCNN, SchNet and GATv2.
 
 Activations are smooth where the originals have corners, so that forces are continuous, and messages fade at the cutoff.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +41,82 @@ def _gin_message(
     source_E: Tensor, radial_ER: Tensor, envelope_E1: Tensor, x_NC: Tensor, weight: Tensor, bias: Tensor
 ) -> Tensor:
     return silu(x_NC.index_select(0, source_E) + cast_linear(radial_ER, weight, bias)) * envelope_E1
+
+
+class SageBlock(nn.Module):
+    """GraphSAGE (Hamilton, Ying & Leskovec 2017, algorithm 1): x + act(own(x) + neighbours(mean of messages)).
+
+    Messages are GIN's: silu(x_j + edge(d_ij)). Neighbours count with their envelope, and one that says nothing is always
+    there: the mean does not jump as atoms cross the cutoff, and has a value without neighbours.
+    """
+
+    def __init__(self, config: MaterialsModel) -> None:
+        super().__init__()
+        width = config.d_model
+        self.edge = Linear(config.n_radial, width, bias=True)
+        self.own = Linear(width, width, bias=True)
+        self.neighbours = Linear(width, width, bias=False)
+
+    def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
+        """Return the next features."""
+        x_NC = atoms.scalars_NC
+        sums_NC, degree_N1 = _sum_and_count(x_NC, self.edge, geometry)
+        change_NC = silu(self.own(x_NC) + self.neighbours(sums_NC / (degree_N1 + 1.0)))
+        return atoms._replace(scalars_NC=x_NC + change_NC)
+
+
+class MfcBlock(nn.Module):
+    """MFC (Duvenaud et al. 2015, algorithm 2): x + act(own(x) + neighbours(sum of messages)), matrices by degree.
+
+    Messages are GIN's. The degree of an atom counts neighbours with their envelope, so it is no whole number: cubic
+    B-splines of it weigh the matrices, with two continuous derivatives as the envelope has. The first belongs to no
+    neighbours, the last to twice the mean number and more.
+    """
+
+    def __init__(self, config: MaterialsModel) -> None:
+        super().__init__()
+        width = config.d_model
+        self.degrees = config.mfc.degrees
+        self.scale = 1.0 / config.mean_neighbors
+        self.edge = Linear(config.n_radial, width, bias=True)
+        self.own = Linear(width, self.degrees * width, bias=True)
+        self.neighbours = Linear(width, self.degrees * width, bias=False)
+
+    def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
+        """Return the next features."""
+        x_NC = atoms.scalars_NC
+        sums_NC, degree_N1 = _sum_and_count(x_NC, self.edge, geometry)
+        every_NKC = (self.own(x_NC) + self.neighbours(sums_NC * self.scale)).unflatten(-1, (self.degrees, -1))
+        weight_NK = degree_weights(degree_N1 * (0.5 * self.scale * (self.degrees - 1)), self.degrees)
+        change_NC = silu((every_NKC * weight_NK[:, :, None]).sum(1))
+        return atoms._replace(scalars_NC=x_NC + change_NC)
+
+
+def _sum_and_count(x_NC: Tensor, edge: Linear, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Return sums of GIN's messages, [N, C], and of envelopes, [N, 1]: neighbours that fade count less than one."""
+    edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1)
+    shared = (geometry.exchange.atoms(x_NC), *layer_values(edge))
+    sums = sum_messages(_counted_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
+    sums_NC, degree_N1 = sums.split((x_NC.shape[1], 1), dim=-1)
+    return sums_NC, degree_N1
+
+
+def _counted_message(
+    source_E: Tensor, radial_ER: Tensor, envelope_E1: Tensor, x_NC: Tensor, weight: Tensor, bias: Tensor
+) -> Tensor:
+    return torch.cat((_gin_message(source_E, radial_ER, envelope_E1, x_NC, weight, bias), envelope_E1), dim=-1)
+
+
+def degree_weights(place_N1: Tensor, count: int) -> Tensor:
+    """Return weights [N, count] that add up to 1: cubic B-splines around 0 to count - 1, the last for all beyond."""
+    if count == 1:
+        return torch.ones_like(place_N1)
+    distance_NK = (place_N1 - torch.arange(-1, count - 1, device=place_N1.device, dtype=place_N1.dtype)).abs()
+    splines_NK = ((2.0 - distance_NK).clamp(min=0.0).pow(3) - 4.0 * (1.0 - distance_NK).clamp(min=0.0).pow(3)) / 6.0
+    # What belongs to fewer than no neighbours is the first one's.
+    first_N1 = splines_NK[:, :1] + splines_NK[:, 1:2]
+    but_last = torch.cat((first_N1, splines_NK[:, 2:]), dim=1)
+    return torch.cat((but_last, 1.0 - but_last.sum(1, keepdim=True)), dim=1)
 
 
 class CgcnnBlock(nn.Module):
@@ -125,7 +199,7 @@ def _schnet_message(
     return x_NC.index_select(0, source_E) * (filter_EC * envelope_E1)
 
 
-_LARGEST_SCORE = 10.0
+LARGEST_SCORE = 10.0
 """Scores are bent to stay below: exponentials then need no maximum over neighbours, which would not be smooth."""
 
 
@@ -179,76 +253,5 @@ def _weigh_values(seen: Tensor, given: Tensor, score_HE: Tensor) -> Tensor:
     heads = len(score_HE)
     raw = (silu(seen).unflatten(-1, (heads, -1)) * score_HE.to(seen.dtype)).sum(-1, keepdim=True)
     # No maximum over neighbours is taken off, which a softmax usually needs: it has a corner where two tie.
-    weight = (_LARGEST_SCORE * torch.tanh(raw / _LARGEST_SCORE)).exp()
+    weight = (LARGEST_SCORE * torch.tanh(raw / LARGEST_SCORE)).exp()
     return torch.cat((weight, weight * given.unflatten(-1, (heads, -1))), dim=-1)
-
-
-_SPREAD_FLOOR = 0.1
-"""Spread of messages that all agree. Its inverse bounds how sharply forces can turn there."""
-
-
-class PnaBlock(nn.Module):
-    """PNA (Corso et al. 2020): x + update(x, mean, largest, smallest and spread of messages under three degree scalers).
-
-    A force is a derivative of all of these, so each is smooth. The largest and smallest are softened: means in which
-    messages count by an exponential of their size (Li et al. 2020, softmax aggregation), so that no force changes hands
-    where two neighbours tie. How sharply is learned, by channel. The spread has a floor under its root. Neighbours, and the
-    degree that scales, count with their envelope, and one neighbour that says nothing is always there: nothing jumps as
-    atoms cross the cutoff, and nothing is undefined without neighbours.
-    """
-
-    def __init__(self, config: MaterialsModel) -> None:
-        super().__init__()
-        width = config.d_model
-        self.mean_log_degree = math.log1p(config.mean_neighbors)
-        self.source = Linear(width, width, bias=True)
-        self.target = Linear(width, width, bias=False)
-        self.edge = Linear(config.n_radial, width, bias=False)
-        # Begins at 1: between a mean (0) and an extremum (large).
-        self.sharpness = nn.Parameter(torch.empty(width))
-        self.update = Linear(13 * width, width, bias=True)
-
-    def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Return the next features."""
-        x_NC = atoms.scalars_NC
-        edges = (geometry.source_E, geometry.target_E, geometry.radial_ER, geometry.envelope_E1)
-        shared = (
-            geometry.exchange.atoms(self.source(x_NC)),
-            self.target(x_NC),
-            self.edge.whole_weight(),
-            self.sharpness,
-        )
-        sums = sum_messages(_pna_message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
-        degree_N1 = sums[:, :1]
-        total, large_weight, small_weight, square, large, small = sums[:, 1:].chunk(6, dim=-1)
-        # The neighbour that says nothing adds a message of 0 and a weight of 1.
-        mean_NC = total / (degree_N1 + 1.0)
-        # Only bfloat16 rounds a variance below 0.
-        variance_NC = (square / (degree_N1 + 1.0) - mean_NC.square()).clamp(min=0.0)
-        spread_NC = (variance_NC + _SPREAD_FLOOR**2).sqrt()
-        found = torch.cat((mean_NC, large / (large_weight + 1.0), small / (small_weight + 1.0), spread_NC), dim=-1)
-        # Without neighbours the published attenuation, 1 / more, has no value.
-        # Of a degree that counts neighbours with their envelope, so that it is smooth and no whole number.
-        more_N1 = torch.log1p(degree_N1) / self.mean_log_degree
-        scaled = torch.cat((x_NC, found, found * more_N1, found * (2.0 / (1.0 + more_N1))), dim=-1)
-        change_NC: Tensor = self.update(scaled)
-        return atoms._replace(scalars_NC=x_NC + change_NC)
-
-
-def _pna_message(
-    source_E: Tensor,
-    target_E: Tensor,
-    radial_ER: Tensor,
-    envelope_E1: Tensor,
-    from_NC: Tensor,
-    to_NC: Tensor,
-    edge: Tensor,
-    sharpness_C: Tensor,
-) -> Tensor:
-    """Return degree, message and the weights of both extrema, then each of these three times the message: [E, 1 + 6C]."""
-    inside = from_NC.index_select(0, source_E) + to_NC.index_select(0, target_E) + cast_linear(radial_ER, edge)
-    message_EC = silu(inside)
-    score_EC = _LARGEST_SCORE * torch.tanh(message_EC * sharpness_C.to(message_EC.dtype) / _LARGEST_SCORE)
-    faded_EC, large_EC, small_EC = (share * envelope_E1 for share in (message_EC, score_EC.exp(), (-score_EC).exp()))
-    times = (faded_EC * message_EC, large_EC * message_EC, small_EC * message_EC)
-    return torch.cat((envelope_E1, faded_EC, large_EC, small_EC, *times), dim=-1)
