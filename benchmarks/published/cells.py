@@ -32,6 +32,11 @@ def devices_per_node(row: Row, per_unit: int) -> int | None:
 def recompute_of(row: Row) -> Recompute:
     """What is computed again in the backward pass. Raises Unusable where that is not stated or nothing our layouts do."""
     stated = row.text("recompute").lower()
+    if not stated and row.text("group") == "megatron-bridge":
+        # Recipes beside the table (src/megatron/bridge/perf_recipes) recompute norms, the experts' activation function or
+        # the up-projection of latent attention, or nothing: a few passes over memory.
+        row.assumed.append("no recomputation")
+        return "none"
     if not stated:
         raise Unusable("the source does not state whether activations are recomputed")
     if "selective layer" in stated:

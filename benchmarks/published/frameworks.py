@@ -184,6 +184,17 @@ _MEGATRON = OtherFramework(
 )
 """Gradients are copied to 32-bit and checked for overflow on their way to the optimizer."""
 
+_BRIDGE = replace(
+    _MEGATRON,
+    compiled=True,
+    host_work=2.0,
+    fused_attention=True,
+    attention_dropout=False,
+    sequence_parallel=True,
+    overlap=True,
+)
+"""Transformer Engine's kernels are fused as a compiler fuses them; data-parallel exchanges run behind computing."""
+
 _FSDP = OtherFramework(
     compiled=False,
     host_work=2.0,
@@ -197,6 +208,7 @@ _KNOWN: tuple[tuple[str, FrameworkProfile], ...] = (
     ("hf accelerate", _FSDP),
     ("torchtitan", replace(_FSDP, compiled=True, host_work=1.0, issues_exchanges=True, reduce_bytes=4)),
     ("nanotron", replace(_MEGATRON, fused_attention=True, reduce_bytes=4)),
+    ("megatron-bridge", _BRIDGE),
     ("megatron-lm", replace(_MEGATRON, reduce_bytes=4)),
     ("megatron-deepspeed", _MEGATRON),
     ("gpt-neox", _MEGATRON),

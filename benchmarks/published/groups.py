@@ -19,6 +19,7 @@ from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.profile import NamedProfile, default_profile, load_profile, shipped_profiles
 from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.time.step_time import StepTimes, time_steps
+from phalanx.planner.trace.expert_loads import BALANCED
 from phalanx.planner.trace.traced_model import Setting
 from published.bubble import estimate_pipelines
 from published.frameworks import BlockingDataParallel, OtherFramework, framework_of
@@ -42,7 +43,14 @@ class PublishedGroup(MeasuredGroup):
     @staticmethod
     def setting_of(run: MeasuredRun, framework: FrameworkProfile) -> Setting:
         """Return the model of a run; other programs than ours have all logits at once."""
-        return with_whole_logits(MeasuredGroup.setting_of(run, framework), framework)
+        setting = with_whole_logits(MeasuredGroup.setting_of(run, framework), framework)
+        assert run.sequence_length is not None
+        if setting.model.biases_attention(run.sequence_length):
+            # Kernels that skip what a window masks.
+            setting = replace(setting, attention="flex")
+        # "In MoE training benchmarks, we force-balance the token distribution among experts" (its performance summary).
+        balanced = run.framework.startswith("Megatron-Bridge")
+        return replace(setting, loads=BALANCED) if balanced else setting
 
     def profile(self, *, calibrated: bool = True) -> NamedProfile:
         """Return the fitted profile of the group's system if there is one, else the default of its device."""
@@ -108,7 +116,8 @@ def _systems() -> list[dict[str, Any]]:
 @cache
 def _system(profile: str) -> System:
     row = next(row for row in _systems() if row["profile"] == profile)
-    machine = load_machine(row["machine"])
+    described = Path(__file__).with_name("machines") / f"{row['machine']}.yaml"
+    machine = load_machine(str(described) if described.exists() else row["machine"])
     machine = machine.model_copy(update={"node": machine.node.model_copy(update={"device": row["device"]})})
     network = machine.network
     if network is not None and "nic_gb_s" in row:

@@ -18,6 +18,37 @@ _LLAMA_2 = {
     "70b": {"n_layers": 80, "d_model": 8192, "n_heads": 64, "n_kv_heads": 8, "d_ff": 28672, "vocab_size": 32000},
 }
 """Llama 2 (Touvron et al., arXiv:2307.09288; config.json of meta-llama)."""
+_MIXTURES_BY_NAME: dict[str, dict[str, Any]] = {
+    "gpt-oss-120b": {
+        "n_layers": 36,
+        "d_model": 2880,
+        "n_heads": 64,
+        "n_kv_heads": 8,
+        "head_dim": 64,
+        "d_ff": 2880,
+        "vocab_size": 201088,
+        "max_positions": 131072,
+        "sliding_window": 128,
+        "global_every": 2,
+        "attention_sinks": True,
+        "experts": {"count": 128, "active": 4, "balance": "none"},
+    },
+    "mixtral-8x22b": {
+        "n_layers": 56,
+        "d_model": 6144,
+        "n_heads": 48,
+        "n_kv_heads": 8,
+        "d_ff": 16384,
+        "vocab_size": 32768,
+        "max_positions": 65536,
+        "experts": {"count": 8, "active": 2, "balance": "none"},
+    },
+}
+"""Mixtures that are no presets: config.json of openai/gpt-oss-120b, whose experts' biases are left out, and of
+mistralai/Mixtral-8x22B-v0.1."""
+_SWIGLU = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "tied_head": False, "bias": False}
+_PRESETS = {"deepseekv3": "deepseek-v3"}
+"""Presets by what tables call their models otherwise."""
 _BIGSCIENCE_VOCABULARY = "250880"
 """What its chronicles call "250k": padded to a multiple of 128 x 4 tensor-parallel ranks."""
 
@@ -25,7 +56,7 @@ _BIGSCIENCE_VOCABULARY = "250880"
 def published_model(row: Row) -> LanguageModel:
     """Return the row's model.
 
-    Raises Unusable for other kinds of model, mixtures of experts without a preset, fine-tuning and unstated sizes.
+    Raises Unusable for other kinds of model, mixtures of experts that are not known, fine-tuning and unstated sizes.
     """
     name, family = row.text("model"), row.text("family")
     if _OTHER_KINDS.search(f"{name} {family}"):
@@ -43,11 +74,14 @@ def published_model(row: Row) -> LanguageModel:
 
 
 def _mixture(name: str) -> LanguageModel:
-    """Return the mixture of experts that is a preset of this name: tables state nothing of experts."""
-    preset = find_preset(re.split(r"[ \[(]", name.lower())[0].replace("_", "-"))
+    """Return the mixture of experts of this name: tables state nothing of experts."""
+    words = re.sub(r"[ _]", "-", re.split(r" ?[\[(]", name.lower())[0])
+    if words in _MIXTURES_BY_NAME:
+        return LanguageModel.model_validate(_SWIGLU | _MIXTURES_BY_NAME[words])
+    preset = find_preset(_PRESETS.get(words, words))
     model = None if preset is None else preset.model()
     if not isinstance(model, LanguageModel) or model.experts is None:
-        raise Unusable("it is a mixture of experts that no preset describes")
+        raise Unusable("it is a mixture of experts whose sizes are not known")
     return model
 
 

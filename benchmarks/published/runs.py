@@ -160,6 +160,9 @@ def _agreement(
 ) -> float | None:
     if convention is None or model is None or length is None or timed is None or counted is None:
         return None
+    if model.sliding_window is not None or model.leading_layers:
+        # What sources count of windows and of layers that predict further tokens is not said.
+        return None
     return timed.tokens_per_s * convention(model, length) / counted.flops
 
 

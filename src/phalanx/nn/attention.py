@@ -201,7 +201,7 @@ def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: At
         return flash4_attention(query_BHSE, key_BKSE, value_BKSE)
     heads = query_BHSE.shape[1]
     if context.softcap is not None or context.sinks_H is not None:
-        return _attend_plainly(query_BHSE, key_BKSE, value_BKSE, context)
+        return attend_plainly(query_BHSE, key_BKSE, value_BKSE, context)
     if context.repeated or not _heads_can_share(query_BHSE, context.bias):
         if query_BHSE.shape[2] == 1:
             return _attend_one_query(query_BHSE, key_BKSE, value_BKSE, context.bias)
@@ -233,7 +233,7 @@ def _attend_one_query(query_BH1E: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, 
     return (weights.to(value_BKSE.dtype) @ value_BKSE).reshape(B, H, 1, value_BKSE.shape[-1])
 
 
-def _attend_plainly(query_BHQE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: AttentionContext) -> Tensor:
+def attend_plainly(query_BHQE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: AttentionContext) -> Tensor:
     """Return attention as separate products, [B, H, Q, E], with capped scores and sinks; all scores exist at once."""
     assert context.bias is not None
     kv_heads, wide = key_BKSE.shape[1], torch.promote_types(query_BHQE.dtype, torch.float32)

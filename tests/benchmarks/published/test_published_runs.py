@@ -213,8 +213,8 @@ REASONS = [
     ({"status": "ok (unreliable)"}, "its source calls it unreliable"),
     ({"notes": "ANALYTIC, not measured: equals 18 B"}, "its figures were calculated by the source, not measured"),
     ({"family": "ViT weather"}, "it is not a language model"),
-    ({"model": "Mixtral-8x22B"}, "it is a mixture of experts that no preset describes"),
-    ({"ep": "8"}, "it is a mixture of experts that no preset describes"),
+    ({"model": "Mixtral-8x220B"}, "it is a mixture of experts whose sizes are not known"),
+    ({"ep": "8"}, "it is a mixture of experts whose sizes are not known"),
     ({"model": "LLAMA2-13B LoRA"}, "it trains adapters alone"),
     ({"precision": "MXFP8"}, "it computes in a format of 8 bits or fewer (MXFP8)"),
     ({"precision": "bf16, float8 linear"}, "it computes in a format of 8 bits or fewer (bf16, float8 linear)"),
@@ -446,3 +446,29 @@ def test_what_the_groups_are_good_for(runs: list[PublishedRun]) -> None:
     assert found["frontier-forge"].devices == ("MI250X GCD",)
     assert found["llm-foundry"].reasons == (("it computes in a format of 8 bits or fewer (amp_fp8)", 4),)
     assert found["nanotron"].rates == (("mfu_pct by palm", found["nanotron"].used),)
+
+
+def test_mixtures_are_read_by_name(tmp_path: Path) -> None:
+    cells = {
+        "tp": "1",
+        "pp": "2",
+        "dp": "8",
+        "ep": "8",
+        "recompute": "",
+        "group": "megatron-bridge",
+        "gbs": "64",
+        "zero_stage": "1",
+    }
+    for name, experts, active in (
+        ("GPT OSS 120B", 128, 4),
+        ("DeepSeekV3 (w/o MTP)", 256, 8),
+        ("Qwen3_235B_a22B", 128, 8),
+    ):
+        run = read_one(tmp_path, **cells, model=name, n_gpus="16")
+        assert run.used, run.reason
+        assert run.model is not None and run.model.experts is not None and run.layout is not None
+        assert (run.model.experts.count, run.model.experts.active, run.layout.ep) == (experts, active, 8)
+        # The source's recipes recompute next to nothing; other sources would have to say so.
+        assert run.recompute == "none" and "no recomputation" in run.assumed
+    elsewhere = read_one(tmp_path, **cells | {"group": "g"}, model="GPT OSS 120B", n_gpus="16")
+    assert elsewhere.reason == "the source does not state whether activations are recomputed"

@@ -418,3 +418,17 @@ def test_streamed_blocks_in_a_ring_compute_what_whole_ones_do(model: LanguageMod
     whole, streamed = (part_costs("block", replace(chosen, streamed=ranks), 2) for ranks in (1, 4))
     assert streamed.chains
     assert streamed.costs.flops("forward") == whole.costs.flops("forward") > 0
+
+
+@pytest.mark.parametrize("kernel", ["flex", "math"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sinks_are_part_of_attention_and_get_gradients(kernel: Kernel, compiled: bool) -> None:
+    sizes = {"n_layers": 2, "d_model": 64, "n_heads": 4, "d_ff": 128, "vocab_size": 64, "max_positions": 128}
+    plain, joined = (
+        part_costs(
+            "block", Setting(LanguageModel.model_validate(sizes | more), 128, attention=kernel, compile=compiled), 1
+        )
+        for more in ({"sliding_window": 32}, {"sliding_window": 32, "attention_sinks": True})
+    )
+    assert joined.parameter_count == plain.parameter_count + 4
+    assert joined.costs.gradient_bytes == plain.costs.gradient_bytes + 4 * 2

@@ -23,7 +23,7 @@ from phalanx.layout.context_parallel.ring_attention import (
     attend_along,
     gradients_along,
 )
-from phalanx.nn.attention import repeat_heads
+from phalanx.nn.attention import attend_plainly, join_sinks, repeat_heads
 from phalanx.planner.schedule.timeline import Step
 from phalanx.planner.trace.operations import Collective
 from phalanx.planner.trace.recorder import Opaque, Recorder
@@ -49,8 +49,10 @@ def _flash_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) ->
     # FlexAttention keeps and computes the same, whatever its bias.
     if context.bias is not None:
         return _efficient_attention(query, key, value, context)
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
-    return out
+    out: Tensor
+    out, log_z, *_ = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)
+    # The kernel's derivatives leave its logarithms out; what follows them is little.
+    return out if context.sinks_H is None else join_sinks(out, log_z.detach(), context.sinks_H)
 
 
 def _cudnn_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
@@ -75,6 +77,8 @@ def _whole_bias(query: Tensor, context: Any) -> Tensor | None:
 
 
 def _math_attention(query: Tensor, key: Tensor, value: Tensor, context: Any) -> Tensor:
+    if context.softcap is not None or context.sinks_H is not None:
+        return attend_plainly(query, key, value, context)
     grouped = query.shape[1] != key.shape[1]
     causal = context.bias is None
     return F.scaled_dot_product_attention(query, key, value, context.bias, is_causal=causal, enable_gqa=grouped)
