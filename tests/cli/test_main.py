@@ -24,6 +24,9 @@ from phalanx import __version__
 from phalanx.cli import main
 from phalanx.cli.console import print_error, print_json, short_count
 from phalanx.cli.main import SUBCOMMANDS, Subcommand
+from phalanx.cli.pages import find_page
+from phalanx.config.families import FAMILIES, find_family
+from phalanx.config.fields import run_sections
 from phalanx.errors import CheckFailed, ConfigError, DataError, PhalanxError
 
 QUICKSTART = "examples/quickstart.yaml"
@@ -237,10 +240,21 @@ def test_sixty_columns_are_enough(arguments: str) -> None:
 def test_colour_is_for_terminals_that_want_it() -> None:
     code, shown = run_in_terminal(80, "config", "check", "no.yaml")
     assert code == 2 and shown.startswith("\x1b[1;31merror: \x1b[0mrun file no.yaml does not exist")
+    # and a person is told where to read on
+    assert shown.splitlines()[-1] == "read on: docs/reference/run_file.md"
     _, shown = run_in_terminal(80, "config", "check", "no.yaml", NO_COLOR="1")
     assert shown.startswith("\x1b[1merror: \x1b[0mrun file")
     _, piped = start("config", "check", "no.yaml", stderr=subprocess.PIPE).communicate()
     assert piped == b"error: run file no.yaml does not exist\n"
+
+
+def test_every_error_has_a_page() -> None:
+    sections = [section.name for name in FAMILIES.names() for section in run_sections(find_family(name).run)]
+    pages = {name: find_page(f"{name}.field=3 is wrong", "launch") for name in sections}
+    pages |= {f"phalanx {one.name}": find_page("one of search.yaml is wrong", one.name) for one in SUBCOMMANDS}
+    assert [name for name, page in pages.items() if not (ROOT / page).is_file()] == []
+    assert pages["layout"] == "docs/guides/layouts.md" and pages["phalanx convert"] == "docs/guides/convert.md"
+    assert "docs/guides/launch.md" not in {pages[name] for name in sections}
 
 
 def test_long_errors_are_not_broken_in_files(capsys: pytest.CaptureFixture[str]) -> None:

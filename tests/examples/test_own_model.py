@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import Call
+from command_line import Call, Outcome
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "examples" / "own_model" / "run.yaml"
@@ -44,14 +44,29 @@ print(json.dumps(done))
 """
 
 
-def _run(environment: dict[str, str], *commands: Sequence[str], code: int = 0) -> list[tuple[str, str]]:
-    """Run commands one after another in one process that knows the package; what each wrote to stdout and to stderr."""
+def _run(environment: dict[str, str], *commands: Sequence[str]) -> list[Outcome]:
+    """Run commands one after another in one process that knows the package."""
     command = [sys.executable, "-c", _MANY, json.dumps(commands)]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    found = [(out, err) for got, out, err in json.loads(done.stdout.splitlines()[-1]) if got == code]
-    assert len(found) == len(commands), done.stdout
-    return found
+    return [Outcome(*each) for each in json.loads(done.stdout.splitlines()[-1])]
+
+
+VERIFIED = ("model.n_layers=2", "data.sequence_length=8", "model.d_model=8", "model.hidden=16")
+ASKED: dict[str, tuple[str, ...]] = {
+    "check": ("config", "check", str(RUN), "--json"),
+    "plan": ("plan", str(RUN), "--cluster", "dgx-h100", "--devices", "8", "--json"),
+    "dryrun": ("dryrun", str(RUN), "--devices", "4", "--rank", "0", "tp=2", "pp=2", "microbatch=2", "--json"),
+    "verify": ("verify", str(RUN), "--all", "4", "--steps", "1", "--json", *VERIFIED),
+    "option": ("config", "check", str(RUN), "data.options={colour: 3}"),
+    "name": ("config", "check", str(RUN), "data.source=chirp"),
+}
+"""Commands that nothing else is needed for; one process runs them all."""
+
+
+@pytest.fixture(scope="module")
+def answers(environment: dict[str, str]) -> dict[str, Outcome]:
+    return dict(zip(ASKED, _run(environment, *ASKED.values()), strict=True))
 
 
 def test_it_is_short() -> None:
@@ -60,17 +75,11 @@ def test_it_is_short() -> None:
     assert sum(len(file.read_text().splitlines()) for file in files) <= _MOST_LINES
 
 
-def test_check_plan_and_dry_run(environment: dict[str, str]) -> None:
+def test_check_plan_and_dry_run(answers: dict[str, Outcome]) -> None:
     width, hidden, kernel = 32, 64, 4
     block = width + 2 * width * hidden + hidden * kernel + hidden * width + width
-    run, four = str(RUN), ["--rank", "0", "tp=2", "pp=2", "microbatch=2"]
-    found = _run(
-        environment,
-        ["config", "check", run, "--json"],
-        ["plan", run, "--cluster", "dgx-h100", "--devices", "8", "--json"],
-        ["dryrun", run, "--devices", "4", *four, "--json"],
-    )
-    facts, plan, dry = (json.loads(out) for out, _ in found)
+    assert [answers[name].code for name in ("check", "plan", "dryrun")] == [0, 0, 0], answers
+    facts, plan, dry = (json.loads(answers[name].out) for name in ("check", "plan", "dryrun"))
     assert facts["parameters"] == 4 * block + 2 * width
     assert facts["data"] == "512 samples"
     degrees = {(row["tp"], row["pp"]) for row in plan["layouts"]}
@@ -78,10 +87,9 @@ def test_check_plan_and_dry_run(environment: dict[str, str]) -> None:
     assert {row["axis"] for row in dry["ranks"][0]["traffic"]} >= {"tp", "pp"}
 
 
-def test_every_layout_of_four_ranks_computes_what_one_does(environment: dict[str, str]) -> None:
-    words = ["model.n_layers=2", "data.sequence_length=8", "model.d_model=8", "model.hidden=16"]
-    ((out, _),) = _run(environment, ["verify", str(RUN), "--all", "4", "--steps", "1", "--json", *words])
-    found = json.loads(out)
+def test_every_layout_of_four_ranks_computes_what_one_does(answers: dict[str, Outcome]) -> None:
+    assert answers["verify"].code == 0, answers["verify"].err
+    found = json.loads(answers["verify"].out)
     layouts = [row["layout"] for row in found["layouts"]]
     assert found["passed"] and len(layouts) > 20
     assert any("tp=2" in name and "pp=2" in name for name in layouts)
@@ -92,12 +100,13 @@ def test_training_resumes_in_another_layout(environment: dict[str, str], tmp_pat
     # The command that starts ranks becomes their supervisor, so it cannot share a process with the others.
     ranks = ["train", str(RUN), "--run-dir", str(folder), "--nproc", "4", "tp=2", "pp=2", "microbatch=2"]
     subprocess.run([sys.executable, "-m", "phalanx", *ranks], check=True, env=environment, timeout=600)
-    _run(
+    done = _run(
         environment,
         ["train", str(folder), "tp=1", "pp=1", "microbatch=auto", "training.steps=24"],
         ["train", str(RUN), "--run-dir", str(whole), "training.steps=24"],
         ["report", str(folder)],
     )
+    assert [each.code for each in done] == [0, 0, 0], done
     # One rank, from the start: the same samples, and losses that differ by rounding alone.
     losses = [
         [json.loads(line)["loss"] for line in (each / "metrics.jsonl").read_text().splitlines()]
@@ -112,12 +121,12 @@ def test_training_resumes_in_another_layout(environment: dict[str, str], tmp_pat
     assert "data chirps" in (folder / "report.html").read_text()
 
 
-def test_what_is_wrong_is_told(environment: dict[str, str]) -> None:
+def test_what_is_wrong_is_told(answers: dict[str, Outcome]) -> None:
     """An unknown name says which there are, a wrong option whose it is."""
-    wrong = (["data.options={colour: 3}"], ["data.source=chirp"])
-    (_, option), (_, name) = _run(environment, *(["config", "check", str(RUN), *words] for words in wrong), code=2)
-    assert "data source chirps" in option and "colour" in option
-    assert "did you mean chirps" in name
+    option, name = answers["option"], answers["name"]
+    assert (option.code, name.code) == (2, 2)
+    assert "data source chirps" in option.err and "colour" in option.err
+    assert "did you mean chirps" in name.err
 
 
 def test_without_the_package_its_family_is_unknown(call: Call) -> None:

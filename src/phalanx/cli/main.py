@@ -23,6 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
 from phalanx.cli.console import print_error, show_examples
+from phalanx.cli.pages import find_page
 from phalanx.errors import Interrupted, PhalanxError, nearest_names
 from phalanx.hardware.host import passive_waits
 from phalanx.launch.parent import die_with_parent
@@ -334,6 +335,9 @@ def run_command_line(arguments: Sequence[str]) -> int:
         return stopped.exit_code
     except PhalanxError as error:
         print_error(str(error))
+        # To a person, not to logs and programs; some messages name a page themselves.
+        if sys.stderr.isatty() and arguments and "docs/" not in str(error):
+            write_stderr(f"read on: {find_page(str(error), arguments[0])}")
         return error.exit_code
     except _UsageError as error:
         # `phalanx config` alone asks for help, in the words of the library an error
