@@ -294,6 +294,19 @@ def test_a_global_batch_past_the_critical_one_is_warned_of(call: Call, folder: P
     assert refused.code == 2 and "the run has measured none" in refused.err
 
 
+def test_energy_is_counted_by_the_power_that_a_run_measured(call: Call, folder: Path) -> None:
+    arguments = ("plan", "run.yaml", *FRONTIER, *QUICK)
+    # Half a second a step on eight devices: 120 W each.
+    write_run(folder / "counted", 3, lambda step: {"step_joules": 480.0})
+    machine = folder / "counted" / "machine.json"
+    machine.write_text(json.dumps({**json.loads(machine.read_text()), "device_kind": "MI250X GCD"}))
+    budgets = [json.loads(call(*arguments, "--json", *watts).out)["budget"] for watts in ((), ("--watts", "counted"))]
+    assert [budget["working_w"] for budget in budgets] == [pytest.approx(0.75 * 280), pytest.approx(120.0)]
+    assert budgets[1]["energy_mwh"] / budgets[0]["energy_mwh"] == pytest.approx(120 / 210)
+    refused = call("plan", "run.yaml", "--cluster", "dgx-h100", "--devices", "8", *QUICK, "--watts", "counted")
+    assert refused.code == 2 and "the run was on MI250X GCD, and the plan is for H100 SXM" in refused.err
+
+
 def test_loads_that_a_router_has_logged_set_time_and_chance_of_fitting(call: Call, folder: Path) -> None:
     mixture = ('model.experts={"count": 4, "active": 2, "d_ff": 512}', "model.mlp=swiglu", "ep=4", "dp_shard=16")
     arguments = ("plan", "run.yaml", *FRONTIER, *QUICK, "--json")

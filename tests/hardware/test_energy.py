@@ -53,6 +53,43 @@ class Refused(Exception):
     pass
 
 
+@pytest.mark.parametrize(
+    ("name", "found", "ranks"),
+    [
+        ("AMD Instinct MI300X", {"energy_accumulator": 2_000_000, "counter_resolution": 15.5, "timestamp": 1}, 1),
+        ("AMD Instinct MI250X", {"power": 2_000_000, "counter_resolution": 15.5, "timestamp": 1}, 2),
+        # The second die of a module, and a device without a counter.
+        ("AMD Instinct MI250X", {"energy_accumulator": 0, "counter_resolution": 15.5, "timestamp": 1}, None),
+        ("AMD Instinct MI300X", {"energy_accumulator": "N/A", "counter_resolution": "N/A", "timestamp": 1}, None),
+        ("AMD Instinct MI300X", Refused(), None),
+    ],
+)
+def test_an_amd_device_counts_for_all_dies_of_its_module(
+    name: str, found: dict[str, object] | Exception, ranks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count(handle: str) -> dict[str, object]:
+        assert handle == "handle of cuda:3"
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    smi = SimpleNamespace(AmdSmiException=Refused, amdsmi_get_energy_count=count)
+    monkeypatch.setitem(sys.modules, "amdsmi", smi)
+    monkeypatch.setattr(energy, "is_rocm", lambda: True)
+    monkeypatch.setattr(energy, "amd_smi_handle", lambda device: f"handle of {device}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=name))
+    meter = open_energy_meter(torch.device("cuda", 3), 8)
+    assert (meter is None) == (ranks is None)
+    assert meter is None or (meter.source, meter.ranks, meter.counter()) == ("AMD SMI", ranks, pytest.approx(31.0))
+
+
+def test_without_amd_smi_there_is_no_meter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(energy, "is_rocm", lambda: True)
+    monkeypatch.setitem(sys.modules, "amdsmi", SimpleNamespace())
+    # PyTorch itself says that AMD SMI is missing here.
+    assert open_energy_meter(torch.device("cuda", 0), 1) is None
+
+
 @pytest.mark.parametrize("counts", [True, False])
 def test_an_nvidia_device_is_found_by_its_identity(counts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def consumption(handle: str) -> int:

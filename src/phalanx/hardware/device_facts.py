@@ -27,6 +27,8 @@ class DeviceFacts:
     """Highest published TFLOP/s of a large matrix product, by precision name."""
     power_w: float | None = None
     """Board power in watts, of one device."""
+    training_w: float | None = None
+    """Watts that it draws while it trains, as measured."""
     cache_mb: float | None = None
     """Last-level cache shared by the whole device, in units of 2^20 bytes."""
 

@@ -1,7 +1,7 @@
-"""Energy that devices count themselves: NVIDIA's by NVML, a host's processors by RAPL.
+"""Energy that devices count themselves: NVIDIA's by NVML, AMD's by AMD SMI, a host's processors by RAPL.
 
-Counters are read, nothing is sampled. NVML needs the package nvidia-ml-py (the extra `energy`); RAPL needs files that many
-hosts let only root read. Where there is no counter there is no figure.
+Counters are read, nothing is sampled. NVML needs the package nvidia-ml-py (the extra `energy`), AMD SMI the package amdsmi
+that comes with ROCm; RAPL needs files that many hosts let only root read. Where there is no counter there is no figure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from phalanx.torch_compat.common import is_rocm
+from phalanx.torch_compat.common import amd_smi_handle, is_rocm
 
 RAPL = Path("/sys/class/powercap")
 """Where Linux shows the counters of processor packages."""
@@ -29,7 +29,7 @@ class EnergyMeter:
 
     counter: Counter
     source: str
-    """Name of the counter: NVML or RAPL."""
+    """Name of the counter: NVML, AMD SMI or RAPL."""
     ranks: int = 1
     """Ranks whose work it counts."""
     _last: tuple[float, float] = field(init=False)
@@ -57,8 +57,10 @@ def open_energy_meter(device: torch.device, ranks_per_node: int) -> EnergyMeter 
     if device.type == "cpu":
         rapl = open_rapl(RAPL)
         return None if rapl is None else EnergyMeter(rapl, "RAPL", ranks_per_node)
-    if device.type != "cuda" or is_rocm():
+    if device.type != "cuda":
         return None
+    if is_rocm():
+        return _open_amd_smi(device, ranks_per_node)
     counter = _open_nvml(device)
     return None if counter is None else EnergyMeter(counter, "NVML")
 
@@ -81,6 +83,34 @@ def _open_nvml(device: torch.device) -> Counter | None:
     except nvml.NVMLError:
         return None
     return read
+
+
+def _open_amd_smi(device: torch.device, ranks_per_node: int) -> EnergyMeter | None:
+    """Return a meter of an AMD device; None without AMD SMI, and where the device counts nothing.
+
+    An MI250 or MI250X shows two devices, of which the first counts for both and the second stays at 0.
+    """
+    try:
+        smi: Any = import_module("amdsmi")
+        handle = amd_smi_handle(device)
+    except (ImportError, RuntimeError):
+        return None
+
+    def read() -> float:
+        found = smi.amdsmi_get_energy_count(handle)
+        # Until ROCm 6.1 the counter was called power. Its unit is given in microjoules.
+        count = found["energy_accumulator"] if "energy_accumulator" in found else found["power"]
+        return float(count) * float(found["counter_resolution"]) / 1e6
+
+    try:
+        counted = read()
+    except (smi.AmdSmiException, KeyError, ValueError):
+        return None
+    # A counter at 0 is the second die's, which never moves.
+    if counted == 0.0:
+        return None
+    dies = 2 if "mi250" in torch.cuda.get_device_properties(device).name.lower() else 1
+    return EnergyMeter(read, "AMD SMI", min(dies, ranks_per_node))
 
 
 def open_rapl(folder: Path) -> Counter | None:

@@ -367,6 +367,8 @@ class Summary:
     """Energy of all devices in all steps that tell."""
     joules_per_token: float
     """The same over what `tokens` counts, median over the steps."""
+    device_watts: float
+    """Power of one device in steps, median."""
     critical_batch: float
     """Samples of the critical batch, by the last estimate."""
 
@@ -409,8 +411,15 @@ def summarise_run(log: RunLog) -> Summary:
         resumes=len(log.of_kind("resume")),
         energy_joules=_sum_finite(log.column("step_joules")),
         joules_per_token=median_of_finite(log.column("joules_per_token")),
+        device_watts=median_of_finite(log.column("step_joules") / seconds) / _count_devices(log),
         critical_batch=last_finite(log.column("critical_batch")),
     )
+
+
+def _count_devices(log: RunLog) -> float:
+    """Return how many devices the run had when it was started last; NaN where machine.json does not say."""
+    count = (log.machine or {}).get("device_count")
+    return float(count) if isinstance(count, int) and 0 < count < 1e9 else math.nan
 
 
 def split_wall_time(summary: Summary) -> dict[str, float]:

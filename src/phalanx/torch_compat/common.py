@@ -135,6 +135,20 @@ def is_rocm() -> bool:
     return torch.version.hip is not None
 
 
+def amd_smi_handle(device: torch.device) -> Any:
+    """Return AMD SMI's handle of a ROCm device, found among those that are visible as PyTorch does for its own readings.
+
+    Raises RuntimeError where AMD SMI or its driver is missing, or this PyTorch does not look for it.
+    """
+    find = getattr(torch.cuda, "_get_amdsmi_handler", None)
+    if find is None:
+        raise RuntimeError("this PyTorch does not know AMD SMI")
+    try:
+        return find(device)
+    except ModuleNotFoundError as error:
+        raise RuntimeError(str(error)) from error
+
+
 def device_address(device: torch.device) -> str:
     """Return the PCI address of an accelerator as Linux writes it, `0000:c1:00.0`; empty where PyTorch does not say."""
     facts = torch.get_device_module(device).get_device_properties(device)

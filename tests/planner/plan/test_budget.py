@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
+from phalanx.hardware.device_facts import DeviceFacts, device_facts
 from phalanx.planner.plan.budget import Reliability, estimate_budget, estimate_goodput, judge_batch
-from phalanx.planner.rank.cost_models import WAITING, Times
+from phalanx.planner.rank.cost_models import WAITING, Times, working_watts
 
 
 def elapsed_per_useful_second(interval: float, write: float, restart: float, failure: float) -> float:
@@ -82,7 +83,14 @@ def test_waiting_devices_draw_less() -> None:
     causes = {"matmul": np.array([6.0, 10.0, 0.0]), WAITING: np.array([3.0, 0.0, 10.0])}
     causes["data-parallel exposed"] = np.array([1.0, 0.0, 0.0])
     watts = Times(np.full(3, 10.0), causes, np.zeros(3)).mean_power(100.0)
-    assert watts.tolist() == pytest.approx([0.6 * 75 + 0.4 * 40, 75.0, 40.0])
+    assert watts.tolist() == pytest.approx([0.6 * 100 + 0.4 * 53, 100.0, 53.0])
+
+
+def test_the_power_of_a_device_is_measured_or_known_or_a_share_of_its_board() -> None:
+    known, unknown, nothing = device_facts("H200"), device_facts("MI250X GCD"), DeviceFacts("New", {})
+    assert known.training_w is not None and known.power_w is not None and known.training_w < known.power_w
+    assert [working_watts(facts) for facts in (known, unknown, nothing)] == [known.training_w, 0.75 * 280, None]
+    assert [working_watts(facts, 123.0) for facts in (known, unknown, nothing)] == [123.0] * 3
 
 
 def test_a_batch_past_the_critical_one_takes_more_samples_to_the_same_loss() -> None:

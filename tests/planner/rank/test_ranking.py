@@ -178,7 +178,7 @@ def test_the_table_has_the_best_of_each_split() -> None:
 
 def test_pareto_front() -> None:
     ranked = ranking_of_wide().ranked
-    front = choose_front(ranked, 280.0)
+    front = choose_front(ranked)
     assert (np.diff(front.times.total) >= 0).all() and front.times.total[0] == ranked.times.total[0]
     for index in range(len(ranked)):
         no_worse = (front.times.total <= ranked.times.total[index]) & (front.memory.peak <= ranked.memory.peak[index])

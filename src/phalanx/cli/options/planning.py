@@ -74,6 +74,13 @@ class PlanArguments:
             help="Samples of the critical batch, or a run that measured it; by default the planned run, of a folder.",
         ),
     ] = None
+    watts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="W|RUN",
+            help="Power of a device that trains, or a run on such devices that counted it; else of the device table.",
+        ),
+    ] = None
     expert_loads: Annotated[
         Path | None,
         typer.Option(

@@ -66,6 +66,7 @@ def run_plan(asked: PlanArguments) -> None:
             asked.mtbf_hours or machine.mtbf_hours or MTBF_HOURS, asked.restart_minutes, asked.checkpoint_gb_s
         ),
         critical_batch=_find_critical_batch(asked.critical_batch, asked.run),
+        working_w=_find_watts(asked.watts, machine.node.device),
     )
     task = Task(model, asked.devices or machine.node.devices, fixed_fields(loaded, words, everything=asked.fix))
     made = make_smallest_plan(planner, task, wishes) if asked.fit else make_plan(planner, task, wishes)
@@ -156,6 +157,25 @@ def _find_critical_batch(words: str | None, run: Path) -> float | None:
         raise ConfigError(
             f"--critical-batch {words}: the run has measured none; train some steps of it with training.noise_scale_every=10"
         )
+    return found
+
+
+def _find_watts(words: str | None, device: str) -> float | None:
+    """Return the watts of a device that trains: as given, or as a run on the planned kind of device measured them.
+
+    Raises ConfigError for words that are neither a number nor such a run.
+    """
+    if words is None:
+        return None
+    if re.fullmatch(r"\d{1,6}(\.\d+)?", words) and float(words) > 0:
+        return float(words)
+    log = RunLog.read(Path(words))
+    found = summarise_run(log).device_watts
+    if not math.isfinite(found):
+        raise ConfigError(f"--watts {words}: the run has counted no energy; give the watts of a device")
+    kind = str((log.machine or {}).get("device_kind"))
+    if kind != device:
+        raise ConfigError(f"--watts {words}: the run was on {kind}, and the plan is for {device}; give a run on that")
     return found
 
 

@@ -10,7 +10,7 @@ from math import isfinite
 from phalanx.planner.plan.budget import Budget
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.plan_summary import Row, describe_break_evens, describe_large_batch, summarise_plan
-from phalanx.planner.rank.cost_models import COMPUTING_SHARE, WAITING_SHARE
+from phalanx.planner.rank.cost_models import WAITING_SHARE
 from phalanx.printable import wrap_line
 from phalanx.report.formatting import format_count, format_duration, format_gibibytes, format_percent
 from phalanx.report.plan.plan_layouts import FITS, PARALLELISM_COLUMNS, RATE, STEP, layout_columns, name_slower_causes
@@ -125,9 +125,9 @@ def _draw_scaling(points: list[Row], unit: str, width: int) -> Iterator[str]:
 
 def _describe_budget(found: Budget, devices: int) -> str:
     losses = found.goodput
-    energy = "" if found.energy_mwh is None else (
-        f", {found.energy_mwh:,.3g} MWh (a device draws {COMPUTING_SHARE:g} of its board power while it works and "
-        f"{WAITING_SHARE:g} while it waits: an assumption)"
+    energy = "" if found.energy_mwh is None or found.working_w is None else (
+        f", {found.energy_mwh:,.3g} MWh (a device draws {found.working_w:.0f} W while it works and {WAITING_SHARE:g} of "
+        "that while it waits; --watts sets it right)"
     )  # fmt: skip
     every = f"{format_duration(losses.interval_s)}" if isfinite(losses.interval_s) else "never"
     return (

@@ -44,6 +44,8 @@ class Budget:
     energy_mwh: float | None
     """Energy of the devices over `elapsed_s`, MWh; None where their power is not known."""
     goodput: Goodput
+    working_w: float | None = None
+    """Watts of a device that works, by which the energy was counted."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,15 @@ def estimate_budget(
     devices: int,
     watts: float | None,
     losses: Goodput,
+    working_w: float | None = None,
 ) -> Budget:
     """Estimate time, device-hours and energy of training on `amount` tokens or samples; whole steps, the last one in full.
 
-    watts: of a device, on average.
+    watts: of a device, on average. working_w: of one that works, for the reader.
     """
     steps = -(-amount // amount_per_step)
     seconds = steps * step_s
     elapsed = seconds / losses.share
     hours = elapsed * devices / 3600
-    return Budget(amount, unit, steps, seconds, elapsed, hours, None if watts is None else hours * watts / 1e6, losses)
+    energy = None if watts is None else hours * watts / 1e6
+    return Budget(amount, unit, steps, seconds, elapsed, hours, energy, losses, working_w)

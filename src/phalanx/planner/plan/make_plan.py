@@ -19,7 +19,7 @@ from phalanx.planner.plan.budget import (
 )
 from phalanx.planner.plan.compare_layouts import BreakEven, WhyNot, break_evens, explain_choice, parse_choice
 from phalanx.planner.plan.scaling import Scaling, find_fewest_devices, scale_devices
-from phalanx.planner.rank.cost_models import Floats
+from phalanx.planner.rank.cost_models import Floats, working_watts
 from phalanx.planner.rank.ranking import Planner, RankedLayouts, Ranking, Task, number_splits, pareto_front
 
 FRONT = 12
@@ -46,6 +46,8 @@ class Wishes:
     reliability: Reliability = field(default_factory=Reliability)
     critical_batch: float | None = None
     """Samples of the critical batch, where it is known."""
+    working_w: float | None = None
+    """Watts of a device that works, as a run measured them; None takes the device table's."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,9 @@ class Plan:
         return device_facts(self.planner.machine.node.device)
 
     def watts(self, ranked: RankedLayouts) -> Floats | None:
-        """Return the mean power of one device in each layout; None where the board's is not known."""
-        return None if self.device.power_w is None else ranked.times.mean_power(self.device.power_w)
+        """Return the mean power of one device in each layout; None where it is not known."""
+        working_w = self.budget.working_w
+        return None if working_w is None else ranked.times.mean_power(working_w)
 
 
 def make_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
@@ -92,7 +95,7 @@ def make_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
     # Layouts are sorted: the first of each split is its fastest. Neighbours of the best one would fill the table otherwise.
     _, first_of_split = np.unique(number_splits(ranking.ranked.layouts), return_index=True)
     best = ranking.ranked.take(np.sort(first_of_split)[: wishes.best])
-    board_w = device_facts(planner.machine.node.device).power_w
+    working_w = working_watts(device_facts(planner.machine.node.device), wishes.working_w)
     # Elsewhere the comparison says nothing about a layout of the table.
     tensor_and_sharded = np.any((best.layouts.tp > 1) & (best.layouts.shards > 1) & (best.layouts.zero == 3))
     compares_hybrid = tensor_and_sharded or task.run.model.family == "weather"
@@ -104,15 +107,16 @@ def make_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
         amount_per_step=task.amount,
         step_s=float(best.times.total[0]),
         devices=task.devices,
-        watts=None if board_w is None else float(best.times.mean_power(board_w)[0]),
+        watts=None if working_w is None else float(best.times.mean_power(working_w)[0]),
         losses=estimate_goodput(task.model.parameter_count(), nodes, wishes.reliability),
+        working_w=working_w,
     )
     critical = wishes.critical_batch
     return Plan(
         planner=planner,
         ranking=ranking,
         best=best,
-        front=choose_front(ranking.ranked, board_w or 1.0),
+        front=choose_front(ranking.ranked),
         budget=budget,
         why=tuple(explain_choice(planner, ranking, words) for words in wishes.why),
         scaling=scale_devices(planner, task, list(wishes.scale)) if wishes.scale else None,
@@ -131,10 +135,11 @@ def make_smallest_plan(planner: Planner, task: Task, wishes: Wishes) -> Plan:
     return make_plan(planner, found.task, wishes)
 
 
-def choose_front(ranked: RankedLayouts, board_w: float) -> RankedLayouts:
+def choose_front(ranked: RankedLayouts) -> RankedLayouts:
     """Return at most FRONT layouts that are Pareto-optimal in seconds, bytes and energy, fastest first."""
     seconds, peak = ranked.times.total, ranked.memory.peak
-    front = pareto_front(seconds, peak, seconds * ranked.times.mean_power(board_w))
+    # At 1 W a device: what a device draws multiplies the energy of all layouts alike.
+    front = pareto_front(seconds, peak, seconds * ranked.times.mean_power(1.0))
     if len(front) > FRONT:
         front = front[np.round(np.linspace(0, len(front) - 1, FRONT)).astype(np.int64)]
     return ranked.take(front)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.hardware.collectives import Constants, send
-from phalanx.hardware.device_facts import device_facts
+from phalanx.hardware.device_facts import DeviceFacts, device_facts
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import MemoryFits
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
@@ -46,10 +46,12 @@ STEP_COMPONENTS = {
     StepBreakdown.REST: "rest",
 }
 """Names of the parts of a step's time, as they are printed."""
-COMPUTING_SHARE, WAITING_SHARE = 0.75, 0.4
-"""Shares of a device's board power that it draws while it works, and while it waits for others. Assumptions: on average
-0.67 of it was drawn while FORGE-L was trained on 1,024 GCDs of Frontier (48.9 MWh for 15,300 steps of about 60 s; Yin et
-al., SC 2023, power traces)."""
+WORKING_SHARE = 0.75
+"""Share of a device's board power that it draws while it works, where neither a run nor the device table says more. An
+assumption: on average 0.67 of it was drawn while FORGE-L was trained on 1,024 GCDs of Frontier (48.9 MWh for 15,300 steps of
+about 60 s; Yin et al., SC 2023, power traces)."""
+WAITING_SHARE = 0.53
+"""Power while a device waits for others over that while it works. An assumption."""
 SPREAD = 0.1
 """One standard deviation of the logarithm of a predicted step's time where no fit says it."""
 _NORMAL = 1.4826
@@ -86,11 +88,17 @@ class Times:
         causes = {name: replaced(values, others.causes[name]) for name, values in self.causes.items()}
         return Times(replaced(self.total, others.total), causes, replaced(self.spread, others.spread))
 
-    def mean_power(self, board_w: float) -> Floats:
-        """Return watts of one device, the mean over a step, [layouts]. board_w: power of its board; see COMPUTING_SHARE."""
+    def mean_power(self, working_w: float) -> Floats:
+        """Return watts of one device, the mean over a step, [layouts]. working_w: while it works; see `working_watts`."""
         waiting = sum((seconds for name, seconds in self.causes.items() if is_waiting(name)), np.zeros(len(self.total)))
         share = np.clip(waiting / self.total, 0.0, 1.0)
-        return np.asarray(board_w * (COMPUTING_SHARE + (WAITING_SHARE - COMPUTING_SHARE) * share))
+        return np.asarray(working_w * (1.0 + (WAITING_SHARE - 1.0) * share))
+
+
+def working_watts(facts: DeviceFacts, measured: float | None = None) -> float | None:
+    """Return the watts of a device that works: as a run measured them, else as the device table says; None unknown."""
+    assumed = None if facts.power_w is None else WORKING_SHARE * facts.power_w
+    return measured or facts.training_w or assumed
 
 
 def is_waiting(cause: str) -> bool:

@@ -172,7 +172,7 @@ class Planner:
         peak: bytes on the worst rank, [layouts].
         """
         times = self.models.bound_times(model, layouts)
-        # At 1 W a device: a board's power multiplies the energy of all layouts alike.
+        # At 1 W a device: what a device draws multiplies the energy of all layouts alike.
         seconds, energy = times.total.copy(), times.total * times.mean_power(1.0)
         known = np.zeros(len(layouts), bool)
         while True:

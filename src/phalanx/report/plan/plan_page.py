@@ -15,7 +15,7 @@ from markupsafe import Markup
 from phalanx.planner.plan.layout_list import LayoutList, list_layouts, pick_drawn
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.plan_summary import Row, describe_break_evens, describe_large_batch, summarise_plan
-from phalanx.planner.rank.cost_models import COMPUTING_SHARE, WAITING_SHARE
+from phalanx.planner.rank.cost_models import WAITING_SHARE
 from phalanx.planner.rank.cost_models import Bar as StageBar
 from phalanx.planner.rank.enumeration import write_section
 from phalanx.report.drawing import (
@@ -185,8 +185,8 @@ def _describe_budget(budget: Row) -> str:
     if budget["energy_mwh"] is None:
         return words
     return words + (
-        f" Energy assumes that a device draws {COMPUTING_SHARE:g} of its board power while it works and "
-        f"{WAITING_SHARE:g} while it waits."
+        f" Energy is that of devices that draw {budget['working_w']:.0f} W while they work and {WAITING_SHARE:g} of that "
+        "while they wait."
     )
 
 
