@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -76,3 +77,16 @@ def test_the_wheel_works_outside_the_repository(dist: Path, tmp_path: Path) -> N
             timeout=120,
         )
         assert said in done.stdout
+
+
+def test_the_python_layer_of_containers_resolves(dist: Path) -> None:
+    """As each recipe installs it, from packages that are here: extras that ask for more than the constraints give fail."""
+    (wheel,) = dist.glob("*.whl")
+    recipes = [*(ROOT / "containers").glob("*.def"), *(ROOT / "containers").glob("*Dockerfile")]
+    found = {found for file in recipes for found in re.findall(r'\.whl\)(\[[\w,]+\])"', file.read_text("utf-8"))}
+    (extras,) = found
+    assert len(recipes) == 3
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--no-index"]
+    command = [*pip, "--constraint", str(ROOT / "constraints.txt"), f"{wheel}{extras}"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
