@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--at-once", type=int, default=1, help="runs that share the machine")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     result: dict[str, Any] = {**describe_benchmark(), "loss": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         file = write_run_file(folder / "run.yaml", asked)
-        for title, words in {ONE: (), **ROUNDED, **LAYOUTS}.items():
-            ranks = 2 if title in LAYOUTS else 1
-            result["loss"][title] = train(file, folder / title.replace(" ", "-"), ranks, words)
-            print(f"{title}: {result['loss'][title][-1]:.7f}", flush=True)
-            write_result(asked.out, result)
+        with ThreadPoolExecutor(asked.at_once) as pool:
+            waiting = {
+                title: pool.submit(train, file, folder / title.replace(" ", "-"), 2 if title in LAYOUTS else 1, words)
+                for title, words in {ONE: (), **ROUNDED, **LAYOUTS}.items()
+            }
+            for title, curve in waiting.items():
+                result["loss"][title] = curve.result()
+                print(f"{title}: {result['loss'][title][-1]:.7f}", flush=True)
+                write_result(asked.out, result)
     result["summary"] = summarise(result["loss"])
     write_result(asked.out, result)
     draw(result["loss"], asked.out)
@@ -64,7 +71,14 @@ def main() -> None:
 def write_run_file(file: Path, asked: argparse.Namespace) -> Path:
     """Write the run file that all share."""
     run = {
-        "model": {"n_layers": 2, "d_model": 64, "n_heads": 4, "d_ff": 128, "vocab_size": 2048, "max_positions": 64},
+        "model": {
+            "n_layers": 2,
+            "d_model": 64,
+            "n_heads": 4,
+            "d_ff": 128,
+            "vocab_size": asked.vocab_size,
+            "max_positions": 64,
+        },
         "data": {"sources": [str(asked.data.resolve())], "sequence_length": 64, "verify": False},
         "layout": {"global_batch": 8, "microbatch": 8, "precision": "fp32"},
         "optimizer": {"lr": 1.0e-3, "warmup_steps": max(1, asked.steps // 20), "schedule": "cosine"},
