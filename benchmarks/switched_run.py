@@ -90,6 +90,8 @@ def main() -> None:
             command = train_until(file, folder / "moves", place, until, 0)
             parts.append({"first_step": until - asked.every + 1, "place": place.name, "command": command})
             print(f"step {until}: {place.name}", flush=True)
+            # Cut off, it leaves how far it came.
+            write_result(asked.out, {**describe_benchmark(), "parts": parts, "moves": read_run(folder / "moves")})
         runs = {
             title: future.result() and read_run(folder / title.replace(" ", "-")) for title, future in futures.items()
         }
