@@ -1,7 +1,8 @@
 """Every command that help texts, the README and the guides print: it is understood, and what it names is legal.
 
-Cheap ones run as printed. Of the others, which train, measure or plan for minutes, arguments are parsed, the run file is
-loaded with its overrides and the layout is resolved on as many ranks as the command starts. None is left out.
+Cheap ones run as printed, those of a trained run of text on a small one in its place. Of the others, which train, measure or
+plan for minutes, arguments are parsed, the run file is loaded with its overrides and the layout is resolved on as many ranks
+as the command starts. None is left out.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import pytest
 import typer
 
 from command_line import Call
-from phalanx.cli.main import SUBCOMMANDS, app
+from phalanx.cli.main import SUBCOMMANDS, app, run_command_line
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout, stated_ranks
 from phalanx.verification.verify_run import MOST_RANKS, with_small_batch
-from token_data import write_token_folder
+from token_data import write_run_file, write_token_folder
 
 ROOT = Path(__file__).parents[2]
 STANDS_FOR = {
@@ -39,8 +40,16 @@ STANDS_FOR = {
 """Names that guides give to the reader's own run file, and an example in its place."""
 LARGE = "gpt-175b.yaml"
 """Stands for them where a plan or a search is for hundreds of devices."""
-RUNS_AS_PRINTED = ("config", "launch", "data show", "data verify")
-"""Subcommands that take a moment."""
+WRITES_A_FILE = ("init ", "completion", "data sample icl", "convert")
+"""Commands that take a moment, and want no file to be there where they write theirs."""
+RUNS_AS_PRINTED = ("config", "launch", "data show", "data verify", *WRITES_A_FILE[:-1])
+"""Commands that take a moment."""
+OF_A_RUN = ("evaluate", "generate", "convert", "report", "watch", "errors", "forecast")
+"""Subcommands of a trained run: where that is one of text, they run on a small one in its place, as printed."""
+RUN_NAMES = ("quickstart", "mpt-1b")
+"""Runs of text whose commands work in the guides."""
+KEEPS_RUNNING = ("--serve", "--nproc", "--tasks")
+"""Options that serve until somebody stops them, start ranks, or want a file of tasks."""
 RUNS_TOO = ("phalanx verify examples/quickstart.yaml tp=2 pp=2",)
 """Single commands that take some seconds."""
 OWN_PACKAGE = "examples/own_model/"
@@ -148,11 +157,26 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / "examples" / example, folder / name)
     for name in ("text", "texts", "python-stdlib"):
         write_token_folder(folder / "data" / name)
+    small = write_run_file(folder / "small.yaml", folder / "data" / "text")
+    words = [
+        "training.steps=2",
+        "optimizer.warmup_steps=0",
+        "evaluation.samples=2",
+        "training.tensorboard=false",
+        "model.max_positions=160",
+    ]
+    for name in RUN_NAMES:
+        if name == RUN_NAMES[0]:
+            assert run_command_line(["train", str(small), *words, "--run-dir", str(folder / "runs" / name)]) == 0
+        else:
+            shutil.copytree(folder / "runs" / RUN_NAMES[0], folder / "runs" / name)
     return folder
 
 
 @pytest.mark.parametrize("command", _printed(), ids=str)
-def test_a_printed_command_works(command: Printed, clone: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_printed_command_works(
+    command: Printed, clone: Path, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(clone)
     words = ["quickstart.yaml" if word == "..." else word for word in command.words]
     verb = words[0]
@@ -160,7 +184,10 @@ def test_a_printed_command_works(command: Printed, clone: Path, call: Call, monk
         # Its run files need the installed package; tests/examples/test_own_model.py installs it and runs these commands.
         assert _parsed(words)
         return
-    if " ".join(words).startswith(RUNS_AS_PRINTED) or command.text in RUNS_TOO:
+    if _runs_as_printed(command, words):
+        if " ".join(words).startswith(WRITES_A_FILE):
+            (tmp_path / "runs").symlink_to(clone / "runs")
+            monkeypatch.chdir(tmp_path)
         outcome = call(*words)
         assert outcome.code == (2 if command.refused else 0), outcome.err
         return
@@ -180,6 +207,22 @@ def test_a_printed_command_works(command: Printed, clone: Path, call: Call, monk
         resolve_layout(bind(run), command.ranks or 1)
     if verb == "verify":
         _require_verifiable(run, command, options["all_ranks"], full=options["full"])
+
+
+def _runs_as_printed(command: Printed, words: list[str]) -> bool:
+    if command.text in RUNS_TOO:
+        return True
+    if words[0] in OF_A_RUN:
+        of_text = len(words) > 1 and words[1].removeprefix("runs/") in RUN_NAMES
+        ends = words[0] != "watch" or "--once" in words
+        return of_text and ends and not {*KEEPS_RUNNING} & {*words}
+    return " ".join(words).startswith(RUNS_AS_PRINTED)
+
+
+def test_most_kinds_of_commands_run() -> None:
+    running = {command.words[0] for command in _printed() if _runs_as_printed(command, command.words)}
+    assert running >= {"init", "config", "data", "launch", "completion", "verify", "evaluate", "generate", "convert"}
+    assert running >= {"report", "watch"}
 
 
 def _parsed(words: list[str]) -> dict[str, Any]:
