@@ -17,6 +17,8 @@ from phalanx.kernels.float8 import (
     row_column_amax,
     scaled_product,
 )
+from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient, swiglu_gradient_amax
+from phalanx.kernels.swiglu import swiglu_backward_reference
 
 E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
 
@@ -119,6 +121,22 @@ def test_operations_are_sound() -> None:
     torch.library.opcheck(block_product, (q, q, blocks, blocks, torch.bfloat16, 128), test_utils=checks)
 
 
+@pytest.mark.parametrize("block", [1, 16, 64])
+def test_gradients_of_a_gated_product_are_quantised_as_they_are_formed(block: int) -> None:
+    grad, gate_up = random(37, 128), random(37, 256, seed=1)
+    exact = swiglu_backward_reference(grad.double(), gate_up.double(), block)[0]
+    amax = swiglu_gradient_amax(grad, gate_up, block)
+    torch.testing.assert_close(amax.double(), exact.abs().amax().view(1), rtol=1e-5, atol=0.0)
+    scale = power_of_two_scale(amax, E4M3)
+    q, q_t = quantise_swiglu_gradient(grad, gate_up, block, scale, E4M3)
+    assert torch.equal(q.float(), q_t.float().t())
+    assert (q.double() * scale - exact).norm() <= 0.03 * exact.norm()
+    torch.library.opcheck(
+        quantise_swiglu_gradient, (grad, gate_up, block, scale, E4M3), test_utils=("test_faketensor",)
+    )
+    torch.library.opcheck(swiglu_gradient_amax, (grad, gate_up, block), test_utils=("test_faketensor",))
+
+
 # --- the Triton kernels, compiled for devices that are not here ---------------------------------------------------------
 
 
@@ -147,6 +165,25 @@ def test_kernels_compile(target: str, element: str) -> None:
         {"SQUARE": False, **wanted, "LEAST": 2.0**-100, "CARRY": 0x1FFFFF, "SHIFT": 8 << 23},
         even=(0, 1, 2, 3, 4, 5, 6),
     )
+    gated = {"grad_hidden": "*bf16", "gate_up": "*bf16"}
+    sizes = {"rows": "i32", "features": "i32"}
+    constants = {"BLOCK": 64, "TILE": kernels.SWIGLU_ROWS}
+    assembly_of(
+        kernels.swiglu_gradient_amax_kernel,
+        target,
+        kernels.QUANTISE_WARPS,
+        {**gated, "amax": "*fp32", **sizes},
+        constants,
+        even=(0, 1, 2, 3, 4),
+    )
+    assembly_of(
+        kernels.quantise_swiglu_gradient_kernel,
+        target,
+        kernels.QUANTISE_WARPS,
+        {**gated, "scale": "*fp32", **quantised, **sizes},
+        constants,
+        even=(0, 1, 2, 3, 4, 5, 6),
+    )
     tiles = dict(zip(("TILE_M", "TILE_N", "TILE_K"), kernels.PRODUCT_TILES, strict=True))
     pointers = {"a": f"*{element}", "b": "*fp8e4nv" if target == "sm_90" else f"*{element}", "out": "*bf16"}
     assembly = assembly_of(
@@ -164,6 +201,7 @@ INTERPRETED = """
 import torch
 from phalanx.kernels import float8_triton as kernels
 from phalanx.kernels.float8 import *
+from phalanx.kernels.float8_swiglu import *
 
 class Here:
     def __init__(self, *_): ...
@@ -197,6 +235,16 @@ for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         exact = block_product_reference(q, wanted[0], scale, wanted[1], torch.float32, 128)
         product = kernels.run_block_product(q, wanted[0], scale, wanted[1], torch.float32)
         torch.testing.assert_close(product, exact, rtol=1e-4, atol=1e-4 * float(exact.abs().max()))
+grad, gate_up = x[:, :64].contiguous(), x[:, :128].contiguous()
+amax = swiglu_gradient_amax(grad, gate_up, 16)
+torch.testing.assert_close(kernels.run_swiglu_gradient_amax(grad, gate_up, 16), amax, rtol=1e-5, atol=0.0)
+scale = power_of_two_scale(amax, torch.float8_e4m3fn)
+wanted = quantise_swiglu_gradient(grad, gate_up, 16, scale, torch.float8_e4m3fn)
+found = tuple(torch.empty_like(w) for w in wanted)
+kernels.run_quantise_swiglu_gradient(grad, gate_up, 16, scale, *found)
+assert torch.equal(found[0].float(), found[1].float().t())
+# Sums are not those of two digits: the interpreter may take a neighbour of a number, or lose what carries.
+assert ((found[0].float() - wanted[0].float()).abs() <= 0.51 * wanted[0].float().abs() + 2.0**-6).all()
 """
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.config.layers import MLPConfig
 from phalanx.errors import ConfigError
 from phalanx.nn import float8_linear
 from phalanx.nn.float8_linear import Float8Recipe, Operand, Scaling
-from phalanx.nn.layers import GatedLinear, Linear, choose_products
+from phalanx.nn.layers import GatedLinear, Linear, SwigluMLP, choose_products
 from phalanx.nn.precision import PRECISIONS, find_precision, require_products
 from phalanx.torch_compat import common as compat
 
@@ -134,6 +135,22 @@ def test_devices_without_the_products_are_refused(name: str, nearest: str, monke
         match=rf"(?s)layout.precision={name} cannot .* set layout.precision={nearest}".replace(" set", "\nset"),
     ):
         require_products(PRECISIONS[name], torch.device("cuda"))
+
+
+def test_a_gated_pair_is_its_two_products() -> None:
+    torch.manual_seed(0)
+    mlp = SwigluMLP(MLPConfig(width=32, hidden=64, activation="swiglu", bias=False)).double()
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x, grad = (torch.randn(2, 7, 32, dtype=torch.float64) for _ in range(2))
+    x.requires_grad_()
+    inputs = [x, *mlp.parameters()]
+    choose_products(mlp, PRECISIONS["fp8-tensor"], CPU)
+    assert mlp.pair is not None
+    together = torch.autograd.grad(torch.compile(mlp, backend="aot_eager", fullgraph=True)(x), inputs, grad)
+    mlp.pair = None
+    for found, wanted in zip(together, torch.autograd.grad(mlp(x), inputs, grad), strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_layers_choose_by_the_whole_layer() -> None:

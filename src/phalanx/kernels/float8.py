@@ -68,25 +68,45 @@ def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("phalanx::quantise", mutates_args=())
 def quantise(
-    x_NI: Tensor, scale: Tensor, column_scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+    x_NI: Tensor,
+    scale: Tensor,
+    column_scale: Tensor,
+    dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return x divided by `scale`, [N, I], and the transposed of x divided by `column_scale`, [I, N], both in `dtype`.
 
     scale, column_scale: float32 [1], or [N] and [I]. rows, columns: whether each of the two is wanted; else it is empty.
+    after: a tensor that is there before: else a compiler may do in the forward pass, and keep, what the backward pass asks
+    for.
     """
     return quantise_reference(x_NI, scale, column_scale, dtype, rows, columns)
 
 
 @quantise.register_fake
 def _(
-    x_NI: Tensor, scale: Tensor, column_scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+    x_NI: Tensor,
+    scale: Tensor,
+    column_scale: Tensor,
+    dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return _empty_pair(x_NI, dtype, rows, columns)
 
 
 @quantise.register_kernel("cuda")
 def _(
-    x_NI: Tensor, scale: Tensor, column_scale: Tensor, dtype: torch.dtype, rows: bool, columns: bool
+    x_NI: Tensor,
+    scale: Tensor,
+    column_scale: Tensor,
+    dtype: torch.dtype,
+    rows: bool,
+    columns: bool,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     kernel = triton_module("float8_triton")
     if kernel is None or not _kernel_takes(x_NI):
@@ -111,26 +131,45 @@ def quantise_reference(
 
 @torch.library.custom_op("phalanx::quantise_blocks", mutates_args=())
 def quantise_blocks(
-    x_NI: Tensor, dtype: torch.dtype, block: int, square: bool, rows: bool, columns: bool
+    x_NI: Tensor,
+    dtype: torch.dtype,
+    block: int,
+    square: bool,
+    rows: bool,
+    columns: bool,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x [N, I] with a scale for each block, and the transposed of x [I, N] likewise: numbers, scales, both again.
 
     Blocks are `block` numbers of a row; of x as scales [N, I / block], of the transposed as [I, N / block], rounded up.
-    square: blocks are `block` rows of as many numbers, the same of x and of the transposed. rows, columns: see `quantise`.
+    square: blocks are `block` rows of as many numbers, the same of x and of the transposed. rows, columns, after: see
+    `quantise`.
     """
     return quantise_blocks_reference(x_NI, dtype, block, square, rows, columns)
 
 
 @quantise_blocks.register_fake
 def _(
-    x_NI: Tensor, dtype: torch.dtype, block: int, square: bool, rows: bool, columns: bool
+    x_NI: Tensor,
+    dtype: torch.dtype,
+    block: int,
+    square: bool,
+    rows: bool,
+    columns: bool,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _empty_blocks(x_NI, dtype, block, square, rows, columns)
 
 
 @quantise_blocks.register_kernel("cuda")
 def _(
-    x_NI: Tensor, dtype: torch.dtype, block: int, square: bool, rows: bool, columns: bool
+    x_NI: Tensor,
+    dtype: torch.dtype,
+    block: int,
+    square: bool,
+    rows: bool,
+    columns: bool,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kernel = triton_module("float8_triton")
     if kernel is None or block != BLOCK or not _kernel_takes(x_NI):
@@ -266,6 +305,9 @@ def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch
     known = block == BLOCK and dtype in (torch.bfloat16, torch.float16, torch.float32)
     if kernel is None or not known or compat.float8_refusal(a_MK.device):
         return block_product_reference(a_MK, b_NK, a_scale, b_scale, dtype, block)
+    found = compat.block_scaled_product(a_MK, b_NK, a_scale, b_scale, dtype) if dtype == torch.bfloat16 else None
+    if found is not None:
+        return found
     # A row that begins between two words of memory could not be read in words.
     a, b = _pad_bytes(a_MK, 1, ALIGNMENT), _pad_bytes(b_NK, 1, ALIGNMENT)
     result: Tensor = kernel.run_block_product(a, b, a_scale, b_scale, dtype)

@@ -16,6 +16,8 @@ from phalanx.kernels.float8 import LEAST, SCALE_BITS
 TILE = 128
 """Rows and columns of a tile: a block of block-wise scaling."""
 QUANTISE_WARPS = 8
+SWIGLU_ROWS = 128
+"""Rows of a tile of gated products, which is one group of gate and up features wide."""
 PRODUCT_TILES = (128, 128, 128)
 """Rows of a, rows of b, and numbers of each that a program multiplies at a time: a block."""
 PRODUCT_WARPS, PRODUCT_STAGES = 8, 3
@@ -93,12 +95,13 @@ def quantise_blocks_kernel(
     value = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
     size = tl.abs(value)
     if SQUARE:
-        found = scale_of(tl.max(tl.max(size, 1), 0), LEAST, CARRY, SHIFT)
-        by_row, by_column = found, found
+        # Found twice, in two ways: numbers that are stored in two orders are each formed in the order that suits.
+        by_row = scale_of(tl.max(tl.max(size, 1), 0), LEAST, CARRY, SHIFT)
+        by_column = scale_of(tl.max(tl.max(size, 0), 0), LEAST, CARRY, SHIFT)
         if ROWS:
-            tl.store(scale + tile_row * across + tile_column, found)
+            tl.store(scale + tile_row * across + tile_column, by_row)
         if COLUMNS:
-            tl.store(column_scale + tile_column * down + tile_row, found)
+            tl.store(column_scale + tile_column * down + tile_row, by_column)
     else:
         of_row = scale_of(tl.max(size, 1), LEAST, CARRY, SHIFT)
         of_column = scale_of(tl.max(size, 0), LEAST, CARRY, SHIFT)
@@ -135,6 +138,73 @@ def row_column_amax_kernel(
     size = tl.abs(value)
     tl.store(by_row + tile_column.to(tl.int64) * rows + row, tl.max(size, 1), mask=row < rows)
     tl.store(by_column + tile_row.to(tl.int64) * columns + column, tl.max(size, 0), mask=column < columns)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def swiglu_gradients(
+    grad_hidden: tl.tensor,
+    gate_up: tl.tensor,
+    row: tl.tensor,
+    features: tl.tensor,
+    rows: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Form the gradients of gate and up, [rows of `row`, BLOCK] each, of one group of features."""
+    group = tl.program_id(1)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows)[:, None]
+    far = row.to(tl.int64)[:, None]
+    gate_at = gate_up + far * (2 * features) + group * (2 * BLOCK) + column
+    gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_at + BLOCK, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_hidden + far * features + group * BLOCK + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return grad * up * slope, grad * gate * sigmoid
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def swiglu_gradient_amax_kernel(
+    grad_hidden: tl.tensor,
+    gate_up: tl.tensor,
+    amax: tl.tensor,
+    rows: tl.tensor,
+    features: tl.tensor,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """The largest size of TILE rows of one group, into amax [groups, tiles of rows]."""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    of_gate, of_up = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK)
+    largest = tl.max(tl.max(tl.maximum(tl.abs(of_gate), tl.abs(of_up)), 1), 0)
+    tl.store(amax + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), largest)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def quantise_swiglu_gradient_kernel(
+    grad_hidden: tl.tensor,
+    gate_up: tl.tensor,
+    scale: tl.tensor,
+    q: tl.tensor,
+    q_t: tl.tensor,
+    rows: tl.tensor,
+    features: tl.tensor,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """TILE rows of the gradients of one group, in 8 bits, as they are and transposed."""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    of_gate, of_up = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK)
+    factor = tl.div_rn(1.0, tl.load(scale))
+    kind = q.dtype.element_ty
+    gate_8, up_8 = (of_gate * factor).to(kind), (of_up * factor).to(kind)
+    column = tl.program_id(1) * (2 * BLOCK) + tl.arange(0, BLOCK)
+    place = q + row.to(tl.int64)[:, None] * (2 * features) + column[None, :]
+    tl.store(place, gate_8, mask=(row < rows)[:, None])
+    tl.store(place + BLOCK, up_8, mask=(row < rows)[:, None])
+    turned = q_t + column.to(tl.int64)[:, None] * rows + row[None, :]
+    tl.store(turned, tl.trans(gate_8), mask=(row < rows)[None, :])
+    tl.store(turned + tl.cast(rows, tl.int64) * BLOCK, tl.trans(up_8), mask=(row < rows)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -248,6 +318,38 @@ def run_row_column_amax(x_NI: Tensor) -> tuple[Tensor, Tensor]:
             x_NI, by_row, by_column, rows, columns, TILE=TILE, num_warps=QUANTISE_WARPS
         )
     return by_row.amax(0), by_column.amax(0)
+
+
+def run_swiglu_gradient_amax(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
+    """Do as `kernels.float8_swiglu.swiglu_gradient_amax`, for contiguous tensors of a CUDA or ROCm device."""
+    rows, features = grad_NF.shape
+    grid = (triton.cdiv(rows, SWIGLU_ROWS), features // block)
+    amax = grad_NF.new_empty(grid, dtype=torch.float32)
+    with torch.cuda.device(grad_NF.device):
+        swiglu_gradient_amax_kernel[grid](
+            grad_NF, gate_up, amax, rows, features, BLOCK=block, TILE=SWIGLU_ROWS, num_warps=QUANTISE_WARPS
+        )
+    return amax.amax().view(1)
+
+
+def run_quantise_swiglu_gradient(
+    grad_NF: Tensor, gate_up: Tensor, block: int, scale: Tensor, q: Tensor, q_t: Tensor
+) -> None:
+    """Do as `kernels.float8_swiglu.quantise_swiglu_gradient` into `q` and `q_t`."""
+    rows, features = grad_NF.shape
+    with torch.cuda.device(grad_NF.device):
+        quantise_swiglu_gradient_kernel[(triton.cdiv(rows, SWIGLU_ROWS), features // block)](
+            grad_NF,
+            gate_up,
+            scale,
+            q,
+            q_t,
+            rows,
+            features,
+            BLOCK=block,
+            TILE=SWIGLU_ROWS,
+            num_warps=QUANTISE_WARPS,
+        )
 
 
 def run_block_product(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from phalanx.kernels.flash4 import FLASH4_FORWARD
+from phalanx.kernels.float8 import BLOCK_PRODUCT, SCALED_PRODUCT
 from phalanx.layout.context_parallel.ring_attention import RING_ATTENTION
 from phalanx.layout.layout_model import LayoutModel, Stage
 from phalanx.layout.spec import Recompute, ResolvedLayout
@@ -32,6 +33,8 @@ _ATTENTION = {
 }
 _MATMUL = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
 """Matmul operations and the position of their [N, in] argument."""
+_TRANSPOSED = (SCALED_PRODUCT, BLOCK_PRODUCT)
+"""Products of 8-bit numbers, whose second argument is [out, in]."""
 
 
 def recompute_stage(stage: Stage, mode: Recompute) -> None:
@@ -76,11 +79,15 @@ def _choose_policy(_context: Any, operation: Any, *args: Any, **_kwargs: Any) ->
     if operation in _ATTENTION:
         return CheckpointPolicy.MUST_SAVE
     if operation in _MATMUL:
-        weight = args[_MATMUL[operation] + 1]
-        # What widens its input is cheap to compute for the memory that its result takes.
-        wide = weight.shape[1] > 1.5 * weight.shape[0]
-        return CheckpointPolicy.PREFER_RECOMPUTE if wide else CheckpointPolicy.MUST_SAVE
+        return _save_unless_wide(*args[_MATMUL[operation] + 1].shape)
+    if operation in _TRANSPOSED:
+        return _save_unless_wide(*reversed(args[1].shape))
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _save_unless_wide(in_features: int, out_features: int) -> CheckpointPolicy:
+    # What widens its input is cheap to compute for the memory that its result takes.
+    return CheckpointPolicy.PREFER_RECOMPUTE if out_features > 1.5 * in_features else CheckpointPolicy.MUST_SAVE
 
 
 def compiles_blocks(model: LayoutModel, layout: ResolvedLayout, device: torch.device) -> bool:

@@ -7,7 +7,9 @@ float32 and rounded to the format of the activations. Knows names of groups of r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,11 +24,19 @@ from phalanx.kernels.float8 import (
     row_column_amax,
     scaled_product,
 )
+from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient, swiglu_gradient_amax
+from phalanx.kernels.swiglu import swiglu
 from phalanx.torch_compat import common as compat
 
+LinearProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""x [..., in], weight [out, in], bias [out] or None -> x W^T + bias [..., out], each in the format of the activations."""
+GatedPair = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""x [..., in], weights [2 hidden, in] and [out, hidden], block of `kernels.swiglu` -> swiglu(x G^T) D^T, [..., out]."""
 Scaling = Literal["tensor", "row", "block", "mx"]
 BLOCKS = {"block": SCALED_TOGETHER["fp8-block"], "mx": SCALED_TOGETHER["mxfp8"]}
 """Numbers along one dim that share a scale."""
+FAST_GRADIENTS = False
+"""Whether gradients are added up in the tensor cores' own registers, as results are; see `kernels.float8.scaled_product`."""
 SMALLEST = 16
 """Features below which, or of which no multiple, a matrix stays in the format of the activations."""
 
@@ -70,10 +80,67 @@ class Float8Product:
 
     def __call__(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Return x W^T + b, [..., O]. x: [..., I]."""
-        y: Tensor = _Product.apply(
-            x, weight_OI, self.scaling, self.format, self.gradient_format, self.input_group, self.output_group
-        )
+        y: Tensor = _Product.apply(x, weight_OI, self)
         return y if bias_O is None else y + bias_O
+
+    def gated_pair(self, second: LinearProduct | None) -> GatedPair | None:
+        """Return what computes this product, SwiGLU and the product `second` together; None where that gains nothing."""
+        if self.scaling == "tensor" and isinstance(second, Float8Product):
+            return partial(_apply_pair, self, second)
+        return None
+
+    @property
+    def fast_gradients(self) -> bool:
+        """Whether gradients are added up fast: products with a scale a row lose a sixth of their rate else."""
+        return FAST_GRADIENTS or self.scaling == "row"
+
+    def quantise_input(self, x_NI: Tensor, *, columns: bool) -> tuple[Operand, Operand]:
+        """Return an input as operands of the forward pass and, if wanted, of the gradient of the weight."""
+        return quantise_both(x_NI, self.scaling, self.format, column_group=self.input_group, columns=columns)
+
+    def quantise_weight(self, weight_OI: Tensor) -> Operand:
+        """Return a weight as an operand of the forward pass."""
+        return quantise_both(
+            weight_OI,
+            self.scaling,
+            self.format,
+            row_group=self.output_group,
+            column_group=self.input_group,
+            columns=False,
+            weight=True,
+        )[0]
+
+    def turn_weight(self, weight_OI: Tensor, known: Tensor, after: Tensor) -> Operand:
+        """Return the transposed of a weight, for the gradient of the input.
+
+        known: scales that the forward pass found. after: see `kernels.float8.quantise`.
+        """
+        if self.scaling == "tensor":
+            return Operand(quantise(weight_OI, known, known, self.format, False, True, after)[1], known)
+        return quantise_both(
+            weight_OI,
+            self.scaling,
+            self.format,
+            row_group=self.output_group,
+            column_group=self.input_group,
+            rows=False,
+            weight=True,
+            after=after,
+        )[1]
+
+    def quantise_gradient(self, grad_NO: Tensor, *, rows: bool = True, columns: bool) -> tuple[Operand, Operand]:
+        """Return the gradient of a result as operands of the gradients of input and weight, those that are wanted."""
+        group = self.output_group
+        return quantise_both(
+            grad_NO, self.scaling, self.gradient_format, column_group=group, rows=rows, columns=columns
+        )
+
+
+def _apply_pair(
+    first: Float8Product, second: Float8Product, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, block: int
+) -> Tensor:
+    result: Tensor = _GatedPair.apply(x, gate_up_weight, down_weight, block, first, second)
+    return result
 
 
 class Operand(NamedTuple):
@@ -93,15 +160,16 @@ def quantise_both(
     rows: bool = True,
     columns: bool = True,
     weight: bool = False,
+    after: Tensor | None = None,
 ) -> tuple[Operand, Operand]:
     """Return a matrix and its transposed as operands: of products that sum over its columns, and over its rows.
 
     row_group, column_group: ranks that share out its rows and its columns. rows, columns: whether the matrix itself and the
-    transposed are wanted. weight: whether it is one, which in block-wise scaling has square blocks.
+    transposed are wanted. weight: whether it is one, which in block-wise scaling has square blocks. after: see `quantise`.
     """
     if scaling in BLOCKS:
         square = weight and scaling == "block"
-        q, scale, q_t, column_scale = quantise_blocks(x_NI, dtype, BLOCKS[scaling], square, rows, columns)
+        q, scale, q_t, column_scale = quantise_blocks(x_NI, dtype, BLOCKS[scaling], square, rows, columns, after)
         return Operand(q, scale), Operand(q_t, column_scale)
     if scaling == "tensor":
         # Row by row first: a compiler joins that to the kernel that makes the rows.
@@ -111,7 +179,7 @@ def quantise_both(
         of_rows, of_columns = row_column_amax(x_NI)
         scale = power_of_two_scale(_agree(of_rows, column_group) if rows else of_rows, dtype)
         column_scale = power_of_two_scale(_agree(of_columns, row_group) if columns else of_columns, dtype)
-    q, q_t = quantise(x_NI, scale, column_scale, dtype, rows, columns)
+    q, q_t = quantise(x_NI, scale, column_scale, dtype, rows, columns, after)
     return Operand(q, scale), Operand(q_t, column_scale)
 
 
@@ -121,7 +189,10 @@ def _agree(amax: Tensor, group: str) -> Tensor:
 
 
 def multiply(a: Operand, b: Operand, scaling: Scaling, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """Return the product of a and the transposed b in `dtype`, summed over the columns of both."""
+    """Return the product of a and the transposed b in `dtype`, summed over the columns of both.
+
+    fast: see `kernels.float8.scaled_product`.
+    """
     if scaling in BLOCKS:
         product: Tensor = block_product(a.q, b.q, a.scale, b.scale, dtype, BLOCKS[scaling])
     else:
@@ -133,46 +204,83 @@ class _Product(torch.autograd.Function):
     """x W^T. Keeps the transposed input in 8 bits, and the weight as it came, which others may gather anew."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight_OI: Tensor,
-        scaling: Scaling,
-        dtype: torch.dtype,
-        gradient_dtype: torch.dtype,
-        input_group: str,
-        output_group: str,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, product: Float8Product) -> Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
-        rows, columns = quantise_both(x_NI, scaling, dtype, column_group=input_group, columns=ctx.needs_input_grad[1])
-        weight, _ = quantise_both(
-            weight_OI, scaling, dtype, row_group=output_group, column_group=input_group, columns=False, weight=True
-        )
+        rows, columns = product.quantise_input(x_NI, columns=ctx.needs_input_grad[1])
+        weight = product.quantise_weight(weight_OI)
         ctx.save_for_backward(columns.q, columns.scale, weight_OI, weight.scale)
-        ctx.recipe = scaling, dtype, gradient_dtype, input_group, output_group
-        ctx.like = x.dtype
-        product = multiply(rows, weight, scaling, x.dtype, fast=True)
-        return product.view(*x.shape[:-1], weight_OI.shape[0])
+        ctx.product = product
+        y = multiply(rows, weight, product.scaling, x.dtype, fast=True)
+        return y.view(*x.shape[:-1], weight_OI.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q_IN, x_scale, weight_OI, weight_scale = ctx.saved_tensors
-        scaling, dtype, gradient_dtype, input_group, output_group = ctx.recipe
+        product: Float8Product = ctx.product
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_NO = grad.reshape(-1, grad.shape[-1])
-        rows, columns = quantise_both(
-            grad_NO, scaling, gradient_dtype, column_group=output_group, rows=needs_x, columns=needs_weight
-        )
+        rows, columns = product.quantise_gradient(grad_NO, rows=needs_x, columns=needs_weight)
         grad_x = grad_weight = None
         if needs_x:
-            if scaling == "tensor":
-                q_IO = quantise(weight_OI, weight_scale, weight_scale, dtype, False, True)[1]
-                turned = Operand(q_IO, weight_scale)
-            else:
-                groups = {"row_group": output_group, "column_group": input_group}
-                turned = quantise_both(weight_OI, scaling, dtype, rows=False, weight=True, **groups)[1]
-            grad_x = multiply(rows, turned, scaling, ctx.like, fast=False)
-            grad_x = grad_x.view(*grad.shape[:-1], weight_OI.shape[1])
+            turned = product.turn_weight(weight_OI, weight_scale, rows.scale)
+            grad_x = multiply(rows, turned, product.scaling, grad.dtype, fast=product.fast_gradients).view(
+                *grad.shape[:-1], weight_OI.shape[1]
+            )
         if needs_weight:
-            grad_weight = multiply(columns, Operand(q_IN, x_scale), scaling, weight_OI.dtype, fast=False)
-        return grad_x, grad_weight, *[None] * 5
+            grad_weight = multiply(
+                columns, Operand(q_IN, x_scale), product.scaling, weight_OI.dtype, fast=product.fast_gradients
+            )
+        return grad_x, grad_weight, None
+
+
+class _GatedPair(torch.autograd.Function):
+    """swiglu(x G^T) D^T with one scale a tensor. The gradient between the two products is quantised as it is formed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_up_weight: Tensor,
+        down_weight: Tensor,
+        block: int,
+        first: Float8Product,
+        second: Float8Product,
+    ) -> Tensor:
+        _, needs_first, needs_second, *_ = ctx.needs_input_grad
+        x_rows, x_columns = first.quantise_input(x.reshape(-1, x.shape[-1]), columns=needs_first)
+        first_rows = first.quantise_weight(gate_up_weight)
+        gate_up = multiply(x_rows, first_rows, "tensor", x.dtype, fast=True)
+        rows, columns = second.quantise_input(swiglu(gate_up, block), columns=needs_second)
+        second_rows = second.quantise_weight(down_weight)
+        kept = (*x_columns, gate_up_weight, first_rows.scale, gate_up, *columns, down_weight, second_rows.scale)
+        ctx.save_for_backward(*kept)
+        ctx.block, ctx.first, ctx.second = block, first, second
+        return multiply(rows, second_rows, "tensor", x.dtype, fast=True).view(*x.shape[:-1], down_weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q_x, x_scale, first_weight, first_scale, gate_up, q_hidden, hidden_scale, second_weight, second_scale = (
+            ctx.saved_tensors
+        )
+        first: Float8Product = ctx.first
+        needs_x, needs_first, needs_second, *_ = ctx.needs_input_grad
+        rows, columns = ctx.second.quantise_gradient(grad.reshape(-1, grad.shape[-1]), columns=needs_second)
+        turned = ctx.second.turn_weight(second_weight, second_scale, rows.scale)
+        grad_hidden = multiply(rows, turned, "tensor", grad.dtype, fast=FAST_GRADIENTS)
+        grad_x = grad_first = grad_second = None
+        if needs_second:
+            grad_second = multiply(
+                columns, Operand(q_hidden, hidden_scale), "tensor", second_weight.dtype, fast=FAST_GRADIENTS
+            )
+        amax = _agree(swiglu_gradient_amax(grad_hidden, gate_up, ctx.block), first.output_group)
+        scale = power_of_two_scale(amax, first.gradient_format)
+        q, q_t = quantise_swiglu_gradient(grad_hidden, gate_up, ctx.block, scale, first.gradient_format)
+        if needs_x:
+            turned = first.turn_weight(first_weight, first_scale, scale)
+            grad_x = multiply(Operand(q, scale), turned, "tensor", grad.dtype, fast=FAST_GRADIENTS)
+            grad_x = grad_x.view(*grad.shape[:-1], first_weight.shape[1])
+        if needs_first:
+            grad_first = multiply(
+                Operand(q_t, scale), Operand(q_x, x_scale), "tensor", first_weight.dtype, fast=FAST_GRADIENTS
+            )
+        return grad_x, grad_first, grad_second, None, None, None

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from phalanx.config.layers import MLPConfig, NormConfig
 from phalanx.kernels.swiglu import gated_linear, swiglu
 from phalanx.nn.declared_layers import gate_block
-from phalanx.nn.precision import LinearProduct, Precision
+from phalanx.nn.float8_linear import Float8Product, GatedPair, LinearProduct
+from phalanx.nn.precision import Precision
 
 
 class Linear(nn.Module):
@@ -48,7 +49,15 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x: [..., in] -> [..., out]."""
-        return self.product(x, self.bias)
+        return self.join_output(self.product(self.gather_input(x), self.bias))
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Return all that the product of this rank reads of x; x itself unless ranks split the layer."""
+        return x
+
+    def join_output(self, y: Tensor) -> Tensor:
+        """Return the layer's result from the product of this rank; y itself unless ranks split the layer."""
+        return y
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W^T + `bias`, which is None where the bias joins later. x: [..., in] -> [..., out]."""
@@ -99,6 +108,10 @@ def choose_products(model: nn.Module, precision: Precision, device: torch.device
         if precision.products is not None and isinstance(module, Linear):
             features, groups = (module.in_features, module.out_features), (module.input_group, module.output_group)
             module.multiply = precision.products.of_layer(*features, *groups, device)
+    for module in model.modules():
+        if isinstance(module, SwigluMLP) and isinstance(module.gate_up.multiply, Float8Product):
+            biased = module.gate_up.bias is not None or module.down.bias is not None
+            module.pair = None if biased else module.gate_up.multiply.gated_pair(module.down.multiply)
 
 
 class Norm(nn.Module):
@@ -155,6 +168,9 @@ class GeluMLP(nn.Module):
 class SwigluMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020), gate and up in one matrix; see `gate_block` for its row order."""
 
+    pair: GatedPair | None = None
+    """Computes both products together, where the run's precision has a way to."""
+
     def __init__(self, config: MLPConfig) -> None:
         super().__init__()
         self.gate_up = Linear(config.width, 2 * config.hidden, bias=config.bias)
@@ -162,8 +178,11 @@ class SwigluMLP(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Map [B, S, D] -> [B, S, D]."""
-        hidden: Tensor = self.down(self.gate_up(x_BSD))
-        return hidden
+        if self.pair is None:
+            hidden: Tensor = self.down(self.gate_up(x_BSD))
+            return hidden
+        first, second = self.gate_up.weight.to(x_BSD.dtype), self.down.weight.to(x_BSD.dtype)
+        return self.down.join_output(self.pair(self.gate_up.gather_input(x_BSD), first, second, self.down.block))
 
 
 class GegluMLP(nn.Module):

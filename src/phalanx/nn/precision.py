@@ -8,19 +8,14 @@ Embedding, head, router, norms and attention between its projections stay in the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.nn.float8_linear import Float8Recipe
+from phalanx.nn.float8_linear import Float8Recipe, LinearProduct
 from phalanx.torch_compat import common as compat
-
-LinearProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""x [..., in], weight [out, in], bias [out] or None -> x W^T + bias [..., out], each in the format of the activations."""
 
 
 class LinearProducts(Protocol):

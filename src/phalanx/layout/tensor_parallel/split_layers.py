@@ -111,9 +111,9 @@ class ColumnLinear(Linear):
 
     tp: Axis
 
-    def forward(self, x_BsD: Tensor) -> Tensor:
-        """[B, S/tp, in] -> [B, S, out/tp]."""
-        return super().forward(gather_parts(x_BsD, self.tp, SEQUENCE))
+    def gather_input(self, x_BsD: Tensor) -> Tensor:
+        """[B, S/tp, in] -> [B, S, in]."""
+        return gather_parts(x_BsD, self.tp, SEQUENCE)
 
 
 class RowLinear(Linear):
@@ -121,9 +121,13 @@ class RowLinear(Linear):
 
     tp: Axis
 
-    def forward(self, x_BSf: Tensor) -> Tensor:
-        """[B, S, in/tp] -> [B, S/tp, out]; the bias joins after the sum, once."""
-        x_BsD = scatter_sum(self.product(x_BSf, None), self.tp, SEQUENCE)
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[B, S, in/tp] -> [B, S, out], of this rank's features; `bias` joins after the sum, once."""
+        return super().product(x, None)
+
+    def join_output(self, y_BSD: Tensor) -> Tensor:
+        """[B, S, out] -> [B, S/tp, out]."""
+        x_BsD = scatter_sum(y_BSD, self.tp, SEQUENCE)
         return x_BsD if self.bias is None else x_BsD + self.bias.to(x_BsD.dtype)
 
 

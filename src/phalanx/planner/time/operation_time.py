@@ -168,9 +168,8 @@ def _whole(table: OperationTable) -> npt.NDArray[np.bool_]:
 
 
 def _by_curves(table: OperationTable, profile: Profile) -> Floats:
-    rate = np.select(
-        [table.width == 8, table.width == 4], [profile.matmul64_flop_s, profile.matmul32_flop_s], profile.matmul_flop_s
-    )
+    rates = [profile.matmul64_flop_s, profile.matmul32_flop_s, profile.matmul8_flop_s]
+    rate = np.select([table.width == 8, table.width == 4, table.width == 1], rates, profile.matmul_flop_s)
     rows = table.batch * table.m
     area = rows * table.n
     edge, depth = profile.matmul_edge, profile.matmul_depth

@@ -34,6 +34,8 @@ class Profile:
     """The same of 32-bit numbers."""
     matmul64_flop_s: float
     """The same of 64-bit numbers."""
+    matmul8_flop_s: float
+    """The same of 8-bit numbers; of devices without such products as of 16-bit ones."""
     matmul_edge: float
     """Rows, and columns, of a product's result at which half of the rate is lost."""
     matmul_depth: float
@@ -106,10 +108,18 @@ class Profile:
 
 
 CONSTANTS = tuple(field.name for field in fields(Profile) if field.name != "measured")
-RATES = ("matmul_flop_s", "matmul32_flop_s", "matmul64_flop_s")
+RATES = ("matmul_flop_s", "matmul32_flop_s", "matmul64_flop_s", "matmul8_flop_s")
 """Those of matrix products."""
 _NEWER = frozenset(
-    {"grouped_share", "matmul64_flop_s", "attention_area", "eager_share", "exchange_host_s", "shard_host_s"}
+    {
+        "grouped_share",
+        "matmul64_flop_s",
+        "matmul8_flop_s",
+        "attention_area",
+        "eager_share",
+        "exchange_host_s",
+        "shard_host_s",
+    }
 )
 """Constants that a profile may lack, since it was written before they were thought of: the device's default stands."""
 SHARES = frozenset({"hidden", "copy_share"})
@@ -161,6 +171,7 @@ def default_profile(device: str) -> NamedProfile:
         "matmul_flop_s": rate,
         "matmul32_flop_s": rate * single,
         "matmul64_flop_s": rate * double,
+        "matmul8_flop_s": rate * _eighth(facts),
         "attention_flop_s": rate * ratios["attention"],
         "attention_backward_flop_s": rate * ratios["attention_backward"],
         "memory_b_s": bandwidth * ratios["memory"],
@@ -194,6 +205,14 @@ def _wider(facts: DeviceFacts) -> tuple[float, float]:
         return _SINGLE, _SINGLE * _DOUBLE
     single = peaks.get("fp32", half * _SINGLE) / half
     return single, peaks.get("fp64", half * single * _DOUBLE) / half
+
+
+def _eighth(facts: DeviceFacts) -> float:
+    """Rate of 8-bit products over that of 16-bit ones: as the highest published rates are, else as the nominal peaks."""
+    for rates in (facts.matmul_tflops, facts.peak_tflops):
+        if "fp8" in rates and "bf16" in rates:
+            return rates["fp8"] / rates["bf16"]
+    return 1.0
 
 
 _SINGLE, _DOUBLE = 1 / 16, 1 / 2
@@ -318,6 +337,12 @@ def _completed(constants: Mapping[str, Any], device: str) -> dict[str, Any]:
         except ConfigError:
             of_single, of_double = 1.0, _DOUBLE
         added["matmul64_flop_s"] = float(single) * of_double / of_single
+    half: Any = constants.get("matmul_flop_s")
+    if "matmul8_flop_s" not in constants and _is_number(half):
+        try:
+            added["matmul8_flop_s"] = float(half) * _eighth(device_facts(device))
+        except ConfigError:
+            added["matmul8_flop_s"] = float(half)
     return {**constants, **added}
 
 

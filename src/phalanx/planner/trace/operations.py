@@ -182,6 +182,12 @@ _MATMUL = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Matmuls, and the position of their first factor."""
 _GROUPED = frozenset(["grouped_product", "grouped_gradient"])
 """Products of groups of rows with a matrix each (`kernels.grouped_products`)."""
+_IN_8_BITS = frozenset(["scaled_product", "block_product"])
+"""Products of 8-bit numbers, the second one transposed (`kernels.float8`)."""
+QUANTISATION = frozenset(
+    ["quantise", "quantise_blocks", "row_column_amax", "swiglu_gradient_amax", "quantise_swiglu_gradient"]
+)
+"""What makes 8-bit numbers: kernels of our own, which no compiler joins to other work."""
 _ATTENTION = "_scaled_dot_product_"
 """How the names of fused attention kernels begin."""
 _REDUCTION = frozenset(
@@ -265,7 +271,7 @@ def base_name(operation: Any) -> str:
 
 def kind_of(name: str) -> Kind:
     """Return the kind of the operation with this `base_name`."""
-    if name in _MATMUL or name in _GROUPED:
+    if name in _MATMUL or name in _GROUPED or name in _IN_8_BITS:
         return "matmul"
     if name.startswith(_ATTENTION):
         return "attention"
@@ -275,7 +281,7 @@ def kind_of(name: str) -> Kind:
         return "reduction"
     if name in _LOOKUP:
         return "lookup"
-    return "copy" if name in _COPY else "pointwise"
+    return "copy" if name in _COPY or name in QUANTISATION else "pointwise"
 
 
 def matmul_of(name: str, arguments: Sequence[Any]) -> Matmul | None:
@@ -287,6 +293,9 @@ def matmul_of(name: str, arguments: Sequence[Any]) -> Matmul | None:
     if name == "grouped_gradient":
         grad, rows, groups = arguments[0], arguments[1], len(arguments[2])
         return Matmul(1, grad.shape[1], rows.shape[1], rows.shape[0], rows.dtype.itemsize, groups, "k")
+    if name in _IN_8_BITS:
+        a, b = arguments[0], arguments[1]
+        return Matmul(1, a.shape[0], b.shape[0], a.shape[1], a.dtype.itemsize)
     if name not in _MATMUL:
         return None
     first = _MATMUL[name]

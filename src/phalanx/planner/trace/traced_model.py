@@ -30,8 +30,9 @@ from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
 from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.adapters import EVERY_PARAMETER, TrainedParameters, add_adapters
-from phalanx.nn.layers import Norm, separate_gradients
+from phalanx.nn.layers import Norm, choose_products, separate_gradients
 from phalanx.nn.parameters import ParameterKind
+from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator_kernels import fused_rms_norm
 from phalanx.planner.trace.expert_loads import PRIOR, ExpertLoads
@@ -286,6 +287,8 @@ def build_stage(name: PartName, setting: Setting, stream: Stream | None = None) 
         parameter.requires_grad_(not setting.freezes(parameter_name))
     if not setting.joint_gradients:
         separate_gradients(stage)
+    if name in BLOCKS:
+        choose_products(stage.part.blocks, PRECISIONS[setting.precision], torch.device("meta"))
     return stage
 
 

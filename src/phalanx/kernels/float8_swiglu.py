@@ -1,0 +1,82 @@
+"""The gradient of a gated product in 8 bits, quantised as it is formed: it never lies in memory in 16 bits.
+
+One scale of the whole tensor is known once every number is. Forming the numbers twice, first for the largest of them, reads
+and writes less than to write and read them in between.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels import triton_module
+from phalanx.kernels.float8 import quantise_reference
+from phalanx.kernels.swiglu import SMALLEST_BLOCK
+
+LARGEST_BLOCK = 128
+"""Wider groups have more numbers than the registers of a program hold."""
+
+
+@torch.library.custom_op("phalanx::swiglu_gradient_amax", mutates_args=())
+def swiglu_gradient_amax(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
+    """Return the largest absolute value of the gradient of `gate_up`, float32 [1].
+
+    grad: [N, F], gradient of swiglu(gate_up). gate_up: [N, 2F] as in `kernels.swiglu`, of the same format.
+    """
+    return swiglu_gradient(grad_NF, gate_up, block).abs().amax().float().view(1)
+
+
+@swiglu_gradient_amax.register_fake
+def _(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
+    return grad_NF.new_empty(1, dtype=torch.float32)
+
+
+@swiglu_gradient_amax.register_kernel("cuda")
+def _(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
+    kernel = triton_module("float8_triton")
+    if kernel is None or not _covers(gate_up, block):
+        return swiglu_gradient(grad_NF, gate_up, block).abs().amax().float().view(1)
+    result: Tensor = kernel.run_swiglu_gradient_amax(grad_NF.contiguous(), gate_up.contiguous(), block)
+    return result
+
+
+@torch.library.custom_op("phalanx::quantise_swiglu_gradient", mutates_args=())
+def quantise_swiglu_gradient(
+    grad_NF: Tensor, gate_up: Tensor, block: int, scale: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of `gate_up` divided by `scale`, float32 [1], in `dtype`: [N, 2F], and transposed, [2F, N].
+
+    grad, gate_up: see `swiglu_gradient_amax`. Formed in at least float32 and rounded once.
+    """
+    return quantise_reference(swiglu_gradient(grad_NF, gate_up, block), scale, scale, dtype, True, True)
+
+
+@quantise_swiglu_gradient.register_fake
+def _(grad_NF: Tensor, gate_up: Tensor, block: int, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return gate_up.new_empty(gate_up.shape, dtype=dtype), gate_up.new_empty(gate_up.shape[::-1], dtype=dtype)
+
+
+@quantise_swiglu_gradient.register_kernel("cuda")
+def _(grad_NF: Tensor, gate_up: Tensor, block: int, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    kernel = triton_module("float8_triton")
+    if kernel is None or not _covers(gate_up, block):
+        return quantise_reference(swiglu_gradient(grad_NF, gate_up, block), scale, scale, dtype, True, True)
+    q, q_t = gate_up.new_empty(gate_up.shape, dtype=dtype), gate_up.new_empty(gate_up.shape[::-1], dtype=dtype)
+    kernel.run_quantise_swiglu_gradient(grad_NF.contiguous(), gate_up.contiguous(), block, scale, q, q_t)
+    return q, q_t
+
+
+def swiglu_gradient(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
+    """Return the gradient of `gate_up`, [N, 2F], in at least float32, in plain PyTorch."""
+    wide = torch.promote_types(gate_up.dtype, torch.float32)
+    gate, up = gate_up.to(wide).unflatten(-1, (-1, 2, block)).unbind(-2)
+    grad = grad_NF.to(wide).unflatten(-1, (-1, block))
+    sigmoid = torch.sigmoid(gate)
+    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return torch.stack((grad * up * slope, grad * gate * sigmoid), dim=-2).flatten(-3)
+
+
+def _covers(gate_up: Tensor, block: int) -> bool:
+    power_of_two = block & (block - 1) == 0
+    known = gate_up.dtype in (torch.bfloat16, torch.float16)
+    return known and power_of_two and SMALLEST_BLOCK <= block <= LARGEST_BLOCK and gate_up.numel() > 0
