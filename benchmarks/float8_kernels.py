@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 import statistics
 import sys
@@ -24,7 +25,9 @@ from layout_speed import ROOT
 
 sys.path.insert(0, str(ROOT / "src"))
 
+from phalanx.kernels import float8_triton as kernels
 from phalanx.kernels.float8 import block_product, quantise, quantise_blocks, row_column_amax, scaled_product
+from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient, swiglu_gradient_amax
 
 MATRICES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Output and input features."""
@@ -100,6 +103,31 @@ def quantisation_rates(tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
+def tile_rates(tokens: int) -> list[dict[str, Any]]:
+    """GB/s of quantisation by size of its tiles."""
+    rows = []
+    one = torch.ones(1, device="cuda")
+    before, gated = kernels.QUANTISE_TILES, (kernels.SWIGLU_ROWS, kernels.SWIGLU_WARPS)
+    for width in (4096, 14336):
+        x = torch.randn(tokens, width, device="cuda").bfloat16()
+        for tiles in itertools.product((32, 64, 128), (64, 128, 256), (4, 8)):
+            kernels.QUANTISE_TILES = tiles
+            rate = 4 * x.numel() / seconds(lambda x=x: quantise(x, one, one, E4M3, True, True)) / 1e9
+            rows.append({"width": width, "tiles": tiles, "gb_s": rate})
+            print(f"quantise {width} tiles {tiles} {rate:,.0f}", flush=True)
+    kernels.QUANTISE_TILES = before
+    grad, gate_up = (torch.randn(tokens, width, device="cuda").bfloat16() for width in (14336, 28672))
+    for kernels.SWIGLU_ROWS, kernels.SWIGLU_WARPS in itertools.product((16, 32, 64, 128), (4, 8)):
+        amax = seconds(lambda: swiglu_gradient_amax(grad, gate_up, 64))
+        both = seconds(lambda: quantise_swiglu_gradient(grad, gate_up, 64, one, E4M3))
+        tiles = (kernels.SWIGLU_ROWS, kernels.SWIGLU_WARPS)
+        rates = {"amax": 6 * grad.numel() / amax / 1e9, "quantise": 10 * grad.numel() / both / 1e9}
+        rows.append({"gated": tiles, "gb_s": rates})
+        print(f"gated gradient tiles {tiles} amax {rates['amax']:,.0f} quantise {rates['quantise']:,.0f}", flush=True)
+    kernels.SWIGLU_ROWS, kernels.SWIGLU_WARPS = gated
+    return rows
+
+
 def longest_kernels(trace: Path) -> list[dict[str, Any]]:
     """Milliseconds and calls of each kernel of a Chrome trace, the longest first."""
     text = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
@@ -119,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--tiles", action="store_true", help="time sizes of tiles instead of products")
     parser.add_argument("--trace", type=Path)
     options = parser.parse_args()
     if options.trace is not None:

@@ -16,8 +16,10 @@ from phalanx.kernels.float8 import LEAST, SCALE_BITS
 TILE = 128
 """Rows and columns of a tile: a block of block-wise scaling."""
 QUANTISE_WARPS = 8
-SWIGLU_ROWS = 128
-"""Rows of a tile of gated products, which is one group of gate and up features wide."""
+QUANTISE_TILES = (128, 128, 8)
+"""Rows, columns and warps of a program that quantises with scales that are given."""
+SWIGLU_ROWS, SWIGLU_WARPS = 128, 8
+"""Rows and warps of a tile of gated products, which is one group of gate and up features wide."""
 PRODUCT_TILES = (128, 128, 128)
 """Rows of a, rows of b, and numbers of each that a program multiplies at a time: a block."""
 PRODUCT_WARPS, PRODUCT_STAGES = 8, 3
@@ -44,12 +46,13 @@ def quantise_kernel(
     BY_ROW: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
 ) -> None:
     """One tile of x [rows, columns], divided by one scale or, BY_ROW, by those of its rows and of its columns."""
-    tiles = tl.cdiv(columns, TILE)
-    row = (tl.program_id(0) // tiles) * TILE + tl.arange(0, TILE)
-    column = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
+    tiles = tl.cdiv(columns, TILE_C)
+    row = (tl.program_id(0) // tiles) * TILE_R + tl.arange(0, TILE_R)
+    column = (tl.program_id(0) % tiles) * TILE_C + tl.arange(0, TILE_C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     # Whole tensors have more elements than 32 bits count.
     value = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -264,8 +267,9 @@ def block_product_kernel(
 def run_quantise(x_NI: Tensor, scale: Tensor, column_scale: Tensor, q_NI: Tensor, q_IN: Tensor) -> None:
     """Do as `kernels.float8.quantise_reference` into `q_NI` and `q_IN`, of which either may be empty."""
     rows, columns = x_NI.shape
+    tile_r, tile_c, warps = QUANTISE_TILES
     with torch.cuda.device(x_NI.device):
-        quantise_kernel[(triton.cdiv(rows, TILE) * triton.cdiv(columns, TILE),)](
+        quantise_kernel[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
             x_NI,
             scale.contiguous(),
             column_scale.contiguous(),
@@ -276,8 +280,9 @@ def run_quantise(x_NI: Tensor, scale: Tensor, column_scale: Tensor, q_NI: Tensor
             BY_ROW=scale.numel() > 1 or column_scale.numel() > 1,
             ROWS=q_NI.numel() > 0,
             COLUMNS=q_IN.numel() > 0,
-            TILE=TILE,
-            num_warps=QUANTISE_WARPS,
+            TILE_R=tile_r,
+            TILE_C=tile_c,
+            num_warps=warps,
         )
 
 
@@ -327,7 +332,7 @@ def run_swiglu_gradient_amax(grad_NF: Tensor, gate_up: Tensor, block: int) -> Te
     amax = grad_NF.new_empty(grid, dtype=torch.float32)
     with torch.cuda.device(grad_NF.device):
         swiglu_gradient_amax_kernel[grid](
-            grad_NF, gate_up, amax, rows, features, BLOCK=block, TILE=SWIGLU_ROWS, num_warps=QUANTISE_WARPS
+            grad_NF, gate_up, amax, rows, features, BLOCK=block, TILE=SWIGLU_ROWS, num_warps=SWIGLU_WARPS
         )
     return amax.amax().view(1)
 
@@ -348,7 +353,7 @@ def run_quantise_swiglu_gradient(
             features,
             BLOCK=block,
             TILE=SWIGLU_ROWS,
-            num_warps=QUANTISE_WARPS,
+            num_warps=SWIGLU_WARPS,
         )
 
 
