@@ -136,7 +136,7 @@ def _counted(row: Row, device: str | None, precision: Precision | None, per_unit
         return _Counted(teraflops * 1e12 / per_unit, "tflops_per_gpu")
     share = row.number("mfu_pct")
     facts = next((facts for _, facts in known_devices() if facts.name == device), None)
-    peak = facts.peak_tflops.get(precision) if facts and precision else None
+    peak = facts.peak_tflops.get("bf16" if "fp8" in precision else precision) if facts and precision else None
     return None if share is None or peak is None else _Counted(share / 100.0 * peak * 1e12, "mfu_pct")
 
 

@@ -136,6 +136,11 @@ class Layout(Section):
         return self.precision == "fp16"
 
     @property
+    def peak_format(self) -> str:
+        """The format whose peak MFU is a share of: that of bf16 for 8-bit recipes, which leave much in bf16."""
+        return "bf16" if self.in_8_bits else self.precision
+
+    @property
     def in_8_bits(self) -> bool:
         """Whether blocks multiply 8-bit numbers."""
         return "fp8" in self.precision

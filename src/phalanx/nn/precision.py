@@ -71,6 +71,10 @@ PRECISIONS = {
     )
 }
 """Every precision that `layout.precision` may name."""
+NUMBER_FORMATS = {
+    precision.name: precision.compute_dtype for precision in PRECISIONS.values() if not precision.products
+}
+"""The formats that a trained model may compute in: recipes of training are none."""
 
 
 def find_precision(name: str, gradients: str = "e4m3") -> Precision:
@@ -106,6 +110,6 @@ def find_number_format(name: str | None, option: str) -> torch.dtype | None:
     """
     if name is None:
         return None
-    if name not in PRECISIONS:
-        raise ConfigError(f"{option}={name} must be {', '.join(PRECISIONS)}")
-    return PRECISIONS[name].compute_dtype
+    if name not in NUMBER_FORMATS:
+        raise ConfigError(f"{option}={name} must be {', '.join(NUMBER_FORMATS)}")
+    return NUMBER_FORMATS[name]

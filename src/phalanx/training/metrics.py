@@ -136,9 +136,7 @@ def find_peaks(model: LayoutModel, device: torch.device) -> Peaks:
     """Return the nominal peak from the run file or the device table, and the measured one."""
     # A device that the table does not know has no nominal peak, and metrics then no MFU: better none than a wrong one.
     facts, precision = find_facts(device_name(device)), model.precision
-    # MFU of 8-bit recipes, which leave much in 16 bits, is that of 16 bits: what it says of speed compares to a bf16 run.
-    format_name = precision.name if precision.products is None else "bf16"
-    nominal = model.run.cluster.peak_tflops or (facts.peak_tflops.get(format_name) if facts else None)
+    nominal = model.run.cluster.peak_tflops or (facts.peak_tflops.get(model.run.layout.peak_format) if facts else None)
     return Peaks(nominal, measure_matmul_tflops(device, precision.compute_dtype))
 
 

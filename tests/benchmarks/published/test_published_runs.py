@@ -216,8 +216,7 @@ REASONS = [
     ({"model": "Mixtral-8x220B"}, "it is a mixture of experts whose sizes are not known"),
     ({"ep": "8"}, "it is a mixture of experts whose sizes are not known"),
     ({"model": "LLAMA2-13B LoRA"}, "it trains adapters alone"),
-    ({"precision": "MXFP8"}, "it computes in a format of 8 bits or fewer (MXFP8)"),
-    ({"precision": "bf16, float8 linear"}, "it computes in a format of 8 bits or fewer (bf16, float8 linear)"),
+    ({"precision": "NVFP4"}, "it computes in a format that no recipe has (NVFP4)"),
     ({"precision": ""}, "the source does not state the number format"),
     ({"gpu": "MI250X / A100"}, "the device 'MI250X / A100' is not one that is known"),
     ({"gpu": "TPU v4"}, "the device 'TPU v4' is not one that is known"),
@@ -444,7 +443,7 @@ def test_what_the_groups_are_good_for(runs: list[PublishedRun]) -> None:
     assert sum(summary.out_of_memory for summary in found.values()) >= 4
     assert found["vtrain-single"].used == found["vtrain-single"].rows
     assert found["frontier-forge"].devices == ("MI250X GCD",)
-    assert found["llm-foundry"].reasons == (("it computes in a format of 8 bits or fewer (amp_fp8)", 4),)
+    assert not found["llm-foundry"].reasons
     assert found["nanotron"].rates == (("mfu_pct by palm", found["nanotron"].used),)
 
 

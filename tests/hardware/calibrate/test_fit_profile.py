@@ -29,6 +29,7 @@ TRUE = default_profile("H200").profile.scaled(
     {
         "matmul_flop_s": 1.1,
         "matmul64_flop_s": 0.7,
+        "matmul8_flop_s": 0.8,
         "matmul_edge": 2.0,
         "attention_flop_s": 0.8,
         "memory_b_s": 0.9,
@@ -37,7 +38,7 @@ TRUE = default_profile("H200").profile.scaled(
     }
 )
 LINKS = replace(default_constants(MACHINE), launch_s=2e-5, efficiency=0.7)
-EFFORT = replace(ACCELERATOR, matmuls=40, singles=4, doubles=3, attentions=4, blocks=ACCELERATOR.blocks[:3])
+EFFORT = replace(ACCELERATOR, matmuls=40, singles=4, doubles=3, eighths=5, attentions=4, blocks=ACCELERATOR.blocks[:3])
 
 
 def _wobble(number: int) -> float:
@@ -66,6 +67,7 @@ def _operations(profile: Profile, effort: Effort = EFFORT) -> list[TimedOperatio
             kind = ("" if y.causal else "whole_") + "attention" + ("_backward" if backward else "")
             rows.append((row, TimedOperation(cast(Kind, kind), *sizes, 0.0)))
     add("matmul64", 8, shapes.doubles)
+    add("matmul8", 1, shapes.eighths)
     seconds = compute_seconds(OperationTable.of([row for row, _ in rows]), profile).tolist()
     return [replace(x, seconds=s * _wobble(n)) for n, ((_, x), s) in enumerate(zip(rows, seconds, strict=True))]
 
@@ -121,6 +123,7 @@ def test_the_constants_that_made_the_measurements_come_back(measured: Measuremen
         assert getattr(profile, name) == pytest.approx(getattr(TRUE, name), rel=0.08), name
     assert profile.matmul32_flop_s == pytest.approx(TRUE.matmul32_flop_s, rel=0.05)
     assert profile.matmul64_flop_s == pytest.approx(TRUE.matmul64_flop_s, rel=0.05)
+    assert profile.matmul8_flop_s == pytest.approx(TRUE.matmul8_flop_s, rel=0.05)
     assert profile.optimizer_b_s == pytest.approx(2.5e12, rel=0.01)
     assert profile.copy_share == pytest.approx(300 / 450, rel=0.05)
     assert (profile.slowdown, profile.copy_slowdown) == (pytest.approx(0.2), pytest.approx(0.02))

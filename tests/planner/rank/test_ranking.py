@@ -18,7 +18,7 @@ from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import LayoutTable
-from phalanx.planner.memory.model import memory
+from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.plan.compare_layouts import explain_choice, parse_choice
 from phalanx.planner.plan.make_plan import NothingFits, Wishes, choose_front, make_plan
 from phalanx.planner.plan.scaling import find_fewest_devices, parse_scale, scale_devices
@@ -209,6 +209,37 @@ def test_fixed_fields_stay() -> None:
 def test_what_cannot_be_legal_is_explained(fixed: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         planner().rank_layouts(Task(model_of_wide(), 16, fixed))
+
+
+@pytest.mark.parametrize(("precision", "nearest"), [("fp8-row", "bf16"), ("mxfp8", "fp8-block")])
+def test_devices_without_products_in_8_bits_are_refused(precision: str, nearest: str) -> None:
+    where, device = (
+        (planner(), "MI250X GCD") if nearest == "bf16" else (planner(machine=load_machine("dgx-h100")), "no acc")
+    )
+    with pytest.raises(
+        ConfigError, match=f"(?s)layout.precision={precision}.*{device}.*set layout.precision={nearest}"
+    ):
+        where.rank_layouts(Task(bind(run_with(WIDE, precision=precision), TracedModel), 8))
+
+
+def test_blocks_in_8_bits_take_less_time_and_no_more_memory() -> None:
+    fields = {**WIDE, "data.sequence_length": 2048}
+    found = {}
+    for precision in ("bf16", "fp8-tensor", "fp8-block"):
+        run = run_with(fields, precision=precision)
+        model = bind(run, TracedModel)
+        layout = resolve_layout(
+            bind(run_with(fields, precision=precision, dp_shard=8, global_batch=64, microbatch=8)), 8
+        )
+        machine = load_machine("dgx-h100")
+        times = step_times(model, layout.table, machine, default_profile(machine.node.device).profile)
+        found[precision] = (
+            float(times.total[0]),
+            float(memory(model, layout.table, Kernels.on_accelerators(model)).allocated[0]),
+        )
+    for precision in ("fp8-tensor", "fp8-block"):
+        assert 0.5 < found[precision][0] / found["bf16"][0] < 0.85
+        assert found[precision][1] < 1.02 * found["bf16"][1]
 
 
 def test_nothing_fits() -> None:

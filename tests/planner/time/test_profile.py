@@ -43,9 +43,10 @@ def test_a_device_without_facts_has_none() -> None:
 def test_every_constant_has_a_spread() -> None:
     known = {name for name in CONSTANTS if spread_of(name) == 0.0}
     # No published run says anything of what the host does for exchanges, of blocks of ours that are not compiled, of 64-bit
-    # numbers, of attention of few rows alone, or of products of groups: none that can be used is of experts.
+    # numbers, of attention of few rows alone, or of products of groups: none that can be used is of experts. That of 8 bits
+    # is known from products alone.
     hosts = {"exchange_host_s", "shard_host_s"}
-    assert known == {"grouped_share", "matmul64_flop_s", "attention_area", "eager_share", *hosts}
+    assert known == {"grouped_share", "matmul64_flop_s", "matmul8_flop_s", "attention_area", "eager_share", *hosts}
     assert all(0.0 < spread_of(name) <= 1.0 for name in set(CONSTANTS) - known)
 
 
@@ -55,6 +56,19 @@ def test_wider_numbers_multiply_as_the_peaks_say_whatever_narrower_ones_do() -> 
         profile = default_profile(device).profile
         assert profile.matmul32_flop_s / profile.matmul_flop_s == pytest.approx(single, rel=2e-3)
         assert profile.matmul64_flop_s / profile.matmul_flop_s == pytest.approx(double, rel=2e-3)
+
+
+def test_eight_bit_numbers_multiply_as_published_and_at_the_rate_of_sixteen_where_there_are_none(
+    tmp_path: Path,
+) -> None:
+    for device, factor in (("H200", 1453.4 / 794.5), ("MI300X", 2614.9 / 1307.4), ("MI250X GCD", 1.0)):
+        profile = default_profile(device).profile
+        assert profile.matmul8_flop_s / profile.matmul_flop_s == pytest.approx(factor, rel=2e-3)
+        save_profile(tmp_path / "mine.yaml", NamedProfile("mine", device, "measured", profile))
+        lines = (tmp_path / "mine.yaml").read_text().splitlines(True)
+        (tmp_path / "mine.yaml").write_text("".join(x for x in lines if "matmul8_flop_s" not in x))
+        again = load_profile(str(tmp_path / "mine.yaml")).profile
+        assert again.matmul8_flop_s == pytest.approx(profile.matmul8_flop_s)
 
 
 def test_the_rate_of_64_bit_numbers_follows_that_of_32_where_a_file_lacks_it(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ _CURVES: Mapping[str, float] = {
     "matmul_flop_s": 0.5,
     "matmul32_flop_s": 1.0,
     "matmul64_flop_s": 1.0,
+    "matmul8_flop_s": 1.0,
     "matmul_edge": 1.0,
     "matmul_depth": 1.0,
     "matmul_area": 1.5,
@@ -42,7 +43,7 @@ _CURVES: Mapping[str, float] = {
 }
 """Constants that single operations decide, and how far from the device's default they may lie: standard deviations of the
 logarithm."""
-_WIDTHS: Mapping[Kind, int] = {"matmul": 2, "matmul32": 4, "matmul64": 8}
+_WIDTHS: Mapping[Kind, int] = {"matmul": 2, "matmul32": 4, "matmul64": 8, "matmul8": 1}
 """Bytes of a number in products of each kind."""
 _BLOCK_NOISE = 0.02
 _BLOCKS: Mapping[str, float] = {

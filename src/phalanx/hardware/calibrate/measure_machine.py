@@ -101,7 +101,7 @@ def measure_rank(device: torch.device, effort: Effort, per_node: int, seconds: f
     shapes = shapes_for(effort, free)
     deadline = Deadline(seconds, several)
     warm_up(clock, _WARM_S)
-    count = len(shapes.products) + len(shapes.singles) + len(shapes.doubles)
+    count = len(shapes.products) + len(shapes.singles) + len(shapes.doubles) + len(shapes.eighths)
     report(f"{count} matrix products and {len(shapes.attentions)} calls of attention")
     operations = tuple(time_shapes(clock, shapes, lambda: deadline.before(_FOR_BLOCKS)))
     report("memory traffic, optimizer, host")

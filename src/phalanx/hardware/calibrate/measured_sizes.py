@@ -39,6 +39,8 @@ class Effort:
     """Most 32-bit products."""
     doubles: int
     """Most 64-bit products."""
+    eighths: int
+    """Most 8-bit products, on devices that have any."""
     attentions: int
     """Most calls of causal attention, each forward and backward."""
     whole: tuple[tuple[int, int, int, int], ...]
@@ -68,6 +70,7 @@ ACCELERATOR = Effort(
     matmuls=96,
     singles=6,
     doubles=4,
+    eighths=12,
     attentions=10,
     whole=(
         *((8, 2048, 16, 192), (16, 2048, 8, 192), (2, 2048, 8, 192), (1, 2048, 32, 256), (2, 2048, 16, 256)),
@@ -90,6 +93,7 @@ PROCESSOR = Effort(
     matmuls=10,
     singles=6,
     doubles=4,
+    eighths=1,
     attentions=3,
     whole=((2, 64, 2, 32),),
     traffic=(MIB // 4, MIB, 4 * MIB),
@@ -133,6 +137,8 @@ class Shapes:
     """Products of 32-bit numbers."""
     doubles: tuple[Product, ...]
     """Products of 64-bit numbers."""
+    eighths: tuple[Product, ...]
+    """Products of 8-bit numbers, with one scale a matrix."""
     attentions: tuple[Attention, ...]
     """Forward calls; each is timed backward too."""
 
@@ -194,6 +200,7 @@ def shapes_for(effort: Effort, memory_bytes: float) -> Shapes:
         _spread_out(products, effort.matmuls),
         _spread_out(products, effort.singles),
         _spread_out(small, effort.doubles),
+        _spread_out([product for product in products if product.sizes.batch == 1], effort.eighths),
         (
             *(attentions[place] for place in spread_points([_log_attention(x) for x in attentions], effort.attentions)),
             *whole,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from phalanx.hardware.calibrate.clock import Clock
 from phalanx.hardware.calibrate.measured_sizes import Product, Shapes, bind_decoder, model_of, setting_of
+from phalanx.kernels.float8 import scaled_product
 from phalanx.layout.context_parallel.kernel_choice import (
     AttentionChoice,
     AttentionShape,
@@ -66,6 +67,9 @@ def time_shapes(clock: Clock, shapes: Shapes, more: Callable[[], bool]) -> Itera
         yield _time_product(clock, product, torch.float32)
     for product in _take_while(more, shapes.doubles):
         yield _time_product(clock, product, torch.float64)
+    if not compat.float8_refusal(clock.device):
+        for product in _take_while(more, shapes.eighths):
+            yield _time_8_bits(clock, product)
     for attention in _take_while(more, shapes.attentions):
         yield from _time_attention(clock, attention)
 
@@ -92,6 +96,16 @@ def _time_product(clock: Clock, product: Product, dtype: torch.dtype) -> TimedOp
         a, b, out, multiply = a[0], b[0], out[0], torch.mm
     seconds = clock.seconds(lambda: multiply(a, b, out=out))
     return TimedOperation(_KINDS[dtype], x.batch, x.m, x.n, x.k, seconds)
+
+
+def _time_8_bits(clock: Clock, product: Product) -> TimedOperation:
+    """Time a product of 8-bit numbers, both factors in the order that tensor cores read them in."""
+    x, (e4m3, _) = product.sizes, compat.float8_formats(clock.device)
+    a, b = (torch.randn(rows, x.k, device=clock.device).to(e4m3) for rows in (x.m, x.n))
+    one = torch.ones(1, device=clock.device)
+    fast = product.order == "forward"
+    seconds = clock.seconds(lambda: scaled_product(a, b, one, one, torch.bfloat16, fast))
+    return TimedOperation("matmul8", 1, x.m, x.n, x.k, seconds)
 
 
 def _time_attention(clock: Clock, x: Attention) -> Iterator[TimedOperation]:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from phalanx.errors import DataError
 
-Precision = Literal["bf16", "fp16", "fp32"]
+Precision = Literal["bf16", "fp16", "fp32", "fp8-tensor", "fp8-row", "fp8-block", "mxfp8"]
 
 COLUMNS = (
     *("row_id", "group", "system", "framework", "status", "gpu", "n_gpus"),
@@ -161,10 +161,18 @@ def device_of(row: Row) -> tuple[str, int]:
 
 
 def precision_of(row: Row) -> Precision:
-    """Return the number format of the arithmetic. Raises Unusable for 8-bit formats and where none is stated."""
+    """Return the number format of the arithmetic. Raises Unusable for integers and 4 bits, and where none is stated.
+
+    8-bit floating point with no more words is taken for one scale a tensor, which most programs have.
+    """
     stated = row.text("precision").lower()
-    if re.search(r"fp8|float8|fp4|float4|int8", stated):
-        raise Unusable(f"it computes in a format of 8 bits or fewer ({row.text('precision')})")
+    if re.search(r"fp4|float4|int8", stated):
+        raise Unusable(f"it computes in a format that no recipe has ({row.text('precision')})")
+    for recipe in ("mxfp8", "fp8-row", "fp8-block"):
+        if recipe in stated:
+            return recipe
+    if re.search(r"fp8|float8", stated):
+        return "fp8-tensor"
     for precision in ("bf16", "fp16", "fp32"):
         if precision in stated:
             return precision

@@ -82,6 +82,8 @@ class MeasuredGroup:
 
 def timed_precision(run: MeasuredRun) -> str:
     """Return the number format of a run as the time model takes it: 16-bit formats take equally long."""
+    if run.precision is not None and "fp8" in run.precision:
+        return run.precision
     return "fp32" if run.precision == "fp32" else "bf16"
 
 

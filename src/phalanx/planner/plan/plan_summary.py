@@ -63,7 +63,7 @@ def layout_rows(plan: Plan, ranked: RankedLayouts, task: Task | None = None) -> 
     task = task or plan.task
     seconds_per_step, watts = ranked.times.total, plan.watts(ranked)
     rates, speeds = task.model_tflops(seconds_per_step), task.device_throughput(seconds_per_step)
-    peak = plan.device.peak_tflops.get(task.run.layout.precision)
+    peak = plan.device.peak_tflops.get(task.run.layout.peak_format)
     rows = []
     for index in range(len(ranked)):
         layout, seconds = ranked.layouts.row(index), float(seconds_per_step[index])

@@ -14,6 +14,7 @@ from phalanx.config.check import global_batch_samples
 from phalanx.config.load import parse_overrides
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
+from phalanx.hardware.device_facts import known_devices
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import SCHEDULES, Bools, Ints, LayoutTable
@@ -131,6 +132,20 @@ class Ranking:
     of time, memory and energy."""
 
 
+def check_products(run: Run, device: str) -> None:
+    """Raise ConfigError where a run multiplies 8-bit numbers and `device`, by its name in `devices.yaml`, does not."""
+    known = next((facts for _, facts in known_devices() if facts.name == device), None)
+    if run.layout.in_8_bits and known is not None and "fp8" not in known.peak_tflops:
+        raise ConfigError(
+            f"layout.precision={run.layout.precision}: {device} has no products of 8-bit floating-point numbers\n"
+            "set layout.precision=bf16"
+        )
+    if run.layout.precision == "mxfp8":
+        raise ConfigError(
+            "layout.precision=mxfp8 is emulated on the CPU and computed on no accelerator\nset layout.precision=fp8-block"
+        )
+
+
 @dataclass(frozen=True)
 class Planner:
     """Plans on one machine, with one set of models."""
@@ -155,6 +170,7 @@ class Planner:
         Bytes are NaN where a bound showed that a layout does not fit. Raises what `rank_layouts` raises.
         """
         self.machine.check_devices(task.devices)
+        check_products(task.run, self.machine.node.device)
         legal = self.legal_layouts(task)
         if not len(legal):
             raise ConfigError(self._explain_nothing_legal(task))

@@ -147,6 +147,7 @@ def _measurable(table: OperationTable, timed: Collection[Kind]) -> Iterable[tupl
     yield "matmul", product & halves
     yield "matmul32", product & (table.width == 4)
     yield "matmul64", product & (table.width == 8)
+    yield "matmul8", product & (table.width == 1)
     forward = halves & ((table.form == Form.ATTENTION) | (table.form == Form.BIASED))
     backward = halves & ((table.form == Form.ATTENTION_BACKWARD) | (table.form == Form.BIASED_BACKWARD))
     if "whole_attention" not in timed:

@@ -20,6 +20,7 @@ Kind = Literal[
     "matmul",
     "matmul32",
     "matmul64",
+    "matmul8",
     "attention",
     "attention_backward",
     "whole_attention",

@@ -27,7 +27,7 @@ from phalanx.families.materials.ensemble.joint_predictions import LoadedEnsemble
 from phalanx.families.materials.evaluation.network_predictions import load_network
 from phalanx.families.materials.model.losses import Predictions
 from phalanx.hardware.device import choose_device
-from phalanx.nn.precision import PRECISIONS
+from phalanx.nn.precision import find_number_format
 
 try:
     from ase import Atoms
@@ -79,10 +79,8 @@ class PhalanxCalculator(Calculator):
         and for a model without energies.
         """
         super().__init__(**options)
-        if precision is not None and precision not in PRECISIONS:
-            raise ConfigError(f"precision={precision} is none of {', '.join(PRECISIONS)}")
         self.device = choose_device(device)
-        dtype = None if precision is None else PRECISIONS[precision].compute_dtype
+        dtype = find_number_format(precision, "precision")
         self.ensemble: LoadedEnsemble | None = None
         if is_ensemble(Path(checkpoint)):
             self.ensemble = LoadedEnsemble(Path(checkpoint), self.device, dtype)
