@@ -119,9 +119,9 @@ def tile_rates(tokens: int) -> list[dict[str, Any]]:
     grad, gate_up = (torch.randn(tokens, width, device="cuda").bfloat16() for width in (14336, 28672))
     for kernels.SWIGLU_ROWS, kernels.SWIGLU_WARPS in itertools.product((16, 32, 64, 128), (4, 8)):
         amax = seconds(lambda: swiglu_gradient_amax(grad, gate_up, 64))
-        both = seconds(lambda: quantise_swiglu_gradient(grad, gate_up, 64, one, E4M3))
+        both = seconds(lambda: quantise_swiglu_gradient(grad, gate_up, 64, one, one, E4M3, E4M3))
         tiles = (kernels.SWIGLU_ROWS, kernels.SWIGLU_WARPS)
-        rates = {"amax": 6 * grad.numel() / amax / 1e9, "quantise": 10 * grad.numel() / both / 1e9}
+        rates = {"amax": 6 * grad.numel() / amax / 1e9, "quantise": 11 * grad.numel() / both / 1e9}
         rows.append({"gated": tiles, "gb_s": rates})
         print(f"gated gradient tiles {tiles} amax {rates['amax']:,.0f} quantise {rates['quantise']:,.0f}", flush=True)
     kernels.SWIGLU_ROWS, kernels.SWIGLU_WARPS = gated

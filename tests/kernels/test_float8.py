@@ -18,7 +18,7 @@ from phalanx.kernels.float8 import (
     scaled_product,
 )
 from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient, swiglu_gradient_amax
-from phalanx.kernels.swiglu import swiglu_backward_reference
+from phalanx.kernels.swiglu import swiglu, swiglu_backward_reference
 
 E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
 
@@ -128,12 +128,14 @@ def test_gradients_of_a_gated_product_are_quantised_as_they_are_formed(block: in
     amax = swiglu_gradient_amax(grad, gate_up, block)
     torch.testing.assert_close(amax.double(), exact.abs().amax().view(1), rtol=1e-5, atol=0.0)
     scale = power_of_two_scale(amax, E4M3)
-    q, q_t = quantise_swiglu_gradient(grad, gate_up, block, scale, E4M3)
+    hidden = swiglu(gate_up, block)
+    hidden_scale = power_of_two_scale(hidden.abs().amax().view(1), E5M2)
+    arguments = (grad, gate_up, block, scale, hidden_scale, E4M3, E5M2)
+    q, q_t, hidden_t = quantise_swiglu_gradient(*arguments)
+    assert torch.equal(hidden_t.float(), quantise(hidden, hidden_scale, hidden_scale, E5M2, False, True)[1].float())
     assert torch.equal(q.float(), q_t.float().t())
     assert (q.double() * scale - exact).norm() <= 0.03 * exact.norm()
-    torch.library.opcheck(
-        quantise_swiglu_gradient, (grad, gate_up, block, scale, E4M3), test_utils=("test_faketensor",)
-    )
+    torch.library.opcheck(quantise_swiglu_gradient, arguments, test_utils=("test_faketensor",))
     torch.library.opcheck(swiglu_gradient_amax, (grad, gate_up, block), test_utils=("test_faketensor",))
 
 
@@ -180,9 +182,9 @@ def test_kernels_compile(target: str, element: str) -> None:
         kernels.quantise_swiglu_gradient_kernel,
         target,
         kernels.QUANTISE_WARPS,
-        {**gated, "scale": "*fp32", **quantised, **sizes},
+        {**gated, "scale": "*fp32", "hidden_scale": "*fp32", **quantised, "hidden_t": f"*{element}", **sizes},
         constants,
-        even=(0, 1, 2, 3, 4, 5, 6),
+        even=(0, 1, 2, 3, 4, 5, 6, 7, 8),
     )
     tiles = dict(zip(("TILE_M", "TILE_N", "TILE_K"), kernels.PRODUCT_TILES, strict=True))
     pointers = {"a": f"*{element}", "b": "*fp8e4nv" if target == "sm_90" else f"*{element}", "out": "*bf16"}
@@ -239,12 +241,13 @@ grad, gate_up = x[:, :64].contiguous(), x[:, :128].contiguous()
 amax = swiglu_gradient_amax(grad, gate_up, 16)
 torch.testing.assert_close(kernels.run_swiglu_gradient_amax(grad, gate_up, 16), amax, rtol=1e-5, atol=0.0)
 scale = power_of_two_scale(amax, torch.float8_e4m3fn)
-wanted = quantise_swiglu_gradient(grad, gate_up, 16, scale, torch.float8_e4m3fn)
+wanted = quantise_swiglu_gradient(grad, gate_up, 16, scale, scale, torch.float8_e4m3fn, torch.float8_e4m3fn)
 found = tuple(torch.empty_like(w) for w in wanted)
-kernels.run_quantise_swiglu_gradient(grad, gate_up, 16, scale, *found)
+kernels.run_quantise_swiglu_gradient(grad, gate_up, 16, scale, scale, *found)
 assert torch.equal(found[0].float(), found[1].float().t())
 # Sums are not those of two digits: the interpreter may take a neighbour of a number, or lose what carries.
-assert ((found[0].float() - wanted[0].float()).abs() <= 0.51 * wanted[0].float().abs() + 2.0**-6).all()
+for f, w in zip(found, wanted):
+    assert ((f.float() - w.float()).abs() <= 0.51 * w.float().abs() + 2.0**-6).all()
 """
 
 

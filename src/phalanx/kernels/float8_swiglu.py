@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.kernels import triton_module
 from phalanx.kernels.float8 import quantise_reference
-from phalanx.kernels.swiglu import SMALLEST_BLOCK
+from phalanx.kernels.swiglu import SMALLEST_BLOCK, swiglu
 
 LARGEST_BLOCK = 128
 """Wider groups have more numbers than the registers of a program hold."""
@@ -42,28 +42,77 @@ def _(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
 
 @torch.library.custom_op("phalanx::quantise_swiglu_gradient", mutates_args=())
 def quantise_swiglu_gradient(
-    grad_NF: Tensor, gate_up: Tensor, block: int, scale: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return the gradient of `gate_up` divided by `scale`, float32 [1], in `dtype`: [N, 2F], and transposed, [2F, N].
+    grad_NF: Tensor,
+    gate_up: Tensor,
+    block: int,
+    scale: Tensor,
+    hidden_scale: Tensor,
+    dtype: torch.dtype,
+    hidden_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of `gate_up` divided by `scale`, [N, 2F], the same transposed, [2F, N], both in `dtype`, and the
+    transposed of swiglu(gate_up) divided by `hidden_scale`, [F, N] in `hidden_dtype`.
 
-    grad, gate_up: see `swiglu_gradient_amax`. Formed in at least float32 and rounded once.
+    grad, gate_up: see `swiglu_gradient_amax`. scale, hidden_scale: float32 [1]. Formed in at least float32 and rounded once;
+    swiglu(gate_up) twice, first to its own format, as where it was multiplied.
     """
-    return quantise_reference(swiglu_gradient(grad_NF, gate_up, block), scale, scale, dtype, True, True)
+    return _quantise(grad_NF, gate_up, block, scale, hidden_scale, dtype, hidden_dtype)
 
 
 @quantise_swiglu_gradient.register_fake
-def _(grad_NF: Tensor, gate_up: Tensor, block: int, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return gate_up.new_empty(gate_up.shape, dtype=dtype), gate_up.new_empty(gate_up.shape[::-1], dtype=dtype)
+def _(
+    grad_NF: Tensor,
+    gate_up: Tensor,
+    block: int,
+    scale: Tensor,
+    hidden_scale: Tensor,
+    dtype: torch.dtype,
+    hidden_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_results(grad_NF, gate_up, dtype, hidden_dtype)
 
 
 @quantise_swiglu_gradient.register_kernel("cuda")
-def _(grad_NF: Tensor, gate_up: Tensor, block: int, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _(
+    grad_NF: Tensor,
+    gate_up: Tensor,
+    block: int,
+    scale: Tensor,
+    hidden_scale: Tensor,
+    dtype: torch.dtype,
+    hidden_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
     kernel = triton_module("float8_triton")
     if kernel is None or not _covers(gate_up, block):
-        return quantise_reference(swiglu_gradient(grad_NF, gate_up, block), scale, scale, dtype, True, True)
-    q, q_t = gate_up.new_empty(gate_up.shape, dtype=dtype), gate_up.new_empty(gate_up.shape[::-1], dtype=dtype)
-    kernel.run_quantise_swiglu_gradient(grad_NF.contiguous(), gate_up.contiguous(), block, scale, q, q_t)
-    return q, q_t
+        return _quantise(grad_NF, gate_up, block, scale, hidden_scale, dtype, hidden_dtype)
+    results = _empty_results(grad_NF, gate_up, dtype, hidden_dtype)
+    inputs = grad_NF.contiguous(), gate_up.contiguous()
+    kernel.run_quantise_swiglu_gradient(*inputs, block, scale, hidden_scale, *results)
+    return results
+
+
+def _quantise(
+    grad_NF: Tensor,
+    gate_up: Tensor,
+    block: int,
+    scale: Tensor,
+    hidden_scale: Tensor,
+    dtype: torch.dtype,
+    hidden_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = swiglu(gate_up, block)
+    q, q_t = quantise_reference(swiglu_gradient(grad_NF, gate_up, block), scale, scale, dtype, True, True)
+    return q, q_t, quantise_reference(hidden, hidden_scale, hidden_scale, hidden_dtype, False, True)[1]
+
+
+def _empty_results(
+    grad_NF: Tensor, gate_up: Tensor, dtype: torch.dtype, hidden_dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        gate_up.new_empty(gate_up.shape, dtype=dtype),
+        gate_up.new_empty(gate_up.shape[::-1], dtype=dtype),
+        grad_NF.new_empty(grad_NF.shape[::-1], dtype=hidden_dtype),
+    )
 
 
 def swiglu_gradient(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:

@@ -151,8 +151,8 @@ def swiglu_gradients(
     features: tl.tensor,
     rows: tl.tensor,
     BLOCK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Form the gradients of gate and up, [rows of `row`, BLOCK] each, of one group of features."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Form the gradients of gate and up and their product, [rows of `row`, BLOCK] each, of one group of features."""
     group = tl.program_id(1)
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows)[:, None]
@@ -163,7 +163,7 @@ def swiglu_gradients(
     grad = tl.load(grad_hidden + far * features + group * BLOCK + column, mask=inside, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    return grad * up * slope, grad * gate * sigmoid
+    return grad * up * slope, grad * gate * sigmoid, gate * sigmoid * up
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -178,7 +178,7 @@ def swiglu_gradient_amax_kernel(
 ) -> None:
     """The largest size of TILE rows of one group, into amax [groups, tiles of rows]."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    of_gate, of_up = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK)
+    of_gate, of_up, _ = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK)
     largest = tl.max(tl.max(tl.maximum(tl.abs(of_gate), tl.abs(of_up)), 1), 0)
     tl.store(amax + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), largest)
 
@@ -188,16 +188,18 @@ def quantise_swiglu_gradient_kernel(
     grad_hidden: tl.tensor,
     gate_up: tl.tensor,
     scale: tl.tensor,
+    hidden_scale: tl.tensor,
     q: tl.tensor,
     q_t: tl.tensor,
+    hidden_t: tl.tensor,
     rows: tl.tensor,
     features: tl.tensor,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """TILE rows of the gradients of one group, in 8 bits, as they are and transposed."""
+    """TILE rows of the gradients of one group in 8 bits, as they are and transposed, and of their product, transposed."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    of_gate, of_up = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK)
+    of_gate, of_up, hidden = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK)
     factor = tl.div_rn(1.0, tl.load(scale))
     kind = q.dtype.element_ty
     gate_8, up_8 = (of_gate * factor).to(kind), (of_up * factor).to(kind)
@@ -208,6 +210,10 @@ def quantise_swiglu_gradient_kernel(
     turned = q_t + column.to(tl.int64)[:, None] * rows + row[None, :]
     tl.store(turned, tl.trans(gate_8), mask=(row < rows)[None, :])
     tl.store(turned + tl.cast(rows, tl.int64) * BLOCK, tl.trans(up_8), mask=(row < rows)[None, :])
+    hidden = hidden.to(gate_up.dtype.element_ty).to(tl.float32) * tl.div_rn(1.0, tl.load(hidden_scale))
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = hidden_t + feature.to(tl.int64)[:, None] * rows + row[None, :]
+    tl.store(place, tl.trans(hidden.to(hidden_t.dtype.element_ty)), mask=(row < rows)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -338,17 +344,26 @@ def run_swiglu_gradient_amax(grad_NF: Tensor, gate_up: Tensor, block: int) -> Te
 
 
 def run_quantise_swiglu_gradient(
-    grad_NF: Tensor, gate_up: Tensor, block: int, scale: Tensor, q: Tensor, q_t: Tensor
+    grad_NF: Tensor,
+    gate_up: Tensor,
+    block: int,
+    scale: Tensor,
+    hidden_scale: Tensor,
+    q: Tensor,
+    q_t: Tensor,
+    hidden_t: Tensor,
 ) -> None:
-    """Do as `kernels.float8_swiglu.quantise_swiglu_gradient` into `q` and `q_t`."""
+    """Do as `kernels.float8_swiglu.quantise_swiglu_gradient` into the last three."""
     rows, features = grad_NF.shape
     with torch.cuda.device(grad_NF.device):
         quantise_swiglu_gradient_kernel[(triton.cdiv(rows, SWIGLU_ROWS), features // block)](
             grad_NF,
             gate_up,
             scale,
+            hidden_scale,
             q,
             q_t,
+            hidden_t,
             rows,
             features,
             BLOCK=block,

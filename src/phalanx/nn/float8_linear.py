@@ -246,35 +246,32 @@ class _GatedPair(torch.autograd.Function):
         first: Float8Product,
         second: Float8Product,
     ) -> Tensor:
-        _, needs_first, needs_second, *_ = ctx.needs_input_grad
-        x_rows, x_columns = first.quantise_input(x.reshape(-1, x.shape[-1]), columns=needs_first)
+        x_rows, x_columns = first.quantise_input(x.reshape(-1, x.shape[-1]), columns=ctx.needs_input_grad[1])
         first_rows = first.quantise_weight(gate_up_weight)
         gate_up = multiply(x_rows, first_rows, "tensor", x.dtype, fast=True)
-        rows, columns = second.quantise_input(swiglu(gate_up, block), columns=needs_second)
+        rows, _ = second.quantise_input(swiglu(gate_up, block), columns=False)
         second_rows = second.quantise_weight(down_weight)
-        kept = (*x_columns, gate_up_weight, first_rows.scale, gate_up, *columns, down_weight, second_rows.scale)
+        kept = (*x_columns, gate_up_weight, first_rows.scale, gate_up, rows.scale, down_weight, second_rows.scale)
         ctx.save_for_backward(*kept)
         ctx.block, ctx.first, ctx.second = block, first, second
         return multiply(rows, second_rows, "tensor", x.dtype, fast=True).view(*x.shape[:-1], down_weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q_x, x_scale, first_weight, first_scale, gate_up, q_hidden, hidden_scale, second_weight, second_scale = (
-            ctx.saved_tensors
-        )
+        q_x, x_scale, first_weight, first_scale, gate_up, hidden_scale, second_weight, second_scale = ctx.saved_tensors
         first: Float8Product = ctx.first
         needs_x, needs_first, needs_second, *_ = ctx.needs_input_grad
         rows, columns = ctx.second.quantise_gradient(grad.reshape(-1, grad.shape[-1]), columns=needs_second)
         turned = ctx.second.turn_weight(second_weight, second_scale, rows.scale)
         grad_hidden = multiply(rows, turned, "tensor", grad.dtype, fast=FAST_GRADIENTS)
         grad_x = grad_first = grad_second = None
-        if needs_second:
-            grad_second = multiply(
-                columns, Operand(q_hidden, hidden_scale), "tensor", second_weight.dtype, fast=FAST_GRADIENTS
-            )
         amax = _agree(swiglu_gradient_amax(grad_hidden, gate_up, ctx.block), first.output_group)
         scale = power_of_two_scale(amax, first.gradient_format)
-        q, q_t = quantise_swiglu_gradient(grad_hidden, gate_up, ctx.block, scale, first.gradient_format)
+        formats = first.gradient_format, first.format
+        q, q_t, hidden_t = quantise_swiglu_gradient(grad_hidden, gate_up, ctx.block, scale, hidden_scale, *formats)
+        if needs_second:
+            hidden = Operand(hidden_t, hidden_scale)
+            grad_second = multiply(columns, hidden, "tensor", second_weight.dtype, fast=FAST_GRADIENTS)
         if needs_x:
             turned = first.turn_weight(first_weight, first_scale, scale)
             grad_x = multiply(Operand(q, scale), turned, "tensor", grad.dtype, fast=FAST_GRADIENTS)

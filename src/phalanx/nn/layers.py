@@ -110,8 +110,8 @@ def choose_products(model: nn.Module, precision: Precision, device: torch.device
             module.multiply = precision.products.of_layer(*features, *groups, device)
     for module in model.modules():
         if isinstance(module, SwigluMLP) and isinstance(module.gate_up.multiply, Float8Product):
-            biased = module.gate_up.bias is not None or module.down.bias is not None
-            module.pair = None if biased else module.gate_up.multiply.gated_pair(module.down.multiply)
+            plain = all(layer.bias is None and layer.lora_A is None for layer in (module.gate_up, module.down))
+            module.pair = module.gate_up.multiply.gated_pair(module.down.multiply) if plain else None
 
 
 class Norm(nn.Module):
