@@ -225,7 +225,7 @@ def test_devices_without_products_in_8_bits_are_refused(precision: str, nearest:
 def test_blocks_in_8_bits_take_less_time_and_no_more_memory() -> None:
     fields = {**WIDE, "data.sequence_length": 2048}
     found = {}
-    for precision in ("bf16", "fp8-tensor", "fp8-block"):
+    for precision in ("bf16", "fp8-tensor"):
         run = run_with(fields, precision=precision)
         model = bind(run, TracedModel)
         layout = resolve_layout(
@@ -237,9 +237,8 @@ def test_blocks_in_8_bits_take_less_time_and_no_more_memory() -> None:
             float(times.total[0]),
             float(memory(model, layout.table, Kernels.on_accelerators(model)).allocated[0]),
         )
-    for precision in ("fp8-tensor", "fp8-block"):
-        assert 0.5 < found[precision][0] / found["bf16"][0] < 0.85
-        assert found[precision][1] < 1.02 * found["bf16"][1]
+    assert 0.5 < found["fp8-tensor"][0] / found["bf16"][0] < 0.85
+    assert found["fp8-tensor"][1] <= found["bf16"][1]
 
 
 def test_nothing_fits() -> None:
