@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from phalanx.layout.layout_model import Stage
 from phalanx.layout.place import as_place
 from phalanx.training.callbacks import Callback, TrainingContext
 from phalanx.training.metrics import StepMetrics
@@ -31,7 +32,8 @@ class FaultCallback(Callback):
     """Does `kind` to rank `rank` (-1: a random one) before step `step`; see `happen`.
 
     marker: file that says that it has happened; empty for a fault that happens each time. seconds: of a slow rank, in every
-    step from `step` on. samples: what memory is enough for. seed: chooses the rank where it is -1, and
+    step from `step` on. samples: what memory is enough for. passes: of a stage, that find memory all the same.
+    seed: chooses the rank where it is -1, and
     the place in a checkpoint. place: of the machine, whose rank it is in place of `rank`, whatever that is called.
     """
 
@@ -45,7 +47,9 @@ class FaultCallback(Callback):
         seed: int = 0,
         samples: int = 0,
         place: int = -1,
+        passes: int = 0,
     ) -> None:
+        self.passes = passes
         self.place = place
         self.now, self.samples = 0, samples
         self.kind, self.marker, self.rank, self.step, self.seconds = kind, marker, rank, step, seconds
@@ -104,8 +108,12 @@ class FaultCallback(Callback):
 
     def refuse_memory(self, module: torch.nn.Module, inputs: tuple[object, ...]) -> None:
         """Run out of memory in a forward pass of `step` or later, as a device does, with more than `samples` samples."""
-        tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.dim() > 1]
+        # Not what a planner traces.
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.dim() > 1 and x.device.type != "meta"]
         if self.now >= self.step and module.training and tensors and len(tensors[0]) > self.samples:
+            self.passes -= isinstance(module, Stage)
+            if self.passes >= 0:
+                return
             raise torch.OutOfMemoryError(f"out of memory. Tried to allocate {len(tensors[0])} samples")
 
     def flip_bit(self) -> None:

@@ -180,6 +180,10 @@ class Heartbeat:
         self._resumed = resumed
         self.enter("collective")
 
+    def expect_compilation(self) -> None:
+        """Note that what runs next is compiled anew, as in the first step of this process."""
+        self._done = _NO_STEP
+
     def finish_step(self, step: int) -> None:
         """Note that `step` is done."""
         if self._memory is None:

@@ -90,6 +90,10 @@ class Executor:
         # Gradients are formed too, so that backward programs are compiled; they mean nothing, and go.
         x, inputs = batch.inputs()
         self.applied.pipeline.warm_up(x, inputs, batch.sample_indices, training)
+        self.discard_gradients()
+
+    def discard_gradients(self) -> None:
+        """Drop whatever passes since the last step have left: they are to be done again, or were none of training."""
         running = [parameter for stage in self.applied.stages for parameter in stage.parameters()]
         for parameter in (*running, *self.applied.parameters.values()):
             parameter.grad = None

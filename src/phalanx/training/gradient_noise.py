@@ -56,8 +56,12 @@ class GradientNoise:
         """Measure `applied`, whose micro-batches can be halved (see `layout.legality`). All ranks call it together."""
         self.every = every
         self.batch = applied.layout.global_batch
-        self.executor = Executor(applied.with_global_batch(self.batch // 2))
+        self.relay(applied)
         self.state = NoiseState()
+
+    def relay(self, applied: ParallelModel) -> None:
+        """Measure the same model with other micro-batches from now on."""
+        self.executor = Executor(applied.with_global_batch(self.batch // 2))
 
     def is_due(self, step: int) -> bool:
         """Return whether `step` is measured."""

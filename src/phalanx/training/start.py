@@ -16,6 +16,7 @@ from phalanx.config.schema import Run
 from phalanx.errors import Interrupted
 from phalanx.families.registry import bind
 from phalanx.hardware.device import choose_device, device_name, memory_bytes, require_cpu_format
+from phalanx.hardware.device_facts import device_kind
 from phalanx.hardware.energy import open_energy_meter
 from phalanx.launch.faults import Limits
 from phalanx.launch.heartbeat import Heartbeat, heartbeat_of
@@ -37,7 +38,7 @@ from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.logs import RunLog, check_trackers, open_sinks
 from phalanx.training.metrics import StepMeter, find_peaks
 from phalanx.training.run_dir import RunDirectory, describe_machine
-from phalanx.training.safeguards.memory_limit import heed_memory_limit, note_out_of_memory
+from phalanx.training.safeguards.memory_limit import advise_remedies, heed_memory_limit, note_out_of_memory
 from phalanx.training.step import build_step
 from phalanx.training.stopping import explain_failures, report_failure
 from phalanx.training.trainer import Placement, RunParts, Trainer
@@ -153,8 +154,12 @@ def _train_in_directory(
     def name_moment() -> str:
         return "building the model" if trainer is None else f"step {trainer.step + 1}"
 
+    def save_memory() -> str:
+        layout = place.layout if trainer is None else trainer.parts.step.applied.layout
+        advise = partial(advise_remedies, model, layout, device_kind(device_name(device)))
+        return note_out_of_memory(directory.path, layout, advise)
+
     # Closed in the reverse order: the store may still write events while it finishes its last save.
-    save_memory = partial(note_out_of_memory, directory.path, place.layout)
     explained = explain_failures(ranks, place.stage_words, directory.path, name_moment, save_memory)
     with explained, ExitStack() as opened:
         opened.callback(directory.close)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,11 @@ from phalanx.layout.apply import ParallelModel
 from phalanx.layout.execute import Executor
 from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.place import Place, place_of
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.optimizers import build_optimizer, find_optimizer
 from phalanx.torch_compat import common as compat
 from phalanx.training.gradient_noise import GradientNoise
+from phalanx.training.stopping import ran_out_of_memory
 from phalanx.training.weight_average import AVERAGES, WeightAverage
 
 
@@ -120,6 +123,9 @@ class TrainStep:
         self.heartbeat: Heartbeat = SILENT
         self.limits = NO_LIMITS
         """Of the next step's loss and gradient norm; the same on all ranks."""
+        self.save_memory: Callable[[ResolvedLayout], ResolvedLayout | None] = lambda layout: None
+        """Asked when memory runs out in a pass: the same layout with smaller micro-batches, in which the step is done again,
+        or None where that is not possible."""
 
     def add_batch_size(self, samples: int) -> None:
         """Take global batches of `samples` too, as steps of a warm-up have. All ranks call it together."""
@@ -144,6 +150,46 @@ class TrainStep:
 
         These are those of `update_parameters` with the norm of half the batch behind the first two.
         """
+        while (formed := self._try_gradients(step, batch)) is None:
+            # Memory ran out; with smaller micro-batches the same samples give the same gradients.
+            pass
+        loss, half_norm = formed
+        figures = self.update_parameters(loss)
+        if self.average is not None:
+            self.average.add_step(step, ~is_left_out(figures[0], figures[1], self.limits))
+        return torch.cat((figures[:2], half_norm[None], figures[2:]))
+
+    def _try_gradients(self, step: int, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """Return what `_form_gradients` does; None where memory ran out and micro-batches have become smaller."""
+        try:
+            return self._form_gradients(step, batch)
+        except (RuntimeError, MemoryError) as error:
+            smaller = self.save_memory(self.applied.layout) if ran_out_of_memory(error) else None
+            if smaller is None:
+                raise
+        # Only here: until its handler has ended, the exception keeps alive what the failed pass has computed.
+        self._take_layout(smaller)
+        return None
+
+    def _take_layout(self, layout: ResolvedLayout) -> None:
+        """Drop what was computed since the last step, and run with the micro-batches of `layout` from now on."""
+        self.executor.discard_gradients()
+        gc.collect()
+        if self.device.type != "cpu":
+            # Blocks of the old sizes fit no tensor of the new ones.
+            torch.accelerator.empty_cache()
+        sizes = [executor.layout.global_batch for executor in self.executors.values()]
+        self.applied = replace(self.applied, layout=layout)
+        self.executor, self.executors = Executor(self.applied), {}
+        for samples in sizes:
+            self.add_batch_size(samples)
+        if self.noise is not None:
+            self.noise.relay(self.applied)
+        self.report_to(self.heartbeat)
+        self.heartbeat.expect_compilation()
+
+    def _form_gradients(self, step: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Form the gradients of a step; return the mean loss of the global batch and the norm of half of it (`enqueue`)."""
         executor = self.executors.get(len(batch.sample_indices), self.executor)
         batch = executor.cut(batch, executor.layout.accumulation).to(self.device)
         count = batch.target_counts()
@@ -159,11 +205,7 @@ class TrainStep:
                 half_norm = half_norm / self.scaler.scale(torch.ones_like(half_norm))
         else:
             loss = executor.forward_backward(step, batch, scale)
-        loss = self._sum_over_ranks(loss)
-        figures = self.update_parameters((loss / targets).sum())
-        if self.average is not None:
-            self.average.add_step(step, ~is_left_out(figures[0], figures[1], self.limits))
-        return torch.cat((figures[:2], half_norm[None], figures[2:]))
+        return (self._sum_over_ranks(loss) / targets).sum(), half_norm
 
     def saved_tensors(self) -> dict[str, Place]:
         """Return what a checkpoint holds: model, optimizer state and the average of the weights, each with its place."""

@@ -34,6 +34,7 @@ from phalanx.training.run_dir import RunDirectory
 from phalanx.training.safeguards.checkpoint_interval import CheckpointInterval
 from phalanx.training.safeguards.dead_experts import DeadExperts
 from phalanx.training.safeguards.divergence import Divergence, DivergenceGuard, all_finite
+from phalanx.training.safeguards.memory_limit import note_out_of_memory, smaller_microbatch
 from phalanx.training.safeguards.straggler_log import StragglerLog
 from phalanx.training.safeguards.wrong_numbers import WrongNumbers
 from phalanx.training.step import StepLimits, StepResult, TrainStep
@@ -112,6 +113,9 @@ class Trainer:
         """Of the last step that was read; before that no step is known to be short."""
         self.unlogged: tuple[StepMetrics, Callable[[], RankTimes]] | None = None
         """A step whose times on other ranks are still on their way."""
+        # Where there are other ranks, these wait for exchanges that a failed pass will not come to: all begin again.
+        if parts.place.ranks.world_size == 1:
+            parts.step.save_memory = self._halve_microbatch
 
     def train(self) -> None:
         """Run the remaining steps; always leave a checkpoint of the last step done, unless a step failed.
@@ -194,6 +198,23 @@ class Trainer:
         observations = self.asynchronous.share(found, self.stop.signal_number, self.seconds)
         stall, self.stall = self.stall, 0.0
         return LaunchedStep(step, rate, observations, began, wait, stall, limits, batch.sample_indices)
+
+    def _halve_microbatch(self, layout: ResolvedLayout) -> ResolvedLayout | None:
+        """Return the layout in which a step that ran out of memory is done again; None where micro-batches cannot shrink."""
+        smaller = smaller_microbatch(layout)
+        if smaller is None:
+            return None
+        # A later start of the run begins with it.
+        note_out_of_memory(self.parts.directory.path, layout)
+        sizes = {"microbatch": smaller.microbatch, "accumulation": smaller.accumulation}
+        # Steps before it may still be computed.
+        step = self.step + len(self.launched) + 1
+        self.parts.log.event("less_memory", step, **sizes, spared=layout.microbatch - smaller.microbatch)
+        self.parts.log.note(
+            f"step {step} ran out of memory: it is done again with {smaller.microbatch} x {smaller.accumulation} samples in "
+            f"place of {layout.microbatch} x {layout.accumulation}, which changes no gradient"
+        )
+        return smaller
 
     def _next_batch(self) -> Batch:
         """Return this rank's batch of the next step; where a store fails any rank, keep the last step and end, on all ranks.

@@ -7,12 +7,19 @@ import pytest
 
 import phalanx_processes
 from fault_injection import fault_words, offer_callback
+from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
+from phalanx.families.registry import bind
 from phalanx.hardware.host import LESS_MEMORY
 from phalanx.launch.faults import Fault
 from phalanx.launch.restart import MEMORY_FILE, is_worth_restart, read_memory_limit
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.training.safeguards.memory_limit import heed_memory_limit, note_out_of_memory, smaller_microbatch
+from phalanx.training.safeguards.memory_limit import (
+    advise_remedies,
+    heed_memory_limit,
+    note_out_of_memory,
+    smaller_microbatch,
+)
 from token_data import write_run_file, write_token_folder
 
 
@@ -57,12 +64,52 @@ def test_the_same_command_continues_with_half_the_micro_batch(
     assert event["microbatch"] == 2 and event["spared"] == 2 and event["step"] == (5 if step == 7 else 0)
 
 
+def test_a_process_alone_does_the_step_again(
+    run_file: Path, tmp_path: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(run_file.parent / "package"))
+    # Halved twice within one step, at first in its second micro-batch: what the first has left is not counted again.
+    fault = fault_words(kind="full", rank=0, step=7, samples=1, passes=1)
+    words = ["training.steps=8", fault, "checkpoint.every=null"]
+    words = ["train", str(run_file), "--run-dir", str(tmp_path / "run"), *words]
+    code, errors = phalanx_processes.start(words).finish()
+    assert code == 0, errors[-3000:]
+    assert "step 7 ran out of memory: it is done again with 2 x 4 samples in place of 4 x 2" in errors
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    less = [event for event in events if event["kind"] == "less_memory"]
+    assert [(event["step"], event["microbatch"], event["accumulation"]) for event in less] == [(7, 2, 4), (7, 1, 8)]
+    # The next start begins with what was enough.
+    assert json.loads((tmp_path / "run" / MEMORY_FILE).read_text())["microbatch"] == 1
+
+
+def test_the_end_names_the_cheapest_changes_that_take_less(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(run_file.parent / "package"))
+    words = ["training.steps=8", fault_words(kind="full", rank=0, step=2, samples=0), "layout.microbatch=2"]
+    code, errors = phalanx_processes.start(
+        ["train", str(run_file), "--run-dir", str(tmp_path / "run"), *words]
+    ).finish()
+    assert code == 1 and "is out of memory in step 2" in errors, errors[-3000:]
+    # From 2 samples to 1, and then there is nothing left but another layout.
+    assert "done again with 1 x 8 samples in place of 2 x 4" in errors
+    assert "the cheapest changes that take less: recompute=selective (takes " in errors and "% of the time" in errors
+    assert (
+        advise_remedies(bind(load_run(Path("examples/materials-quickstart.yaml"))), ResolvedLayout(1, 1), "cpu")
+        == LESS_MEMORY
+    )
+
+
 def test_the_next_smaller_micro_batch_is_legal_and_none_is_below_one() -> None:
     # Of 24 samples a rank, 4 micro-batches of 6 suit both stages; so do 8 of 3.
     smaller = smaller_microbatch(ResolvedLayout(24, 6, pp=2))
     assert smaller is not None and (smaller.microbatch, smaller.accumulation) == (3, 8)
     odd = smaller_microbatch(ResolvedLayout(10, 5, dp_shard=2))
     assert odd is not None and odd.microbatch == 1
+    # 6 would divide 60 as well, but not the 15 samples of a first stage of a warm-up.
+    warming = smaller_microbatch(ResolvedLayout(60, 15))
+    assert warming is not None and warming.microbatch == 5
     assert smaller_microbatch(ResolvedLayout(8, 1)) is None
 
 

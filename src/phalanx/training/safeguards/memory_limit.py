@@ -7,19 +7,26 @@ accumulation grows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from phalanx.checkpoint import RankGroup
 from phalanx.errors import PhalanxError
+from phalanx.families.family import BoundModel
 from phalanx.files import write_atomically
 from phalanx.hardware.host import LESS_MEMORY
 from phalanx.launch.restart import MEMORY_FILE
 from phalanx.layout.legality.pipeline_rules import divides_batch, suits_schedule
+from phalanx.layout.resolve import list_divisors
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.planner.plan.remedies import find_remedies
+from phalanx.planner.trace.traced_model import TracedModel
 
 _MOST_BYTES = 100_000
 
@@ -36,8 +43,11 @@ class MemoryLimit(BaseModel):
 
 
 def smaller_microbatch(layout: ResolvedLayout) -> ResolvedLayout | None:
-    """Return `layout` with the largest legal micro-batch of at most half the size; None where there is none."""
-    sizes = range(1, layout.microbatch // 2 + 1)
+    """Return `layout` with the largest legal micro-batch of at most half the size; None where there is none.
+
+    It divides the present one, and with it whatever that divides: the smaller batches of a warm-up too.
+    """
+    sizes = list_divisors(layout.microbatch)[:-1]
     if not sizes:
         return None
     sized = layout.table.vary("microbatch", sizes)
@@ -45,11 +55,29 @@ def smaller_microbatch(layout: ResolvedLayout) -> ResolvedLayout | None:
     return possible.row(len(possible) - 1) if len(possible) else None
 
 
-def note_out_of_memory(run_dir: Path, layout: ResolvedLayout) -> str:
-    """Have the next start of the run in `layout` take a smaller micro-batch; return in words what follows."""
+def advise_remedies(model: BoundModel, layout: ResolvedLayout, device: str) -> str:
+    """Return in words what takes less memory than `layout`: the three cheapest changes by the planner, where it can tell.
+
+    device: name of the device, as machine descriptions call it.
+    """
+    remedies = []
+    # The advice is given by a process that has no memory left: if it finds none for this either, general words will do.
+    with suppress(PhalanxError, MemoryError, torch.OutOfMemoryError):
+        if isinstance(model, TracedModel):
+            remedies = find_remedies(model, layout, device)
+    if not remedies:
+        return LESS_MEMORY
+    return "the cheapest changes that take less: " + "; ".join(map(str, remedies))
+
+
+def note_out_of_memory(run_dir: Path, layout: ResolvedLayout, advise: Callable[[], str] = lambda: LESS_MEMORY) -> str:
+    """Have the next start of the run in `layout` take a smaller micro-batch; return in words what follows.
+
+    advise: says what else takes less memory; asked where there is no smaller micro-batch.
+    """
     smaller = smaller_microbatch(layout)
     if smaller is None:
-        return LESS_MEMORY
+        return advise()
     limit = MemoryLimit(layout=_name_layout(layout), microbatch=smaller.microbatch)
     try:
         write_atomically(run_dir / MEMORY_FILE, limit.model_dump_json() + "\n")

@@ -1,0 +1,86 @@
+"""What takes less memory than one layout does, and what each such change costs in time: for a run that has none left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.hardware.machine import Machine, load_machine, machine_names
+from phalanx.layout.spec import ResolvedLayout
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.rank.enumeration import CHOSEN, Limits, enumerate_layouts, run_with_layout, write_overrides
+from phalanx.planner.time.profile import profile_for
+from phalanx.planner.trace.traced_model import TracedModel
+
+REFERENCE = "dgx-h100"
+"""Machine whose rates stand for those of a device that no description names: what is told are ratios."""
+LEAST_SAVED = 0.05
+"""Share of the memory that a change has to save to be one worth a try: less is within the error of the memory model."""
+_CHOICES = (
+    ("microbatch",),
+    ("recompute",),
+    ("zero", "reshard_after_forward"),
+    ("gather",),
+    ("dp_replicate", "dp_shard"),
+    ("tp", "dp_shard"),
+    ("cp", "dp_shard", "context"),
+    ("pp", "dp_shard", "schedule", "stages_per_rank"),
+)
+"""Fields of a layout that change together, all others kept."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One change of a layout that takes less memory."""
+
+    words: str
+    """The fields that change, as overrides."""
+    memory: float
+    """Bytes on the worst rank over those of the layout as it is."""
+    seconds: float
+    """Seconds of a step over those of the layout as it is."""
+
+    def __str__(self) -> str:
+        return f"{self.words} (takes {self.memory:.0%} of the memory and {self.seconds:.0%} of the time, as planned)"
+
+
+def find_remedies(model: TracedModel, layout: ResolvedLayout, device: str, most: int = 3) -> list[Remedy]:
+    """Return the `most` changes of `layout` that take less memory for the least time, the cheapest first.
+
+    device: name of the devices, as machine descriptions call them. Raises ConfigError for a run that cannot be planned for.
+    """
+    machine = _machine_of(device)
+    models = CostModels(machine, profile_for(machine))
+    peak, seconds = models.memory(model, layout.table).peak[0], models.times(model, layout.table).total[0]
+    found = [
+        Remedy(words, float(peaks / peak), float(total / seconds))
+        for words, peaks, total in _vary_layout(models, model, layout, most_peak=(1 - LEAST_SAVED) * peak)
+    ]
+    return sorted(found, key=lambda remedy: remedy.seconds)[:most]
+
+
+def _machine_of(device: str) -> Machine:
+    machines = [load_machine(name) for name in machine_names()]
+    return next((one for one in machines if one.node.device == device), load_machine(REFERENCE))
+
+
+def _vary_layout(
+    models: CostModels, model: TracedModel, layout: ResolvedLayout, most_peak: float
+) -> Iterator[tuple[str, float, float]]:
+    """Yield of each choice the fastest layout of at most `most_peak` bytes: what changes, its bytes and its seconds."""
+    run = model.run
+    stated = run_with_layout(run, layout).layout
+    values = {name: value for name in CHOSEN if (value := getattr(stated, name)) != "auto"}
+    before = set(write_overrides(run, layout))
+    for free in _CHOICES:
+        fixed = {name: value for name, value in values.items() if name not in free}
+        legal = enumerate_layouts(model, layout.world_size, models.machine.node.devices, fixed, Limits())
+        peak = models.memory(model, legal).peak
+        smaller = np.flatnonzero(peak <= most_peak)
+        if len(smaller):
+            total = models.times(model, legal.take(smaller)).total
+            best = int(np.argmin(total))
+            changed = [word for word in write_overrides(run, legal.row(int(smaller[best]))) if word not in before]
+            yield " ".join(changed), float(peak[smaller[best]]), float(total[best])
