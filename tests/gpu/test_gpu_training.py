@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -72,6 +74,51 @@ def test_a_resumed_run_ends_with_the_same_bits(run_file: Path, tmp_path: Path) -
     whole = train(run_file, tmp_path / "whole", 8, *words)
     train(run_file, tmp_path / "parts", 5, *words)
     assert train(run_file, tmp_path / "parts", 8, *words) == whole
+
+
+def test_a_step_that_runs_out_of_memory_is_done_again_with_smaller_micro_batches(
+    run_file: Path, tmp_path: Path
+) -> None:
+    """The allocator may take half of what the first micro-batch needs beside the weights; it is not told beforehand."""
+    words = ("model.d_model=256", "model.d_ff=1024", "layout.global_batch=256", "checkpoint.every=null")
+    words = (*words, "layout.precision=fp32", "evaluation.every=null", f"cluster.device={accelerator().type}")
+    device = torch.get_device_module(accelerator())
+    peaks = []
+    for microbatch in (16, 256):
+        device.empty_cache()
+        device.reset_peak_memory_stats()
+        before = device.memory_allocated()
+        wanted = train(run_file, tmp_path / f"{microbatch}", 4, f"layout.microbatch={microbatch}", *words)
+        peaks.append(device.max_memory_allocated() - before)
+    limit = before + sum(peaks) / 2
+    device.empty_cache()
+    device.set_per_process_memory_fraction(limit / device.get_device_properties(accelerator()).total_memory)
+    try:
+        found = train(run_file, tmp_path / "full", 4, "layout.microbatch=256", *words)
+    finally:
+        device.set_per_process_memory_fraction(1.0)
+    assert found == pytest.approx(wanted, rel=1e-4)
+    events = [json.loads(line) for line in (tmp_path / "full" / "events.jsonl").read_text().splitlines()]
+    less = [event for event in events if event["kind"] == "less_memory"]
+    assert less and less[0]["step"] == 1 and 16 <= less[-1]["microbatch"] < 256
+
+
+def test_a_run_that_restarts_forks_ranks_that_use_the_device(run_file: Path, tmp_path: Path) -> None:
+    """What is loaded once, before ranks are forked, opens no device: ranks forked of it can."""
+    schedule = tmp_path / "schedule.json"
+    schedule.write_text('[{"number": 1, "kind": "kill", "rank": 0, "step": 7, "seed": 0}]')
+    callbacks = json.dumps([{"name": "chaos", "options": {"schedule": str(schedule)}}])
+    words = ["--nproc", "1", "training.steps=12", f"cluster.device={accelerator().type}", "training.deterministic=true"]
+    command = [sys.executable, "-m", "phalanx", "train", str(run_file), *words]
+    for run_dir, more in ((tmp_path / "plain", []), (tmp_path / "run", [f"training.callbacks={callbacks}"])):
+        done = subprocess.run([*command, "--run-dir", str(run_dir), *more], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert "restart 1" in done.stderr
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("plain", "run")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 12
 
 
 def test_a_trained_run_is_evaluated_generates_and_is_reported(
