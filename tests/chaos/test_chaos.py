@@ -38,6 +38,8 @@ def test_equal_seeds_draw_equal_faults() -> None:
     assert all(len({fault.step for fault in draw(seed)}) == 8 == len(draw(seed)) for seed in range(10))
     # What a run must have before: checkpoints to damage.
     assert min(fault.step for seed in range(40) for fault in draw(seed, "damage")) == 12
+    # And what has to come after: a step behind the checkpoint in which a rank is killed.
+    assert max(fault.step for seed in range(40) for fault in draw(seed, "save")) == 55
 
 
 def test_what_changes_bits_has_a_run_of_its_own() -> None:
@@ -153,17 +155,31 @@ def test_reports_are_matched_to_what_happened(tmp_path: Path) -> None:
     assert [one.named_right for one in found] == [True, False, False, True]
     assert [one.detected_s for one in found] == pytest.approx([1.5, 4.0, 1.0, 0.25])
     assert [one.training_s for one in found] == pytest.approx([10.0, 14.5, 100.0, 2.0])
-    # One that strikes while the ranks are being ended for another is reported with it; one on its own is not.
-    planned[4].marker(beside).write_text(json.dumps({"time": 1001.4}))
-    assert [one.found_as for one in _match_reports(planned, 1, run_dir, beside)][:2] == [
-        "rank 1: signal",
-        "together with the one before",
-    ]
+    # One that strikes before ranks are ended for another, or while they are, is reported with it; one on its own is not.
+    for at in (1001.4, 1003.0):
+        planned[4].marker(beside).write_text(json.dumps({"time": at}))
+        first, second, *_ = _match_reports(planned, 1, run_dir, beside)
+        assert (first.found_as, second.found_as) == ("rank 1: signal", "together with the one before")
+        assert second.training_s == pytest.approx(1010.0 - at)
     planned[4].marker(beside).write_text(json.dumps({"time": 5000.0}))
     last = list(_match_reports(planned, 1, run_dir, beside))[-1]
     assert (last.found_as, last.named_right, last.detected_s) == ("", False, None)
     run_dir.with_suffix(".log").write_text("checkpoint of step 25 is damaged\n")
     assert list(_match_reports(planned, 1, run_dir, beside))[2].named_right
+
+
+def test_a_step_done_again_in_place_counts_as_found(tmp_path: Path) -> None:
+    planned = [PlannedFault(1, "oom", 0, 3, 0)]
+    beside, run_dir = tmp_path / "faults", tmp_path / "run"
+    beside.mkdir()
+    run_dir.mkdir()
+    planned[0].marker(beside).write_text(json.dumps({"time": 1000.0}))
+    events = [{"kind": "less_memory", "step": 3, "time": iso(1000.5), "microbatch": 2}]
+    (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (beside / STEP_LOG).write_text(f"990.0 {START}\n999.0 2\n1001.5 3\n")
+    run_dir.with_suffix(".log").write_text("")
+    (found,) = _match_reports(planned, 1, run_dir, beside)
+    assert (found.detected_s, found.training_s, found.named_right) == (0.5, 1.5, True)
 
 
 def test_what_counts_as_survived() -> None:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,14 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run_file(folder / "run.yaml", write_token_folder(folder / "data"))
 
 
-def start(run_file: Path, run_dir: Path, *words: str, ranks: int = 2) -> subprocess.Popen[str]:
+def environment(run_file: Path, more: Mapping[str, str] | None = None) -> dict[str, str]:
     path = os.pathsep.join([str(run_file.parent), *sys.path])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(more or {})}
+
+
+def start(
+    run_file: Path, run_dir: Path, *words: str, ranks: int = 2, more: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     command = [
         sys.executable,
         "-m",
@@ -53,7 +60,7 @@ def start(run_file: Path, run_dir: Path, *words: str, ranks: int = 2) -> subproc
     chosen = [f"layout.dp_shard={ranks}", f"restart.heartbeat_s={HEARTBEAT_S}", f"training.steps={STEPS}", *words]
     return subprocess.Popen(
         [*command, *chosen],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env=environment(run_file, more),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -99,7 +106,6 @@ def measure_times(run_dir: Path, marker: Path) -> tuple[float, float]:
     (fault,) = rows(run_dir / "faults.jsonl")
     resumed = [event for event in rows(run_dir / "events.jsonl") if event["kind"] in ("start", "resume")][-1]
     reported = datetime.fromisoformat(fault["time"]).timestamp()
-    # Events tell whole seconds.
     return reported - happened, datetime.fromisoformat(resumed["time"]).timestamp() - happened
 
 
@@ -158,6 +164,11 @@ def test_an_exception_names_the_rank_that_raised_it(run_file: Path, tmp_path: Pa
     print("\n| F02 exception | refused | rank and error named |")
 
 
+def both(one: str, other: str) -> str:
+    """The words of two faults of one run."""
+    return f"{one[:-1]}, {other.partition('=[')[2]}"
+
+
 def losses(run_dir: Path) -> list[float]:
     return [row["loss"] for row in rows(run_dir / "metrics.jsonl")]
 
@@ -168,8 +179,7 @@ def test_a_place_that_is_lost_is_left_out_and_the_run_goes_on_in_another_layout(
     code, errors = finish(start(run_file, tmp_path / "undisturbed", *common, ranks=4))
     assert code == 0, errors
     faults = [fault_words(kind="lost", place=3, step=7), fault_words(kind="lost", place=0, step=21)]
-    both = f"{faults[0][:-1]}, {faults[1].partition('=[')[2]}"
-    words = [*common, both, "restart.layout=replan", "restart.backoff_s=0.0"]
+    words = [*common, both(*faults), "restart.layout=replan", "restart.backoff_s=0.0"]
     code, errors = finish(start(run_file, tmp_path / "run", *words, ranks=4))
     assert code == 0, errors
     assert "place 3 of this machine has failed twice in a row and is left out, 3 ranks (dp_shard=3) begin" in errors
@@ -218,13 +228,12 @@ def test_a_rank_60_ms_slower_is_named(run_file: Path, tmp_path: Path) -> None:
 
 def test_a_suspended_rank_under_torchrun_is_named(run_file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    path = os.pathsep.join([str(run_file.parent), *sys.path])
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1", "--standalone"]
     words = ["layout.dp_shard=2", f"restart.heartbeat_s={HEARTBEAT_S}", f"training.steps={STEPS}"]
     fault = fault_words(kind="stop", step=17, marker=tmp_path / "happened")
     done = subprocess.run(
         [sys.executable, *launcher, "-m", "phalanx", "train", str(run_file), "--run-dir", str(run_dir), *words, fault],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env=environment(run_file),
         capture_output=True,
         text=True,
         timeout=300,
@@ -276,13 +285,216 @@ def test_memory_that_runs_out_halves_the_micro_batch_in_place(
     assert worst < 1e-4
 
 
-def test_chaos_finds_names_and_survives_what_it_injects(run_file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "chaos"
-    words = ["layout.dp_shard=2", f"restart.heartbeat_s={HEARTBEAT_S}", f"training.steps={STEPS}"]
-    options = ["--nproc", "2", "--count", "3", "--faults-per-run", "3", "--seed", "3", "--out", str(out), "--json"]
+def wait_for_step(run_dir: Path, step: int, *processes: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    log = run_dir / "metrics.jsonl"
+    while not log.exists() or len(log.read_text().splitlines()) < step:
+        assert time.monotonic() < deadline and all(process.poll() is None for process in processes)
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_run_whose_processes_were_all_killed_starts_at_once(
+    run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    slow = fault_words(kind="slow", rank=1, step=1, seconds=0.1)
+    shared = set(os.listdir("/dev/shm"))
+    process = start(run_file, run_dir, slow)
+    wait_for_step(run_dir, 12, process)
+    everything = [process.pid, *children(process.pid)]
+    assert len(everything) == 4
+    for pid in everything:
+        os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    again = start(run_file, run_dir)
+    process.communicate()
+    wait_for_step(run_dir, 13, again)
+    took = time.monotonic() - killed
+    code, errors = finish(again)
+    assert code == 0, errors
+    assert_same_bits(run_dir, undisturbed)
+    assert set(os.listdir("/dev/shm")) <= shared
+    print(f"\n| F25 all processes killed, started at once | same bits | training again in {took:.1f} s |")
+
+
+CLOCK = """
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+
+static void skew(struct timespec *at) {
+    static struct timespec first;
+    const char *rank = getenv("RANK"), *how = getenv("SKEW"), *from = getenv("SKEW_FROM");
+    if (!rank || strcmp(rank, "1") || (*from && access(from, F_OK)))
+        return;
+    if (strcmp(how, "frozen")) {
+        at->tv_sec += atol(how);
+        return;
+    }
+    if (!first.tv_sec)
+        first = *at;
+    *at = first;
+}
+int clock_gettime(clockid_t id, struct timespec *at) {
+    int failed = syscall(SYS_clock_gettime, id, at);
+    if (!failed && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE))
+        skew(at);
+    return failed;
+}
+int gettimeofday(struct timeval *restrict at, void *restrict zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    at->tv_sec = now.tv_sec;
+    at->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *at) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return at ? (*at = now.tv_sec) : now.tv_sec;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library that shows rank 1 another time of day than it is."""
+    folder = tmp_path_factory.mktemp("clock")
+    (folder / "clock.c").write_text(CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", folder / "clock.so", folder / "clock.c"], check=True)
+    return folder / "clock.so"
+
+
+@pytest.mark.parametrize("skew", ["3600", "-3600", "frozen", "3600 from a fault on"])
+def test_the_time_of_day_decides_nothing(
+    skew: str, clock: Path, run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    marker, read, run_dir = tmp_path / "happened", tmp_path / "read", tmp_path / "run"
+    more = {"LD_PRELOAD": str(clock), "SKEW": skew.split()[0], "SKEW_FROM": str(marker) if "from" in skew else ""}
+    words = both(
+        fault_words(kind="kill", rank=0, step=23, marker=marker), fault_words(kind="mark", rank=1, step=30, marker=read)
+    )
+    code, errors = finish(start(run_file, run_dir, words, more=more))
+    assert code == 0, errors
+    (fault,) = rows(run_dir / "faults.jsonl")
+    assert (fault["rank"], fault["cause"], fault["step"]) == (0, "signal", 23)
+    named_s, again_s = measure_times(run_dir, marker)
+    # What rank 1 took for the time in step 30, beside the time at which it was started again.
+    ahead_s = float(read.read_text()) - (float(marker.read_text()) + again_s)
+    assert ahead_s < 0 if skew == "frozen" else abs(ahead_s - int(skew.split()[0])) < 100
+    assert_same_bits(run_dir, undisturbed)
+    print(
+        f"\n| F22 clock of rank 1: {skew} | found in {named_s:.1f} s | training again in {again_s:.1f} s | same bits |"
+    )
+    assert named_s <= DETECTED_S and again_s <= DETECTED_S + TRAINING_S
+
+
+LINK_TIMEOUT_S, FLAP_S = 8.0, 3.0
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """Two network namespaces with a link between them, as two hosts have it; needs root."""
+    names = [f"phalanx-{os.getpid()}-{number}" for number in (0, 1)]
+    devices = [f"ph{os.getpid() % 10**6}{letter}" for letter in "ab"]
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+    for name in names:
+        ip("netns", "add", name)
+    try:
+        ip("link", "add", devices[0], "netns", names[0], "type", "veth", "peer", "name", devices[1], "netns", names[1])
+        for number, (name, device) in enumerate(zip(names, devices, strict=True), 1):
+            ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", device)
+            for one in ("lo", device):
+                ip("-n", name, "link", "set", one, "up")
+        yield [f"{name} {device}" for name, device in zip(names, devices, strict=True)]
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+def start_on_hosts(hosts: list[str], run_file: Path, run_dir: Path, *words: str) -> list[subprocess.Popen[str]]:
+    """Start a rank on each host, as a launcher on it would."""
+    started = []
+    for rank, host in enumerate(hosts):
+        name, device = host.split()
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        meeting = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": device}
+        command = ["ip", "netns", "exec", name, sys.executable, "-m", "phalanx", "train", str(run_file)]
+        process = subprocess.Popen(
+            [*command, "--run-dir", str(run_dir), "layout.dp_shard=2", *words],
+            env=environment(run_file, place | meeting),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+    return started
+
+
+def set_link(hosts: list[str], state: str) -> None:
+    name, device = hosts[0].split()
+    subprocess.run(["ip", "-n", name, "link", "set", device, state], check=True)
+
+
+def test_a_link_that_stays_down_ends_both_ranks_in_time(hosts: list[str], run_file: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    ranks = start_on_hosts(
+        hosts,
+        run_file,
+        run_dir,
+        "training.steps=100000",
+        f"training.timeout_s={LINK_TIMEOUT_S}",
+        "checkpoint.every=null",
+    )
+    wait_for_step(run_dir, 8, *ranks)
+    set_link(hosts, "down")
+    down = time.time()
+    for rank, process in enumerate(ranks):
+        code, errors = finish(process)
+        assert code == 1 and f"rank {rank} lost another rank in step" in errors, errors
+    found_s = [(run_dir / f"failure-rank-{rank}.log").stat().st_mtime - down for rank in (0, 1)]
+    print(f"\n| F19 link down for good, timeout {LINK_TIMEOUT_S:g} s | lost link | found in {max(found_s):.1f} s |")
+    assert max(found_s) <= LINK_TIMEOUT_S + 1.0
+
+
+def test_a_link_that_comes_back_is_not_noticed(
+    hosts: list[str], run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    slow = fault_words(kind="slow", rank=1, step=1, seconds=0.1)
+    ranks = start_on_hosts(hosts, run_file, run_dir, f"training.steps={STEPS}", "training.timeout_s=20", slow)
+    wait_for_step(run_dir, 8, *ranks)
+    set_link(hosts, "down")
+    time.sleep(FLAP_S)
+    set_link(hosts, "up")
+    for process in ranks:
+        code, errors = finish(process)
+        assert code == 0 and "lost" not in errors, errors
+    assert_same_bits(run_dir, undisturbed)
+    seconds = max(row["step_seconds"] for row in rows(run_dir / "metrics.jsonl"))
+    assert seconds > FLAP_S
+    print(f"\n| F19 link down for {FLAP_S:g} s | survived | a step of {seconds:.1f} s, same bits |")
+
+
+def run_chaos(run_file: Path, out: Path, *words: str) -> list[dict[str, Any]]:
+    """Run `phalanx chaos` on two ranks, which has to end well; returns what became of each fault."""
+    command = [sys.executable, "-m", "phalanx", "chaos", str(run_file), "--nproc", "2", "--out", str(out), "--json"]
+    heartbeat = f"restart.heartbeat_s={HEARTBEAT_S}"
     done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "chaos", str(run_file), *options, *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [*command, *words, heartbeat, f"training.steps={STEPS}"],
+        env=environment(run_file),
         capture_output=True,
         text=True,
         timeout=1800,
@@ -291,32 +503,24 @@ def test_chaos_finds_names_and_survives_what_it_injects(run_file: Path, tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found == json.loads((out / "chaos.json").read_text()) and found["failures"] == []
-    assert len(found["outcomes"]) == 3 and all(row["survived"] and row["same_bits"] for row in found["outcomes"])
-    kinds = [row["fault"]["kind"] for row in found["outcomes"]]
-    print(f"\n| F26 chaos: {', '.join(kinds)} | found, named, same bits |")
+    for row in found["outcomes"]:
+        times = f"found in {row['detected_s']:.1f} s | training again in {row['training_s']:.1f} s"
+        print(f"\n| F26 chaos: {row['fault']['kind']} | {row['found_as']} | {times} |")
+    outcomes: list[dict[str, Any]] = found["outcomes"]
+    return outcomes
 
 
-def test_chaos_sees_a_flipped_bit_of_a_replica(run_file: Path, tmp_path: Path) -> None:
-    words = ["--faults", "bitflip", "--nproc", "2", "--count", "2", "--faults-per-run", "2", "--json"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "phalanx",
-            "chaos",
-            str(run_file),
-            *words,
-            "--out",
-            str(tmp_path / "chaos"),
-            "dp_replicate=2",
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(done.stdout)["outcomes"]
-    assert len(rows) == 2 and all(row["found_as"] == "replicas differ" and row["survived"] for row in rows)
-    print("\n| F17 two bits flipped in a replica, by chaos | replicas differ | same bits |")
+def test_chaos_finds_names_and_survives_what_it_injects(run_file: Path, tmp_path: Path) -> None:
+    words = ["--count", "3", "--faults-per-run", "3", "--seed", "3", "layout.dp_shard=2"]
+    outcomes = run_chaos(run_file, tmp_path / "chaos", *words)
+    assert len(outcomes) == 3 and all(row["survived"] and row["same_bits"] for row in outcomes)
+
+
+def test_chaos_kills_in_checkpoints_flips_bits_and_takes_memory(run_file: Path, tmp_path: Path) -> None:
+    words = ["--faults", "save,bitflip,oom", "--count", "5", "--faults-per-run", "4", "--seed", "0", "dp_replicate=2"]
+    outcomes = run_chaos(run_file, tmp_path / "chaos", *words)
+    kinds = [row["fault"]["kind"] for row in outcomes]
+    assert [kinds.count(kind) for kind in ("save", "bitflip", "oom")] == [2, 2, 1] and kinds[-1] == "oom"
+    assert all(row["survived"] for row in outcomes) and all(row["same_bits"] for row in outcomes[:-1])
+    # Found at the next comparison, and the steps done again without a restart.
+    assert all(row["found_as"] == "replicas differ" for row in outcomes if row["fault"]["kind"] == "bitflip")

@@ -21,6 +21,8 @@ class FaultKind:
     about: str
     after_saves: int = 0
     """Checkpoints that must be there before."""
+    before_saves: int = 0
+    """Checkpoints that must come after the one that it strikes: no step follows the last."""
     keeps_bits: bool = True
     """Whether the run ends with the bits of an undisturbed one."""
 
@@ -33,7 +35,7 @@ KINDS = {
     "hang": FaultKind("hang", "a rank loops for ever"),
     "lock": FaultKind("hang", "a rank computes in C for ever and holds Python's lock"),
     "stop": FaultKind("stopped", "a rank is suspended (SIGSTOP)"),
-    "save": FaultKind("signal", "a rank is killed while it writes a checkpoint"),
+    "save": FaultKind("signal", "a rank is killed while it writes a checkpoint", before_saves=1),
     "damage": FaultKind("signal", "a bit of the newest checkpoint flips, then a rank is killed", after_saves=2),
     "oom": FaultKind("out of memory", "a rank runs out of memory; micro-batches are halved", keeps_bits=False),
     "bitflip": FaultKind(None, "a bit of a parameter flips in the memory of one of its replicas", after_saves=1),
@@ -96,7 +98,8 @@ def draw_faults(
     for _ in range(count):
         kind = chance.choice(list(kinds))
         # One step more: what is to be there is on storage by then.
-        free = [step for step in range(KINDS[kind].after_saves * every + 2, steps + 1) if step not in drawn]
+        first_step, last_step = KINDS[kind].after_saves * every + 2, steps - KINDS[kind].before_saves * every
+        free = [step for step in range(first_step, last_step + 1) if step not in drawn]
         if free:
             drawn[chance.choice(free)] = kind
         # After one that changes bits nothing else of the run could be judged by them.

@@ -206,44 +206,59 @@ def _train(plan: ChaosPlan, run_dir: Path, words: Sequence[str], limit_s: float 
     return time.monotonic() - began, return_code
 
 
+@dataclass(frozen=True)
+class _Records:
+    """What a run has left: times in seconds, each list in order of time."""
+
+    reports: list[tuple[float, dict[str, Any]]]
+    events: list[tuple[float, dict[str, Any]]]
+    starts: list[float]
+    """When the ranks began, for the first time and again."""
+    ended: list[float]
+    """When steps ended."""
+    said: str
+    """Everything on the terminal."""
+
+    @classmethod
+    def read(cls, run_dir: Path, beside: Path) -> _Records:
+        """Read what is in the run directory and in the folder `beside` it."""
+        log = [line.split() for line in _read_lines(beside / STEP_LOG)]
+        return cls(
+            reports=[(_seconds_of(row), row) for row in _read_rows(run_dir / FAULT_LOG)],
+            events=[(_seconds_of(row), row) for row in _read_rows(run_dir / "events.jsonl")],
+            starts=[float(at) for at, what in log if what == START],
+            ended=[float(at) for at, what in log if what != START],
+            said=run_dir.with_suffix(".log").read_text(errors="replace"),
+        )
+
+    def event_after(self, kind: str, at: float) -> tuple[float, dict[str, Any]] | None:
+        """Return the first event of a kind since the moment `at`."""
+        return next((pair for pair in self.events if pair[1].get("kind") == kind and pair[0] >= at), None)
+
+    def was_ending(self, at: float) -> float | None:
+        """Return when the fault was found for which ranks were being ended at the moment `at`; None where they ran."""
+        found = max((when for when, _ in self.reports if when <= at), default=None)
+        return None if found is None or any(found < start <= at for start in self.starts) else found
+
+
 def _match_reports(planned: Sequence[PlannedFault], run: int, run_dir: Path, beside: Path) -> Iterator[FaultOutcome]:
     """Yield what became of each fault that happened, in the order in which they did."""
     happened = [
         (json.loads(fault.marker(beside).read_text()), fault) for fault in planned if fault.marker(beside).exists()
     ]
-    reports = [(_seconds_of(row), row) for row in _read_rows(run_dir / FAULT_LOG)]
-    events = [(_seconds_of(row), row) for row in _read_rows(run_dir / "events.jsonl")]
-    log = [line.split() for line in _read_lines(beside / STEP_LOG)]
-    starts = [float(at) for at, what in log if what == START]
-    ended = [float(at) for at, what in log if what != START]
-    said = run_dir.with_suffix(".log").read_text(errors="replace")
+    records = _Records.read(run_dir, beside)
     taken: set[float] = set()
     for marker, fault in sorted(happened, key=lambda pair: float(pair[0]["time"])):
         at = float(marker["time"])
-        cause = KINDS[fault.kind].cause
-        if cause is None:
-            # The event of the comparison itself is gone with the steps that are done again.
-            rewinds = [(when, row["reason"]) for when, row in events if row.get("kind") == REWIND and when >= at]
-            when, reason = min(rewinds, default=(None, ""))
-            text = "replicas differ" if "hold alike differ" in reason else ""
-            named = bool(text) and f"rank {fault.rank} " in reason
-        else:
-            # A marker is written a moment before the fault.
-            first = min((pair for pair in reports if pair[0] >= at - 0.1), key=lambda pair: pair[0], default=None)
-            when = None if first is None else first[0]
-            row: dict[str, Any] = {} if first is None else first[1]
-            text = f"rank {row['rank']}: {row['cause']}" if row else ""
-            named = bool(row) and row["rank"] == fault.rank and row["cause"] == cause
-            if when in taken:
-                # It struck ranks that were being ended for the fault before it: nobody could name it any more.
-                text, named = "together with the one before", True
-            elif when is not None:
-                taken.add(when)
-            if fault.kind == "damage":
-                named = named and f"checkpoint of step {marker['damaged']} is damaged" in said
-        # A rank that is woken for its stacks may end a step that was under way: what counts is done after the restart.
-        began = when if cause is None else min((at for at in starts if when is not None and at > when), default=None)
-        again = min((end for end in ended if began is not None and end > began), default=None)
+        in_place = _match_event(fault, at, records)
+        when, text, named = _match_report(fault, at, records, taken) if in_place is None else in_place
+        if fault.kind == "damage":
+            named = named and f"checkpoint of step {marker['damaged']} is damaged" in records.said
+        begun = when
+        if in_place is None and when is not None:
+            # A rank that is woken for its stacks may end a step that was under way: what counts comes after the restart.
+            begun = min((start for start in records.starts if start > when), default=None)
+        again = min((end for end in records.ended if begun is not None and end > begun), default=None)
         yield FaultOutcome(
             fault,
             run,
@@ -252,6 +267,40 @@ def _match_reports(planned: Sequence[PlannedFault], run: int, run_dir: Path, bes
             named_right=named,
             training_s=None if again is None else again - at,
         )
+
+
+def _match_event(fault: PlannedFault, at: float, records: _Records) -> tuple[float | None, str, bool] | None:
+    """Return when, as what and whether rightly a fault was found that ranks went on from; None for one that ended them."""
+    if KINDS[fault.kind].cause is None:
+        # The event of the comparison itself is gone with the steps that are done again.
+        found = records.event_after(REWIND, at)
+        reason = "" if found is None else str(found[1]["reason"])
+        differ = "hold alike differ" in reason
+        when = None if found is None else found[0]
+        return when, "replicas differ" if differ else "", differ and f"rank {fault.rank} " in reason
+    if fault.kind == "oom" and not records.reports and (found := records.event_after("less_memory", at)):
+        return found[0], "out of memory: step done again", found[1]["step"] == fault.step
+    return None
+
+
+def _match_report(
+    fault: PlannedFault, at: float, records: _Records, taken: set[float]
+) -> tuple[float | None, str, bool]:
+    """Return when, as what and whether rightly a fault was reported. taken: reports of faults before it, added to."""
+    together = "together with the one before"
+    if (ending := records.was_ending(at)) is not None:
+        # It struck ranks that were being ended for the fault before it: nobody could name it any more.
+        return ending, together, True
+    # A marker is written a moment before the fault.
+    found = next(((when, row) for when, row in records.reports if when >= at - 0.1), None)
+    if found is None:
+        return None, "", False
+    when, row = found
+    if when in taken:
+        return when, together, True
+    taken.add(when)
+    right = row["rank"] == fault.rank and row["cause"] == KINDS[fault.kind].cause
+    return when, f"rank {row['rank']}: {row['cause']}", right
 
 
 def _seconds_of(row: dict[str, Any]) -> float:
