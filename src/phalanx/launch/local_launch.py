@@ -315,8 +315,8 @@ class RankProcesses:
 
     def end_attempt(self, failed: int) -> int | None:
         """Report the fault; return the exit code of the command, or None once the ranks may be started again."""
-        code = self.code(failed)
-        assert code is not None
+        # A suspended rank that was woken for its stacks may have come to its end before it was ended.
+        code = self.code(failed) or 1
         # A process ended by a signal has its negative number here, and 128 + the number in a shell.
         code = code if code >= 0 else 128 - code
         # Ranks that ended because somebody asked for it have no fault.
@@ -408,8 +408,7 @@ class RankProcesses:
     def explain(self, failed: int) -> None:
         """Print the last lines of the failed rank, unless they are on the terminal already."""
         code = self.code(failed)
-        assert code
-        if code in _STOPPED or code == -self._asked:
+        if not code or code in _STOPPED or code == -self._asked:
             return
         # A wrong run file is wrong on every rank alike: the first has said so.
         if failed and not code == self.code(0) == _BAD_USAGE:
