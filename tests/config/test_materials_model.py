@@ -47,7 +47,7 @@ def test_a_model_survives_writing_and_reading() -> None:
         ({"branches": [{"properties_scale": [1.0]}]}, "main.properties_scale has 1 values, but properties has 0 names"),
         ({"branches": []}, "at least 1 item"),
         ({"cutoff": 0.0}, "greater than 0"),
-        ({"body": "gcn"}, "'gin', 'pna', 'gatv2'"),
+        ({"body": "gcn"}, "'gin', 'sage', 'mfc'"),
         ({"branches": [{"name": "a.b"}]}, "branches.0.name"),
     ],
 )

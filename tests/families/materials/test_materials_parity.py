@@ -48,7 +48,7 @@ def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
         verifier = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=2, activations=True, groups=groups)
         verifier.run = run_of(model, world, precision, recompute=recompute)
         with patch("phalanx.families.materials.layout._EDGE_CHUNK", 7):
-            verdicts[model, precision] = [verifier.verify(layout) for layout in cases(model, world)]
+            verdicts[model, precision] = [verifier.verify(layout) for layout in cases(model, world, precision)]
     return verdicts
 
 

@@ -30,7 +30,7 @@ def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
         verifier = Verifier(
             bind(run, VerifiableModel), torch.device("cpu"), steps=1, activations=precision == "fp64", groups=groups
         )
-        verdicts[model, precision] = [verifier.verify(layout) for layout in cases(model, world)]
+        verdicts[model, precision] = [verifier.verify(layout) for layout in cases(model, world, precision)]
     return verdicts
 
 
