@@ -14,7 +14,9 @@ from phalanx.cli.main import SUBCOMMANDS
 from phalanx.config.load import load_run
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
+from phalanx.report.width_section import describe_widths
 from phalanx.verification import verify_run
+from report.run_dirs import write_run
 
 RUN_FILE = """
 model: {n_layers: 3, d_model: 32, n_heads: 8, n_kv_heads: 4, d_ff: 64, vocab_size: 61, max_positions: 32, dropout: 0.1}
@@ -126,3 +128,21 @@ def test_layouts_of_the_examples_are_legal(example: str) -> None:
 def test_an_unknown_field_is_refused(run_file: str, call: Call) -> None:
     outcome = call("verify", run_file, "tpp=2")
     assert outcome.code == 2 and "tpp=2" in outcome.err
+
+
+def test_widths_are_compared_and_left_for_the_report(tmp_path: Path, call: Call) -> None:
+    folder = write_run(tmp_path / "run", 3)
+    (folder / "run.yaml").write_text(RUN_FILE)
+    outcome = call("verify", str(folder), "--widths", "16,32,64", "optimizer.lr=0.01")
+    assert outcome.code == 0, outcome.err
+    kept = json.loads((folder / "coordinate_check.json").read_text())
+    assert kept["widths"] == [16, 32, 64] and kept["passed"]
+    section = describe_widths(folder)
+    assert section is not None and f"width^{kept['growth']['muP']['logits']:.2f} under muP" in section.words
+    assert call("report", str(folder)).code == 0
+    assert "Coordinate check" in (folder / "report.html").read_text()
+    for damaged in ("{", json.dumps({**kept, "widths": [16, -1, 64]}), json.dumps({**kept, "widths": [16]})):
+        (folder / "coordinate_check.json").write_text(damaged)
+        assert describe_widths(folder) is None
+    refused = call("verify", str(folder), "--widths", "16;32")
+    assert refused.code == 2 and "write widths with commas between" in refused.err

@@ -34,6 +34,7 @@ from phalanx.report.run_charts import chart_run, format_value, read_out
 from phalanx.report.run_log import Event, RunLog, Summary, split_wall_time, summarise_run
 from phalanx.report.table import Column
 from phalanx.report.task_scores import TASK_COLUMNS, describe_tasks
+from phalanx.report.width_section import describe_widths
 
 Item = TypeVar("Item")
 
@@ -89,7 +90,7 @@ def write_page(log: RunLog, out: Path | None = None) -> Path:
 def render_run(log: RunLog, live: str | None = None) -> str:
     """Return the page as text. live: see `render_page`."""
     run, summary = chart_run(log), summarise_run(log)
-    figures, experts = read_out(run), describe_experts(log.experts)
+    figures, experts, widths = read_out(run), describe_experts(log.experts), describe_widths(log.run_dir)
     headline = [f"loss {format_number(summary.final_loss)}"]
     if summary.validation_step is not None:
         headline.append(f"validation {format_number(summary.validation_loss)}")
@@ -100,12 +101,13 @@ def render_run(log: RunLog, live: str | None = None) -> str:
     columns = {name: "|".join(texts) for name, texts in figures.columns.items()}
     return render_page(
         "run.html",
-        *(["figures.css"] if experts else []),
+        *(["figures.css"] if experts or widths else []),
         scripts=["run.js"],
         live=live,
         experts=experts,
         layer_columns=LAYER_COLUMNS,
         tasks=describe_tasks(log),
+        widths=widths,
         task_columns=TASK_COLUMNS,
         name=log.run_dir.resolve().name,
         headline=", ".join(headline),

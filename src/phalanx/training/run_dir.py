@@ -7,6 +7,7 @@
     memory.json     micro-batch to take after memory ran out
     bad_batches/    samples of steps that went wrong
     trackers.json   its identity in W&B and MLflow, where it logs to them
+    coordinate_check.json   of `phalanx verify --widths`
     statistics.json, elements.json, balance.json   what a family says of its data, see `Inputs.write`
 
 A resumed run continues metrics.jsonl without a gap or a repeat: lines past the checkpoint it starts from are dropped.

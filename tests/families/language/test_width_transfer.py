@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
-import numpy as np
+from dataclasses import replace
+
 import pytest
 import torch
 
 from layout_runs import run_with
 from phalanx.config.model import LanguageModel
+from phalanx.errors import ConfigError
+from phalanx.families.language.config import LanguageRun, require_language
+from phalanx.families.language.evaluation.width_check import WidthCheck, check_widths
 from phalanx.families.registry import bind
-from phalanx.layout.mesh import ONE_RANK
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.training.step import build_step
-from whole_model import CPU, laid_out, samples_of
+from whole_model import CPU, laid_out
 
 WIDTHS = (64, 128, 256, 512)
 
 
-def change_of_logits(width: int, base: int | None) -> float:
-    """Root mean square of what three steps of AdamW change of the logits."""
-    heads = width // 16
-    shape = {"n_layers": 2, "d_model": width, "n_heads": heads, "n_kv_heads": heads, "d_ff": 2 * width}
-    changes = {f"model.{name}": value for name, value in shape.items()} | {"model.mup_base_width": base}
-    run = run_with({**changes, "optimizer.lr": 0.01}, precision="fp32", global_batch=4)
-    layout = ResolvedLayout(4)
-    applied = laid_out(run, layout)
-    step, batch = build_step(bind(run), applied, CPU), samples_of(run, layout, ONE_RANK)
-    model = applied.stages[0].part
-    before = model.logits(batch.tokens)
-    for number in range(1, 4):
-        step.run(number, batch)
-    return float((model.logits(batch.tokens) - before).square().mean().sqrt())
+def small_run(changes: dict[str, object] | None = None) -> LanguageRun:
+    shape = {"model.d_model": 64, "model.n_heads": 4, "model.n_kv_heads": 4, "model.d_ff": 128, "optimizer.lr": 0.01}
+    return require_language(run_with({**shape, **(changes or {})}, precision="fp32", global_batch=4), "this test")
 
 
-def growth(base: int | None) -> float:
-    """Exponent with which the change grows with the width."""
-    changes = [change_of_logits(width, base) for width in WIDTHS]
-    return float(np.polyfit(np.log(WIDTHS), np.log(changes), 1)[0])
+@pytest.fixture(scope="module")
+def checked() -> WidthCheck:
+    return check_widths(small_run(), WIDTHS)
 
 
-def test_outputs_change_alike_at_all_widths_under_mup_alone() -> None:
-    assert abs(growth(64)) < 0.2
-    assert growth(None) > 0.5
+def test_outputs_change_alike_at_all_widths_under_mup_alone(checked: WidthCheck) -> None:
+    assert abs(checked.growth["muP"]["logits"]) < 0.3 and checked.passed
+    assert checked.growth["usual"]["logits"] > 0.8
 
 
-def test_nothing_changes_at_the_base_width() -> None:
-    assert change_of_logits(64, 64) == change_of_logits(64, None)
+def test_a_rule_that_does_not_scale_is_found(checked: WidthCheck) -> None:
+    wrong = replace(checked, changes={"muP": checked.changes["usual"], "usual": checked.changes["usual"]})
+    assert not wrong.passed
+
+
+def test_nothing_changes_at_the_base_width(checked: WidthCheck) -> None:
+    assert checked.changes["muP"]["logits"][0] == checked.changes["usual"]["logits"][0]
+
+
+@pytest.mark.parametrize(("widths", "words"), [((64, 128), "three widths or more"), ((64, 120, 256), "multiple of 16")])
+def test_widths_that_no_such_decoder_has_are_refused(widths: tuple[int, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_widths(small_run(), widths)
 
 
 @pytest.mark.parametrize("part", [{"tied_head": True}, {"experts": {"count": 4, "active": 1, "d_ff": 8}}])

@@ -178,6 +178,13 @@ class VerifyArguments:
         typer.Option(help="Number format to compute in; the bound follows from it."),
     ] = "fp64"
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 2
+    widths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="W,W,...",
+            help="Compare widths in place of layouts: whether muP keeps a step's effect the same; for a run's report.",
+        ),
+    ] = None
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which silent ranks are given up.")] = 1800.0
     json: Json = False
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Iterator
 
 from phalanx.cli.console import print_json, print_lines
 from phalanx.cli.options.planning import VerifyArguments
 from phalanx.config.load import load_run
-from phalanx.errors import CheckFailed
+from phalanx.config.schema import Run
+from phalanx.errors import CheckFailed, ConfigError
+from phalanx.families.language.config import require_language
+from phalanx.families.language.evaluation.width_check import FLAT, STEPS, WidthCheck, check_widths
+from phalanx.files import write_atomically
 from phalanx.layout.mesh import ranks_from_environment
+from phalanx.report.width_section import CHECK_FILE
 from phalanx.verification.verify_run import Options, Outcome, Verdict, verify_run
 
 _NAMED = 5
@@ -19,6 +26,9 @@ _NAMED = 5
 def run_verify(asked: VerifyArguments) -> None:
     """Run the subcommand."""
     loaded = load_run(asked.run, asked.layout or [])
+    if asked.widths is not None:
+        _compare_widths(asked, loaded)
+        return
     options = Options(
         ranks=asked.all_ranks or asked.nproc,
         everything=asked.all_ranks is not None,
@@ -45,6 +55,32 @@ def run_verify(asked: VerifyArguments) -> None:
             print_lines(_write_outcome(outcome))
     if failed:
         raise CheckFailed(f"{len(failed)} of {len(outcome.verdicts)} layouts differ from one rank: {failed[0].first}")
+
+
+def _compare_widths(asked: VerifyArguments, loaded: Run) -> None:
+    """Check muP over widths, print what was found, and leave it in the folder of a run for its report."""
+    if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", asked.widths or ""):
+        raise ConfigError(f"--widths {asked.widths}: write widths with commas between, such as 128,256,512,1024")
+    found = check_widths(require_language(loaded, "--widths"), [int(width) for width in str(asked.widths).split(",")])
+    if asked.run.is_dir():
+        write_atomically(asked.run / CHECK_FILE, json.dumps(found.as_dict(), indent=1) + "\n")
+    if asked.json:
+        print_json(found.as_dict())
+    else:
+        print_lines(_write_widths(found))
+    if not found.passed:
+        growth = found.growth["muP"]["logits"]
+        raise CheckFailed(f"under muP the change of the logits goes as width^{growth:.2f}, beyond width^{FLAT:g}")
+
+
+def _write_widths(found: WidthCheck) -> Iterator[str]:
+    """Yield a line for each width, and how the changes grow."""
+    yield f"change of the logits in {STEPS} steps at a rate of {found.lr:g}, root mean square"
+    yield f"{'width':>8}" + "".join(f"{name:>10}" for name in found.changes)
+    for place, width in enumerate(found.widths):
+        yield f"{width:>8}" + "".join(f"{parts['logits'][place]:>10.4g}" for parts in found.changes.values())
+    growth = {name: parts["logits"] for name, parts in found.growth.items()}
+    yield f"it goes as width^{growth['muP']:.2f} under muP, and as width^{growth['usual']:.2f} without"
 
 
 def _write_outcome(outcome: Outcome) -> Iterator[str]:
