@@ -366,6 +366,8 @@ class FieldData(Section):
     """Times the climatology is the mean of; null takes the training split."""
     climatology_days: Annotated[int, Field(ge=1, le=183)] = 61
     """Days of the year that each day of the climatology is averaged over, itself in the middle."""
+    climatology_weights: Literal["equal", "linear"] = "equal"
+    """Weights of these days: equal, or falling linearly from the middle to 0 at both ends, as WeatherBench 2 has them."""
     gaps: Literal["refuse", "skip"] = "refuse"
     """What a hole in the time axis does: end the run, or only leave out the samples that would need it."""
     missing: Literal["skip", "refuse", "mask"] = "skip"

@@ -162,6 +162,27 @@ def test_the_climatology_is_the_mean_around_each_day_of_year_and_time_of_day(tmp
     np.testing.assert_array_equal(found.at(store.times, later)[0], found.mean[date])
 
 
+@pytest.mark.parametrize("window", [2, 5, 10, 61])
+def test_linear_weights_are_those_of_weatherbench(tmp_path: Path, window: int) -> None:
+    """From 0 at the ends of an odd window to 1 in its middle (weatherbench2.utils.create_window_weights)."""
+    hours = np.arange(2 * 1464) * 6
+    dataset(hours, ("t850",)).to_netcdf(tmp_path / "a.nc")
+    store = open_store(FieldSource(path=str(tmp_path / "a.nc")), ["t850"], [], BlockCache(2**22))
+    frames = np.arange(2 * 1464, dtype=np.int64)
+    found = mean_by_day(store, [0], frames, days=window, weights="linear")
+    days, parts = store.times.days_of_year[frames], store.times.seconds_of_day[frames] // 21_600
+    values = field("t850", hours)[frames].astype(np.float64)
+    half = window // 2
+    ramp = np.linspace(0.0, 1.0, half + 1)
+    weights = np.concatenate([ramp, ramp[::-1][1:]]) if window > 2 else np.array([1.0, 1.0, 0.0])
+    for day, part in ((0, 0), (59, 1), (365, 3)):
+        distance = (days - day + 183) % 366 - 183
+        near = (np.abs(distance) <= half) & (parts == part)
+        expected = np.average(values[near], axis=0, weights=weights[distance[near] + half])
+        np.testing.assert_allclose(found.mean[day, part, 0], expected, rtol=1e-6)
+        assert found.frames[day, part] == np.count_nonzero(weights[distance[near] + half])
+
+
 def test_the_climatology_leaves_out_what_is_missing(tmp_path: Path) -> None:
     hours = np.arange(366 * 4) * 6
     holes = dataset(hours)

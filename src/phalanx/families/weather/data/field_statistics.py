@@ -89,7 +89,7 @@ class Climatology:
     """[D, K]: frames behind each mean."""
     calendar: str
     days: int
-    """Days of the year that each mean covers, its own in the middle."""
+    """Days of the year that each mean covers, its own in the middle; those of weight 0 are none of them."""
     name: str
     """Path that the frames come from, for messages."""
 
@@ -114,13 +114,24 @@ class Climatology:
         return self.mean[day, part]
 
 
-def mean_by_day(store: FieldStore, variables: Sequence[int], frames: Int64Array, *, days: int) -> Climatology:
+def mean_by_day(
+    store: FieldStore,
+    variables: Sequence[int],
+    frames: Int64Array,
+    *,
+    days: int,
+    weights: Literal["equal", "linear"] = "equal",
+) -> Climatology:
     """Return the climatology of some variables of a store over `frames`, each mean over a window of `days` days of the year.
 
-    The window counts each frame once and wraps around the year's end, as in WeatherBench 2 (Rasp et al. 2024, section
-    3.2) but for its weights, which are equal here. Data with less than a day between frames has means for each time of day.
+    The window counts each frame once and wraps around the year's end. Weights are equal, or fall linearly from the window's
+    middle to 0 at its ends, as in WeatherBench 2 (Rasp et al. 2024, section 3.2). Data with less than a day between frames
+    has means for each time of day.
     """
     times = store.times
+    linear = weights == "linear" and days > 2
+    window = _linear_sums if linear else _window_sums
+    covered = 2 * (days // 2) - 1 if linear else days
     # Frames a day, where that is a whole number greater than one.
     parts = DAY // times.step if 0 < times.step < DAY and DAY % times.step == 0 else 1
     # One slot for each day of the year and time of day: the daily cycle is no forecast skill.
@@ -140,10 +151,17 @@ def mean_by_day(store: FieldStore, variables: Sequence[int], frames: Int64Array,
                 sums[slot] += field
                 valid[slot] += known
         shape = (in_year, parts, *store.grid.shape)
-        total, points = (_window_sums(array.reshape(shape), days) for array in (sums, valid))
+        total, points = (window(array.reshape(shape), days) for array in (sums, valid))
         mean[:, :, column] = np.divide(total, points, out=np.full(shape, np.nan), where=points > 0.5)
-    window_count = np.rint(_window_sums(count.astype(np.float64), days)).astype(np.int64)
-    return Climatology(mean, window_count, times.calendar, days, str(store.path))
+    window_count = np.rint(_window_sums(count.astype(np.float64), covered)).astype(np.int64)
+    return Climatology(mean, window_count, times.calendar, covered, str(store.path))
+
+
+def _linear_sums(values: Float64Array, days: int) -> Float64Array:
+    """Return sums over the days around each day, weighed by days // 2 less the distance: whole numbers, for exact counts."""
+    half = days // 2
+    # A triangle is a window over windows; reversed in between, an even number reaches as far to both sides.
+    return _window_sums(_window_sums(values, half)[::-1], half)[::-1]
 
 
 def _window_sums(values: Float64Array, days: int) -> Float64Array:

@@ -138,7 +138,8 @@ class FieldSet:
         columns = [self.variables.index(name) for name in self.data.target_variables]
         # A frame that was never written would pull its day's mean to the fill value.
         whole = frames[~self.surveys[source].blank[frames][:, columns].any(axis=1)]
-        return mean_by_day(store, columns, whole, days=self.data.climatology_days)
+        data = self.data
+        return mean_by_day(store, columns, whole, days=data.climatology_days, weights=data.climatology_weights)
 
     def _find_statistics(self) -> FieldStatistics:
         """Return the statistics that the run file names, or those of the training split."""
