@@ -173,6 +173,23 @@ def test_check_looks_for_the_data_of_every_family(
     assert outcome.code == 2 and missing in outcome.err
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["training.freeze=[nosuch.*]"], "training.freeze"),
+        (["optimizer.lr_ratios={nosuch.*: 0.5}"], "optimizer.lr_ratios"),
+        (["training.lora.rank=2", "training.lora.matrices=[nosuch.*]"], "training.lora.matrices"),
+        (["training.init_from=nosuch"], "training.init_from"),
+    ],
+)
+def test_check_asks_the_model_for_parameters_that_fields_name(
+    words: list[str], named: str, call: Call, tmp_path: Path
+) -> None:
+    run = write_run_file(tmp_path / "run.yaml", write_token_folder(tmp_path / "data"))
+    outcome = call("config", "check", str(run), *words)
+    assert outcome.code == 2 and named in outcome.err and "nosuch" in outcome.err
+
+
 LOADED = "import sys\nfrom phalanx.cli.main import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
 
 

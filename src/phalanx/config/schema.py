@@ -461,7 +461,8 @@ class Run(Section):
     @property
     def names_parameters(self) -> bool:
         """Whether there is something to check that takes the built model: weights to begin with, patterns of parameters."""
-        return bool(self.training.init_from or self.training.freeze or self.optimizer.lr_ratios)
+        training = self.training
+        return bool(training.init_from or training.freeze or training.lora or self.optimizer.lr_ratios)
 
     @property
     def sample_tokens(self) -> int | None:
