@@ -53,8 +53,9 @@ class Payload:
 PICKLE = pickle.dumps(Payload())
 CODE = f"!!python/object/apply:os.mkdir ['{MARK}']"
 _PACKER = zlib.compressobj(1, zlib.DEFLATED, 31)
-GZIP_BOMB = b"".join(_PACKER.compress(bytes(1 << 22)) for _ in range(1000)) + _PACKER.flush()
-"""Some 4 GB of zeros."""
+_HEAD, _BLOCK = (_PACKER.compress(bytes(1 << 22)) + _PACKER.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+GZIP_BOMB = _HEAD + 999 * _BLOCK + _PACKER.flush()
+"""Some 4 GB of zeros; blocks that are flushed do not depend on those before."""
 
 
 class Place:

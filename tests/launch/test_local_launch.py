@@ -17,7 +17,7 @@ import pytest
 
 from listening import listening_at
 from phalanx.hardware.host import KillCount
-from phalanx.launch.local_launch import launch_ranks
+from phalanx.launch import local_launch
 from phalanx.launch.parent import STOP_SIGNALS
 
 PROBE = """#!{python} -SE
@@ -53,9 +53,11 @@ while True:
 """
 LAUNCH = """
 import sys
-from phalanx.launch.local_launch import launch_ranks
+from phalanx.launch import local_launch
 sys.executable = sys.argv[1]
-sys.exit(launch_ranks(sys.argv[3:], 2, grace_s=float(sys.argv[2])))
+# The probes say nothing after another has failed.
+local_launch._LAST_WORDS_S = 0.2
+sys.exit(local_launch.launch_ranks(sys.argv[3:], 2, grace_s=float(sys.argv[2])))
 """
 
 
@@ -99,15 +101,27 @@ class Launch:
             time.sleep(0.02)
 
 
-@pytest.mark.parametrize("group", [False, True], ids=["the launcher alone", "its whole group, twice"])
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_one_wish_to_stop_reaches_each_rank_once(tmp_path: Path, number: signal.Signals, group: bool) -> None:
-    launch = Launch(tmp_path, "trains")
-    launch.ready()
-    if group:
-        # A terminal signals the group; `timeout` the process and the group.
-        os.killpg(launch.process.pid, number)
-    os.kill(launch.process.pid, number)
+WISHES = [(number, group) for number in STOP_SIGNALS for group in (False, True)]
+
+
+@pytest.fixture(scope="module")
+def wished(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, bool], Launch]:
+    """A launcher for each way to ask it to stop, which all were asked at once."""
+    launches = {wish: Launch(tmp_path_factory.mktemp("wish"), "trains") for wish in WISHES}
+    for (number, group), launch in launches.items():
+        launch.ready()
+        if group:
+            # A terminal signals the group; `timeout` the process and the group.
+            os.killpg(launch.process.pid, number)
+        os.kill(launch.process.pid, number)
+    return launches
+
+
+@pytest.mark.parametrize(("number", "group"), WISHES)
+def test_one_wish_to_stop_reaches_each_rank_once(
+    wished: dict[tuple[int, bool], Launch], number: signal.Signals, group: bool
+) -> None:
+    launch = wished[number, group]
     code, errors = launch.finish()
     assert (code, errors) == (128 + number, "")
     assert launch.signals() == [[number], [number]]
@@ -149,8 +163,9 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_others(
     probe.write_text(PROBE.format(python=sys.executable))
     probe.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(probe))
+    monkeypatch.setattr(local_launch, "_LAST_WORDS_S", 0.2)
     monkeypatch.setattr(KillCount, "_read_count", lambda count: counted * (tmp_path / "ready-1").exists())
-    assert launch_ranks(["killed", str(tmp_path)], 2) == 128 + signal.SIGKILL
+    assert local_launch.launch_ranks(["killed", str(tmp_path)], 2) == 128 + signal.SIGKILL
     assert said in capfd.readouterr().err
 
 

@@ -47,11 +47,18 @@ def fails(kind):
         heart.fail(kind, error)
     sys.exit(1)
 
+def state(pid):
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
 for step in range(11, 31):
     heart.enter("data", step)
     time.sleep(0.01)
     if rank == 1 and step == 20:
-        (folder / "came").touch()
+        (folder / "coming").write_text(str(os.getpid()))
+        (folder / "coming").rename(folder / "came")
     if rank == 1 and step == 20 and (attempt == 1 or "always" in scenario):
         if "killed" in scenario:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -77,8 +84,10 @@ for step in range(11, 31):
         if any(word in scenario for word in ("killed", "raises", "refuses")):
             fails("lost link")
         if "stopped" in scenario or "hangs" in scenario:
-            while True:
+            pid = (folder / "came").read_text()
+            while state(pid) not in "ZX":
                 time.sleep(0.01)
+            fails("lost link")
 heart.enter("end")
 """
 LAUNCH = """
