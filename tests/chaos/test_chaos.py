@@ -144,13 +144,23 @@ def test_reports_are_matched_to_what_happened(tmp_path: Path) -> None:
     rows = [{"time": iso(at), "rank": rank, "cause": cause} for at, rank, cause in causes]
     (run_dir / "faults.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reason = "step 41: 1 parameters that ranks hold alike differ, first x: rank 1 (a), rank 0 (a)"
-    event = {"kind": "rewind", "step": 40, "time": iso(4000.25), "reason": reason}
-    (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
     # A rank that is woken before it is ended may still end its step, as at 2004.1.
     begun = {1008.0, 2010.0, 3080.0}
-    log = [(at, START if at in begun else 1) for at in (999, 1001, *begun, 1010, 2004.1, 2014.5, 3100, 4000.2, 4002)]
+    steps = [
+        (999, 8),
+        (1001, 9),
+        (1010, 6),
+        (2004.1, 20),
+        (2014.5, 16),
+        (3100, 26),
+        (3999, 39),
+        (4000.25, 36),
+        (4002, 37),
+    ]
+    log = [*steps, *((at, START) for at in begun)]
     (beside / STEP_LOG).write_text("".join(f"{at} {what}\n" for at, what in sorted(log)))
-    run_dir.with_suffix(".log").write_text("checkpoint of step 30 is damaged\n")
+    said = f"warning: {reason}\n"
+    run_dir.with_suffix(".log").write_text(f"checkpoint of step 30 is damaged\n{said}")
     found = list(_match_reports(planned, 1, run_dir, beside))
     assert [one.named_right for one in found] == [True, False, False, True]
     assert [one.detected_s for one in found] == pytest.approx([1.5, 4.0, 1.0, 0.25])
@@ -165,7 +175,25 @@ def test_reports_are_matched_to_what_happened(tmp_path: Path) -> None:
     last = list(_match_reports(planned, 1, run_dir, beside))[-1]
     assert (last.found_as, last.named_right, last.detected_s) == ("", False, None)
     run_dir.with_suffix(".log").write_text("checkpoint of step 25 is damaged\n")
+    assert not list(_match_reports(planned, 1, run_dir, beside))[3].named_right
     assert list(_match_reports(planned, 1, run_dir, beside))[2].named_right
+
+
+def test_a_bit_that_another_fault_overtakes_is_gone_with_it(tmp_path: Path) -> None:
+    planned = [PlannedFault(1, "bitflip", 0, 22, 0), PlannedFault(2, "stop", 1, 21, 0)]
+    beside, run_dir = tmp_path / "faults", tmp_path / "run"
+    beside.mkdir()
+    run_dir.mkdir()
+    # The suspended rank is woken before it is ended, and so a bit flips that step 22 would have shown.
+    for fault, at in zip(planned, (1003.0, 1000.0), strict=True):
+        fault.marker(beside).write_text(json.dumps({"time": at}))
+    (run_dir / "faults.jsonl").write_text(json.dumps({"time": iso(1003.1), "rank": 1, "cause": "stopped"}) + "\n")
+    log = [(990, START), (999, 20), (1003, 21), (1005, START), (1006, 16), (1010, 22), (1020, 16)]
+    (beside / STEP_LOG).write_text("".join(f"{at} {what}\n" for at, what in log))
+    run_dir.with_suffix(".log").write_text("")
+    stopped, flipped = _match_reports(planned, 1, run_dir, beside)
+    assert (stopped.found_as, stopped.named_right) == ("rank 1: stopped", True)
+    assert (flipped.found_as, flipped.named_right, flipped.training_s) == ("gone with another fault", True, 3.0)
 
 
 def test_a_step_done_again_in_place_counts_as_found(tmp_path: Path) -> None:

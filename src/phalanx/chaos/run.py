@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ from phalanx.launch.faults import FAULT_LOG
 from phalanx.launch.parent import PARENT
 from phalanx.layout.resolve import resolve_layout
 from phalanx.training.safeguards.checkpoint_interval import FIRST_STEPS
-from phalanx.training.safeguards.wrong_numbers import REWIND
 
 OOM_DIFFERENCE = 0.05
 """Largest norm of a difference, relative to the norm of the weights, after micro-batches were halved: other sums round
@@ -216,6 +217,8 @@ class _Records:
     """When the ranks began, for the first time and again."""
     ended: list[float]
     """When steps ended."""
+    rewound: list[float]
+    """When a step ended that was done again without a restart."""
     said: str
     """Everything on the terminal."""
 
@@ -228,6 +231,11 @@ class _Records:
             events=[(_seconds_of(row), row) for row in _read_rows(run_dir / "events.jsonl")],
             starts=[float(at) for at, what in log if what == START],
             ended=[float(at) for at, what in log if what != START],
+            rewound=[
+                float(at)
+                for (_, before), (at, what) in pairwise(log)
+                if START not in (before, what) and int(what) <= int(before)
+            ],
             said=run_dir.with_suffix(".log").read_text(errors="replace"),
         )
 
@@ -272,12 +280,17 @@ def _match_reports(planned: Sequence[PlannedFault], run: int, run_dir: Path, bes
 def _match_event(fault: PlannedFault, at: float, records: _Records) -> tuple[float | None, str, bool] | None:
     """Return when, as what and whether rightly a fault was found that ranks went on from; None for one that ended them."""
     if KINDS[fault.kind].cause is None:
-        # The event of the comparison itself is gone with the steps that are done again.
-        found = records.event_after(REWIND, at)
-        reason = "" if found is None else str(found[1]["reason"])
-        differ = "hold alike differ" in reason
-        when = None if found is None else found[0]
-        return when, "replicas differ" if differ else "", differ and f"rank {fault.rank} " in reason
+        # Events of steps that are done again are gone from the log of events.
+        when = next((ended for ended in records.rewound if ended > at), None)
+        begun = next((start for start in records.starts if start > at), None)
+        if begun is not None and (when is None or begun < when):
+            # Ranks began again for another fault before they could go back by themselves, from a whole checkpoint.
+            return begun, "gone with another fault", True
+        said = re.findall(r"warning: step (\d+): [^\n]* hold alike differ([^\n]*)", records.said)
+        # A bit flips behind the step before that of the fault; the first comparison of replicas comes then or later.
+        reasons = sorted((int(step), reason) for step, reason in said if int(step) >= fault.step - 1)
+        named = bool(reasons) and f"rank {fault.rank} " in reasons[0][1]
+        return when, "replicas differ" if reasons else "", named
     if fault.kind == "oom" and not records.reports and (found := records.event_after("less_memory", at)):
         return found[0], "out of memory: step done again", found[1]["step"] == fault.step
     return None

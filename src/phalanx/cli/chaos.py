@@ -69,6 +69,13 @@ COLUMNS: tuple[Column[FaultOutcome], ...] = (
 )
 
 
+def _group(one: FaultOutcome) -> str:
+    cause = KINDS[one.fault.kind].cause
+    if cause is None:
+        return "flipped bits"
+    return "hangs" if cause in ("hang", "stopped") else "ended ranks"
+
+
 def write_table(outcome: ChaosOutcome) -> Iterator[str]:
     """Yield the table of all faults, and what they come to in sum."""
     yield from write_text_table(COLUMNS, outcome.outcomes, width=None)
@@ -76,8 +83,8 @@ def write_table(outcome: ChaosOutcome) -> Iterator[str]:
     rows = outcome.outcomes
     survived = sum(one.survived for one in rows)
     yield f"{survived} of {len(rows)} faults in {outcome.runs} runs were found, called right and left no trace"
-    for words, silent in (("ended ranks", False), ("hangs", True)):
-        some = [one for one in rows if (KINDS[one.fault.kind].cause in ("hang", "stopped")) == silent]
+    for words in ("ended ranks", "hangs", "flipped bits"):
+        some = [one for one in rows if _group(one) == words]
         for what, values in (
             ("detected after", [one.detected_s for one in some if one.detected_s is not None]),
             ("training again after", [one.training_s for one in some if one.training_s is not None]),
