@@ -156,6 +156,18 @@ def test_training_and_errors_are_those_of_the_cpu(run_file: Path, tmp_path: Path
     assert here.structures == there.structures > 0
 
 
+@pytest.mark.parametrize("compiled", ["auto", "true"])
+def test_adapters_are_trained_as_on_the_cpu(run_file: Path, tmp_path: Path, compiled: str) -> None:
+    """Captured programs read the adapters that a step is given, and form no gradients of what is frozen."""
+    lora = 'training.lora={rank: 2, matrices: ["*"]}'
+    found = train(run_file, tmp_path / "device", lora, f"training.compile={compiled}")
+    wanted = train(run_file, tmp_path / "cpu", lora, "layout.precision=fp64", "cluster.device=cpu")
+    assert found == pytest.approx(wanted, rel=SINGLE)
+    _, here = split_errors(tmp_path / "device", "validation", accelerator())
+    _, there = split_errors(tmp_path / "device", "validation", CPU)
+    assert [row.mae for row in here.rows] == pytest.approx([row.mae for row in there.rows], rel=SINGLE)
+
+
 def test_the_calculator_gives_the_forces_of_the_cpu(run_file: Path, tmp_path: Path) -> None:
     ase = pytest.importorskip("ase")
     from phalanx.families.materials.evaluation.calculator import PhalanxCalculator  # noqa: PLC0415

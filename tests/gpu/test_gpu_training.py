@@ -44,7 +44,11 @@ def train(run_file: Path, run_dir: Path, steps: int, *words: str) -> list[float]
     return [row["loss"] for row in rows]
 
 
-@pytest.mark.parametrize("words", [(), ("model.dropout=0.2",)], ids=["plain", "dropout"])
+@pytest.mark.parametrize(
+    "words",
+    [(), ("model.dropout=0.2",), ("training.lora={rank: 4}",)],
+    ids=["plain", "dropout", "adapters"],
+)
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("fp64", 1e-7), ("fp32", 1e-4), ("fp16", 1e-2), ("bf16", 2e-2)], ids=str
 )
