@@ -34,9 +34,16 @@ def threads(target: str, warps: int) -> int:
 
 
 def assembly_of(
-    kernel: Any, target: str, warps: int, types: Mapping[str, str], constants: Mapping[str, Any], even: tuple[int, ...]
+    kernel: Any,
+    target: str,
+    warps: int,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    even: tuple[int, ...],
+    *,
+    layouts: bool = False,
 ) -> str:
-    """Of `kernel` for one of ASSEMBLY.
+    """Of `kernel` for one of ASSEMBLY; with `layouts` what it is made from, which says which threads hold what.
 
     types: of its arguments but the constants, as Triton calls them. even: which arguments are multiples of 16.
     """
@@ -50,7 +57,7 @@ def assembly_of(
     )
     device = GPUTarget("cuda", 90, 32) if target == "sm_90" else GPUTarget("hip", target, 64)
     compiled = triton.compile(source, target=device, options={"num_warps": warps})
-    return str(compiled.asm[ASSEMBLY[target]])
+    return str(compiled.asm["ttgir" if layouts else ASSEMBLY[target]])
 
 
 BOUNDS_OF_LOOPS = """

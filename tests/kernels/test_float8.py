@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -142,49 +144,66 @@ def test_gradients_of_a_gated_product_are_quantised_as_they_are_formed(block: in
 # --- the Triton kernels, compiled for devices that are not here ---------------------------------------------------------
 
 
+SHAPED = {"ROWS": True, "COLUMNS": True}
+FOUND = {"LEAST": 2.0**-100, "CARRY": 0x1FFFFF, "SHIFT": 8 << 23, "TILE": 128}
+
+
+def quantising(name: str, read: str, element: str) -> tuple[Any, int, dict[str, str], dict[str, Any]]:
+    """A kernel that quantises `read` numbers: itself, warps, types of its arguments and constants."""
+    from phalanx.kernels import float8_triton as kernels  # noqa: PLC0415
+
+    q, scales, sizes = f"*{element}", {"scale": "*fp32", "column_scale": "*fp32"}, {"rows": "i32", "columns": "i32"}
+    if name in ("quantise", "by row"):
+        *tiles, warps = kernels.QUANTISE_TILES
+        types = {"x": f"*{read}", **scales, "q": q, "q_t": q, **sizes}
+        constants = {"BY_ROW": name == "by row", **SHAPED, **dict(zip(("TILE_R", "TILE_C"), tiles, strict=True))}
+        return kernels.quantise_kernel, warps, types, constants
+    if name == "gated":
+        types = {"grad_hidden": f"*{read}", "gate_up": f"*{read}", "scale": "*fp32", "same_scale": "*fp32"}
+        types |= {"hidden_scale": "*fp32", "q": q, "q_t": q, "hidden_t": q, "rows": "i32", "features": "i32"}
+        constants = {"BLOCK": 64, "TILE": kernels.SWIGLU_ROWS}
+        return kernels.quantise_swiglu_gradient_kernel, kernels.SWIGLU_WARPS, types, constants
+    types = {"x": f"*{read}", "q": q, "scale": "*fp32", "q_t": q, "column_scale": "*fp32", **sizes}
+    constants = {"SQUARE": name == "square", **SHAPED, **FOUND}
+    return kernels.quantise_blocks_kernel, kernels.QUANTISE_WARPS, types, constants
+
+
+@needs_triton
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("quantise", "bf16"),
+        ("quantise", "fp32"),
+        ("by row", "bf16"),
+        ("blocks", "bf16"),
+        ("square", "bf16"),
+        ("square", "fp32"),
+        ("gated", "bf16"),
+    ],
+)
+def test_no_tile_of_eight_bits_is_stored_both_as_it_is_and_transposed(name: str, read: str, even: bool) -> None:
+    """Triton 3.6 stored wrong numbers on an H100 where both orders were made from one tile of 8 bits."""
+    kernel, warps, types, constants = quantising(name, read, "fp8e4nv")
+    places = tuple(place for place, kind in enumerate(types.values()) if even or kind.startswith("*"))
+    layouts = assembly_of(kernel, "sm_90", warps, types, constants, even=places, layouts=True)
+    stored = set(re.findall(r"tt\.store %\w+, (%\w+)", layouts))
+    transposed = set(re.findall(r"tt\.trans (%\w+)", layouts))
+    assert len(stored) >= 2 and transposed and not stored & transposed
+
+
 @needs_triton
 @pytest.mark.parametrize(("target", "element"), [("sm_90", "fp8e4nv"), ("gfx942", "fp8e4b8"), ("sm_90", "fp8e5")])
 def test_kernels_compile(target: str, element: str) -> None:
     from phalanx.kernels import float8_triton as kernels  # noqa: PLC0415
 
-    quantised = {"q": f"*{element}", "q_t": f"*{element}"}
-    sizes = {"rows": "i32", "columns": "i32"}
-    wanted = {"ROWS": True, "COLUMNS": True, "TILE": kernels.TILE}
-    scales = {"scale": "*fp32", "column_scale": "*fp32"}
-    assembly_of(
-        kernels.quantise_kernel,
-        target,
-        kernels.QUANTISE_WARPS,
-        {"x": "*bf16", **scales, **quantised, **sizes},
-        {"BY_ROW": True, "ROWS": True, "COLUMNS": True, "TILE_R": 128, "TILE_C": 128},
-        even=(0, 1, 2, 3, 4, 5, 6),
-    )
-    assembly_of(
-        kernels.quantise_blocks_kernel,
-        target,
-        kernels.QUANTISE_WARPS,
-        {"x": "*bf16", "q": f"*{element}", "scale": "*fp32", "q_t": f"*{element}", "column_scale": "*fp32", **sizes},
-        {"SQUARE": False, **wanted, "LEAST": 2.0**-100, "CARRY": 0x1FFFFF, "SHIFT": 8 << 23},
-        even=(0, 1, 2, 3, 4, 5, 6),
-    )
-    gated = {"grad_hidden": "*bf16", "gate_up": "*bf16"}
-    sizes = {"rows": "i32", "features": "i32"}
+    for name in ("quantise", "blocks", "gated"):
+        kernel, warps, types, constants = quantising(name, "bf16", element)
+        assembly_of(kernel, target, warps, types, constants, even=tuple(range(len(types))))
+    types = {"grad_hidden": "*bf16", "gate_up": "*bf16", "amax": "*fp32", "rows": "i32", "features": "i32"}
     constants = {"BLOCK": 64, "TILE": kernels.SWIGLU_ROWS}
     assembly_of(
-        kernels.swiglu_gradient_amax_kernel,
-        target,
-        kernels.QUANTISE_WARPS,
-        {**gated, "amax": "*fp32", **sizes},
-        constants,
-        even=(0, 1, 2, 3, 4),
-    )
-    assembly_of(
-        kernels.quantise_swiglu_gradient_kernel,
-        target,
-        kernels.QUANTISE_WARPS,
-        {**gated, "scale": "*fp32", "hidden_scale": "*fp32", **quantised, "hidden_t": f"*{element}", **sizes},
-        constants,
-        even=(0, 1, 2, 3, 4, 5, 6, 7, 8),
+        kernels.swiglu_gradient_amax_kernel, target, kernels.SWIGLU_WARPS, types, constants, even=(0, 1, 2, 3, 4)
     )
     tiles = dict(zip(("TILE_M", "TILE_N", "TILE_K"), kernels.PRODUCT_TILES, strict=True))
     pointers = {"a": f"*{element}", "b": "*fp8e4nv" if target == "sm_90" else f"*{element}", "out": "*bf16"}

@@ -55,7 +55,7 @@ def test_a_transposed_scale_is_found() -> None:
     def wrong(*arguments: Any, **named: Any) -> tuple[Operand, Operand]:
         rows, columns = right(*arguments, **named)
         turned = columns.scale.flatten().view(columns.scale.shape[::-1]).t().contiguous()
-        return rows, Operand(columns.q, turned) if named.get("weight") else columns
+        return rows, Operand(columns.q, turned) if named.get("after") is not None else columns
 
     x, weight, grad = uneven(256, 384, seed=0), uneven(256, 384, seed=1), uneven(256, 256, seed=2)
     with patch.object(float8_linear, "quantise_both", wrong):

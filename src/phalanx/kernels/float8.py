@@ -305,9 +305,6 @@ def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch
     known = block == BLOCK and dtype in (torch.bfloat16, torch.float16, torch.float32)
     if kernel is None or not known or compat.float8_refusal(a_MK.device):
         return block_product_reference(a_MK, b_NK, a_scale, b_scale, dtype, block)
-    found = compat.block_scaled_product(a_MK, b_NK, a_scale, b_scale, dtype) if dtype == torch.bfloat16 else None
-    if found is not None:
-        return found
     # A row that begins between two words of memory could not be read in words.
     a, b = _pad_bytes(a_MK, 1, ALIGNMENT), _pad_bytes(b_NK, 1, ALIGNMENT)
     result: Tensor = kernel.run_block_product(a, b, a_scale, b_scale, dtype)

@@ -53,8 +53,8 @@ def quantise_swiglu_gradient(
     """Return the gradient of `gate_up` divided by `scale`, [N, 2F], the same transposed, [2F, N], both in `dtype`, and the
     transposed of swiglu(gate_up) divided by `hidden_scale`, [F, N] in `hidden_dtype`.
 
-    grad, gate_up: see `swiglu_gradient_amax`. scale, hidden_scale: float32 [1]. Formed in at least float32 and rounded once;
-    swiglu(gate_up) twice, first to its own format, as where it was multiplied.
+    grad, gate_up: see `swiglu_gradient_amax`. scale, hidden_scale: float32 [1]. Formed in at least float32, rounded twice,
+    first to the format of gate_up, as numbers that lie in memory are.
     """
     return _quantise(grad_NF, gate_up, block, scale, hidden_scale, dtype, hidden_dtype)
 
@@ -101,7 +101,8 @@ def _quantise(
     hidden_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     hidden = swiglu(gate_up, block)
-    q, q_t = quantise_reference(swiglu_gradient(grad_NF, gate_up, block), scale, scale, dtype, True, True)
+    rounded = swiglu_gradient(grad_NF, gate_up, block).to(gate_up.dtype)
+    q, q_t = quantise_reference(rounded, scale, scale, dtype, True, True)
     return q, q_t, quantise_reference(hidden, hidden_scale, hidden_scale, hidden_dtype, False, True)[1]
 
 

@@ -2,6 +2,9 @@
 
 Quantisation is bound by memory: a program reads a tile once and writes it in 8 bits as it is, transposed, or both. A tile is
 as wide as a block of block-wise scaling, whose scales it finds by itself; other scales are given.
+
+A transposed tile is quantised by itself, with a factor that is loaded for it: made from the same tile of 8 bits as what is
+stored in order, its numbers were wrong on an H100 (Triton 3.6).
 """
 
 from __future__ import annotations
@@ -188,6 +191,7 @@ def quantise_swiglu_gradient_kernel(
     grad_hidden: tl.tensor,
     gate_up: tl.tensor,
     scale: tl.tensor,
+    same_scale: tl.tensor,
     hidden_scale: tl.tensor,
     q: tl.tensor,
     q_t: tl.tensor,
@@ -197,20 +201,27 @@ def quantise_swiglu_gradient_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """TILE rows of the gradients of one group in 8 bits, as they are and transposed, and of their product, transposed."""
+    """TILE rows of the gradients of one group in 8 bits, as they are and transposed, and of their product, transposed.
+
+    same_scale: `scale` once more, so that no compiler takes the two quantisations for one.
+    """
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     of_gate, of_up, hidden = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK)
-    factor = tl.div_rn(1.0, tl.load(scale))
+    narrow = gate_up.dtype.element_ty
     kind = q.dtype.element_ty
-    gate_8, up_8 = (of_gate * factor).to(kind), (of_up * factor).to(kind)
+    # Rounded to 16 bits first, as a gradient that lies in memory is: tiles change their order in that format.
+    of_gate, of_up = of_gate.to(narrow).to(tl.float32), of_up.to(narrow).to(tl.float32)
     column = tl.program_id(1) * (2 * BLOCK) + tl.arange(0, BLOCK)
+    factor = tl.div_rn(1.0, tl.load(scale))
     place = q + row.to(tl.int64)[:, None] * (2 * features) + column[None, :]
-    tl.store(place, gate_8, mask=(row < rows)[:, None])
-    tl.store(place + BLOCK, up_8, mask=(row < rows)[:, None])
+    tl.store(place, (of_gate * factor).to(kind), mask=(row < rows)[:, None])
+    tl.store(place + BLOCK, (of_up * factor).to(kind), mask=(row < rows)[:, None])
+    other = tl.div_rn(1.0, tl.load(same_scale))
     turned = q_t + column.to(tl.int64)[:, None] * rows + row[None, :]
-    tl.store(turned, tl.trans(gate_8), mask=(row < rows)[None, :])
-    tl.store(turned + tl.cast(rows, tl.int64) * BLOCK, tl.trans(up_8), mask=(row < rows)[None, :])
-    hidden = hidden.to(gate_up.dtype.element_ty).to(tl.float32) * tl.div_rn(1.0, tl.load(hidden_scale))
+    tl.store(turned, tl.trans((of_gate * other).to(kind)), mask=(row < rows)[None, :])
+    turned += tl.cast(rows, tl.int64) * BLOCK
+    tl.store(turned, tl.trans((of_up * other).to(kind)), mask=(row < rows)[None, :])
+    hidden = hidden.to(narrow).to(tl.float32) * tl.div_rn(1.0, tl.load(hidden_scale))
     feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = hidden_t + feature.to(tl.int64)[:, None] * rows + row[None, :]
     tl.store(place, tl.trans(hidden.to(hidden_t.dtype.element_ty)), mask=(row < rows)[None, :])
@@ -359,6 +370,7 @@ def run_quantise_swiglu_gradient(
         quantise_swiglu_gradient_kernel[(triton.cdiv(rows, SWIGLU_ROWS), features // block)](
             grad_NF,
             gate_up,
+            scale,
             scale,
             hidden_scale,
             q,

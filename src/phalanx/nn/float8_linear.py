@@ -35,8 +35,6 @@ GatedPair = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 Scaling = Literal["tensor", "row", "block", "mx"]
 BLOCKS = {"block": SCALED_TOGETHER["fp8-block"], "mx": SCALED_TOGETHER["mxfp8"]}
 """Numbers along one dim that share a scale."""
-FAST_GRADIENTS = False
-"""Whether gradients are added up in the tensor cores' own registers, as results are; see `kernels.float8.scaled_product`."""
 SMALLEST = 16
 """Features below which, or of which no multiple, a matrix stays in the format of the activations."""
 
@@ -47,7 +45,7 @@ class Float8Recipe:
 
     scaling: Scaling
     """tensor: all; row: those that are summed up for one number of the result; block: 128 of these, and
-    square blocks of a weight; mx: 32 of these, of a weight too."""
+    square blocks of weights and of what gradients of weights sum over; mx: 32 of these, of a weight too."""
     wide_gradients: bool = False
     """Whether gradients have 5 bits of exponent and 2 digits (e5m2), instead of 4 and 3 (e4m3)."""
 
@@ -89,13 +87,12 @@ class Float8Product:
             return partial(_apply_pair, self, second)
         return None
 
-    @property
-    def fast_gradients(self) -> bool:
-        """Whether gradients are added up fast: products with a scale a row lose a sixth of their rate else."""
-        return FAST_GRADIENTS or self.scaling == "row"
-
     def quantise_input(self, x_NI: Tensor, *, columns: bool) -> tuple[Operand, Operand]:
         """Return an input as operands of the forward pass and, if wanted, of the gradient of the weight."""
+        if self.scaling == "block":
+            # Products with square blocks on one side take half the time of those without.
+            rows = quantise_both(x_NI, "block", self.format, columns=False)[0]
+            return rows, quantise_both(x_NI, "block", self.format, rows=False, columns=columns, square=True)[1]
         return quantise_both(x_NI, self.scaling, self.format, column_group=self.input_group, columns=columns)
 
     def quantise_weight(self, weight_OI: Tensor) -> Operand:
@@ -107,7 +104,7 @@ class Float8Product:
             row_group=self.output_group,
             column_group=self.input_group,
             columns=False,
-            weight=True,
+            square=True,
         )[0]
 
     def turn_weight(self, weight_OI: Tensor, known: Tensor, after: Tensor) -> Operand:
@@ -124,7 +121,7 @@ class Float8Product:
             row_group=self.output_group,
             column_group=self.input_group,
             rows=False,
-            weight=True,
+            square=True,
             after=after,
         )[1]
 
@@ -159,17 +156,18 @@ def quantise_both(
     column_group: str = "",
     rows: bool = True,
     columns: bool = True,
-    weight: bool = False,
+    square: bool = False,
     after: Tensor | None = None,
 ) -> tuple[Operand, Operand]:
     """Return a matrix and its transposed as operands: of products that sum over its columns, and over its rows.
 
     row_group, column_group: ranks that share out its rows and its columns. rows, columns: whether the matrix itself and the
-    transposed are wanted. weight: whether it is one, which in block-wise scaling has square blocks. after: see `quantise`.
+    transposed are wanted. square: whether blocks are, in block-wise scaling. after: see `quantise`.
     """
     if scaling in BLOCKS:
-        square = weight and scaling == "block"
-        q, scale, q_t, column_scale = quantise_blocks(x_NI, dtype, BLOCKS[scaling], square, rows, columns, after)
+        q, scale, q_t, column_scale = quantise_blocks(
+            x_NI, dtype, BLOCKS[scaling], square and scaling == "block", rows, columns, after
+        )
         return Operand(q, scale), Operand(q_t, column_scale)
     if scaling == "tensor":
         # Row by row first: a compiler joins that to the kernel that makes the rows.
@@ -223,13 +221,11 @@ class _Product(torch.autograd.Function):
         grad_x = grad_weight = None
         if needs_x:
             turned = product.turn_weight(weight_OI, weight_scale, rows.scale)
-            grad_x = multiply(rows, turned, product.scaling, grad.dtype, fast=product.fast_gradients).view(
+            grad_x = multiply(rows, turned, product.scaling, grad.dtype, fast=False).view(
                 *grad.shape[:-1], weight_OI.shape[1]
             )
         if needs_weight:
-            grad_weight = multiply(
-                columns, Operand(q_IN, x_scale), product.scaling, weight_OI.dtype, fast=product.fast_gradients
-            )
+            grad_weight = multiply(columns, Operand(q_IN, x_scale), product.scaling, weight_OI.dtype, fast=False)
         return grad_x, grad_weight, None
 
 
@@ -263,7 +259,7 @@ class _GatedPair(torch.autograd.Function):
         needs_x, needs_first, needs_second, *_ = ctx.needs_input_grad
         rows, columns = ctx.second.quantise_gradient(grad.reshape(-1, grad.shape[-1]), columns=needs_second)
         turned = ctx.second.turn_weight(second_weight, second_scale, rows.scale)
-        grad_hidden = multiply(rows, turned, "tensor", grad.dtype, fast=FAST_GRADIENTS)
+        grad_hidden = multiply(rows, turned, "tensor", grad.dtype, fast=False)
         grad_x = grad_first = grad_second = None
         amax = _agree(swiglu_gradient_amax(grad_hidden, gate_up, ctx.block), first.output_group)
         scale = power_of_two_scale(amax, first.gradient_format)
@@ -271,13 +267,11 @@ class _GatedPair(torch.autograd.Function):
         q, q_t, hidden_t = quantise_swiglu_gradient(grad_hidden, gate_up, ctx.block, scale, hidden_scale, *formats)
         if needs_second:
             hidden = Operand(hidden_t, hidden_scale)
-            grad_second = multiply(columns, hidden, "tensor", second_weight.dtype, fast=FAST_GRADIENTS)
+            grad_second = multiply(columns, hidden, "tensor", second_weight.dtype, fast=False)
         if needs_x:
             turned = first.turn_weight(first_weight, first_scale, scale)
-            grad_x = multiply(Operand(q, scale), turned, "tensor", grad.dtype, fast=FAST_GRADIENTS)
+            grad_x = multiply(Operand(q, scale), turned, "tensor", grad.dtype, fast=False)
             grad_x = grad_x.view(*grad.shape[:-1], first_weight.shape[1])
         if needs_first:
-            grad_first = multiply(
-                Operand(q_t, scale), Operand(q_x, x_scale), "tensor", first_weight.dtype, fast=FAST_GRADIENTS
-            )
+            grad_first = multiply(Operand(q_t, scale), Operand(q_x, x_scale), "tensor", first_weight.dtype, fast=False)
         return grad_x, grad_first, grad_second, None, None, None

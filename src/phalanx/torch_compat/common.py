@@ -109,53 +109,6 @@ def float8_refusal(device: torch.device) -> str:
     return "" if bool((found == 32.0).all() and (by_row == 32.0).all()) else "its 8-bit products are wrong"
 
 
-def block_scaled_product(
-    a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype
-) -> Tensor | None:
-    """Return the product of a and the transposed b, both in 8 bits with scales of 128 numbers, by the device's library.
-
-    a_scale: [M, K / 128]. b_scale: [N, K / 128], or [N / 128, K / 128] of square blocks. None where PyTorch has no such
-    product for this device or these sizes.
-    """
-    if any(size % 128 for size in (*a_MK.shape, b_NK.shape[0])) or not _has_block_products(a_MK.device):
-        return None
-    return _block_scaled(a_MK, b_NK, a_scale, b_scale, dtype)
-
-
-def _block_scaled(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    # Of rows scales lie next to each other by row; those of square blocks along a row, four of them at a time.
-    if b_scale.shape[0] == b_NK.shape[0]:
-        turned = b_scale.t().contiguous()
-    else:
-        blocks = b_scale.shape[1]
-        padded = b_scale.new_zeros((b_scale.shape[0], -(-blocks // 4) * 4))
-        padded[:, :blocks] = b_scale
-        turned = padded[:, :blocks].t()
-    return torch._scaled_mm(a_MK, b_NK.t(), a_scale.t().contiguous().t(), turned, out_dtype=dtype)
-
-
-@cache
-def _has_block_products(device: torch.device) -> bool:
-    """Return whether PyTorch's products on `device` take scales of blocks, of rows and square ones; tried out once."""
-    with _disable_current_modes():
-        m, n, k = 256, 384, 640
-        generator = torch.Generator().manual_seed(0)
-        a, b = (torch.randn(size, k, generator=generator).to(device).to(torch.float8_e4m3fn) for size in (m, n))
-        a_scale = torch.exp2(torch.randint(-3, 3, (m, k // 128), generator=generator).float()).to(device)
-        wide_a = a.double() * a_scale.repeat_interleave(128, 1)
-        for rows in (n, n // 128):
-            b_scale = torch.exp2(torch.randint(-3, 3, (rows, k // 128), generator=generator).float()).to(device)
-            wide_b = b.double() * b_scale.repeat_interleave(128, 1).repeat_interleave(n // rows, 0)
-            try:
-                found = _block_scaled(a, b, a_scale, b_scale, torch.bfloat16)
-            except (RuntimeError, TypeError, ValueError):
-                return False
-            exact = wide_a @ wide_b.t()
-            if not (found.double() - exact).norm() <= 0.01 * exact.norm():
-                return False
-    return True
-
-
 def compile_options(dtype: torch.dtype) -> dict[str, Any] | None:
     """Return options of `torch.compile` for what computes in `dtype`; None: PyTorch's own."""
     # Since 2.10 Inductor sums along rows and along columns in one kernel, whose sums over columns are float32 whatever is
