@@ -29,7 +29,7 @@ from phalanx.torch_compat import common as compat
 from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier
 
-RANKS = 4
+CPU, RANKS = torch.device("cpu"), 4
 RECIPES = {
     "tensor": Float8Recipe("tensor"),
     "row": Float8Recipe("row", wide_gradients=True),
@@ -48,14 +48,14 @@ TRIED = {"tensor": tuple(LAYOUTS), "row": ("tp=2 dp_shard=2", "tp=4"), "block": 
 """The layouts of each recipe; blocks are too long for four ranks of tp."""
 
 
-def small_run() -> LanguageRun:
+def small_run(precision: str = "fp64") -> LanguageRun:
     """Features of heads and MLP are 128 and more on each of two ranks; initial weights are large, so that sizes differ."""
     model = {**SIZE, "n_layers": 2, "d_model": 64, "head_dim": 32, "n_kv_heads": 4, "d_ff": 256, "init_std": 0.3}
     return LanguageRun.model_validate(
         {
             "model": model,
             "data": {"sources": ["nowhere"], "sequence_length": 16},
-            "layout": {"global_batch": 4, "microbatch": 1, "precision": "fp64"},
+            "layout": {"global_batch": 4, "microbatch": 1, "precision": precision},
             "optimizer": {"lr": 0.01, "eps": 1e-3, "schedule": "constant"},
             "training": {"steps": 1},
         }
@@ -117,13 +117,17 @@ def verify_recipes() -> dict[tuple[str, str], Verdict]:
     found = {}
     for name, recipe in RECIPES.items():
         with wide(recipe):
-            verifier = Verifier(model, torch.device("cpu"), steps=1, activations=True, groups=groups)
+            verifier = Verifier(model, CPU, steps=1, activations=True, groups=groups)
             for words in TRIED[name]:
                 found[name, words] = verifier.verify(LAYOUTS[words])
             for words, (of, plant) in MISTAKES.items():
                 if of == name:
                     with plant():
                         found[name, words] = verifier.verify(LAYOUTS["tp=2 dp_shard=2"])
+    verifier = Verifier(bind(small_run("fp8-tensor"), VerifiableModel), CPU, steps=1, activations=True, groups=groups)
+    found["bf16", "right"] = verifier.verify(LAYOUTS["tp=2 dp_shard=2"])
+    with take_a_neighbours_scale():
+        found["bf16", "wrong"] = verifier.verify(LAYOUTS["tp=2 dp_shard=2"])
     return found
 
 
@@ -145,3 +149,9 @@ def test_scales_of_a_part_alone_are_found(mistake: str, verdicts: dict[tuple[str
     verdict = verdicts[MISTAKES[mistake][0], mistake]
     assert not verdict.passed and verdict.first is not None
     assert verdict.first.error > 1e6 * verdict.first.bound, verdict.first
+
+
+def test_activations_in_sixteen_bits_are_judged_by_measured_noise(verdicts: dict[tuple[str, str], Verdict]) -> None:
+    right, wrong = verdicts["bf16", "right"], verdicts["bf16", "wrong"]
+    assert right.passed, right.first
+    assert "noise" in right.bound and not wrong.passed

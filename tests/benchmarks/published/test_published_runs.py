@@ -431,9 +431,9 @@ def test_every_row_is_complete_or_says_why_not(runs: list[PublishedRun]) -> None
         assert run.rate or run.memory or run.status == "oom", run.row_id
         if run.rate and run.device in peaks:
             flops = run.rate.tokens_per_s * published_flops.causal(run.model, run.sequence_length or 0)
-            assert (
-                0.005 < flops / 1e12 / peaks[run.device]["fp8" if "fp8" in run.precision else run.precision] < 0.8
-            ), run.row_id
+            assert 0.005 < flops / 1e12 / peaks[run.device]["fp8" if "fp8" in run.precision else run.precision] < 0.8, (
+                run.row_id
+            )
 
 
 @needs_table
