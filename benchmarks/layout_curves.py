@@ -124,7 +124,7 @@ def summarise(loss: dict[str, list[float]]) -> dict[str, Any]:
         "largest": {name: float(values.max()) for name, values in apart.items()},
         "of_first_10_steps": {name: float(values[:10].max()) for name, values in apart.items()},
         "largest_rms_over_that_of_rounding": {
-            name: float((np.array(windows[name]) / rounded).max()) for name in LAYOUTS
+            name: float((np.array(windows[name]) / rounded).max()) for name in LAYOUTS if name in windows
         },
     }
 
@@ -132,9 +132,10 @@ def summarise(loss: dict[str, list[float]]) -> dict[str, Any]:
 def draw(loss: dict[str, list[float]], out: Path) -> None:
     """Write two figures beside the result: the curves, and how far each is from that of one rank."""
     steps = list(range(1, len(loss[ONE]) + 1))
-    shown = [ONE, *LAYOUTS]
+    # A result that was cut off has some of them.
+    shown = [name for name in (ONE, *LAYOUTS) if name in loss]
     curves = [Curve(name, steps, smooth(loss[name], SMOOTHED), number) for number, name in enumerate(shown)]
-    words = f"Loss in five layouts, means of {SMOOTHED} steps"
+    words = f"Loss in {len(shown)} layouts, means of {SMOOTHED} steps"
     out.with_suffix(".svg").write_text(draw_curves(curves, words, "step"))
     apart = distances(loss)
     rows = [
@@ -146,6 +147,7 @@ def draw(loss: dict[str, list[float]], out: Path) -> None:
             dashed=name in ROUNDED,
         )
         for name in (*ROUNDED, *LAYOUTS)
+        if name in apart
     ]
     words = f"Distance of the loss from that of one rank, means of {SMOOTHED} steps"
     figure = draw_curves(rows, words, "step", logarithmic=(False, True))

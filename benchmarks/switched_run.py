@@ -61,6 +61,8 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=25, help="steps between switches")
     parser.add_argument("--switches", type=int, default=12, help="a multiple of 6 visits all places alike")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=4, help="of all CPU ranks together")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
@@ -106,7 +108,14 @@ def main() -> None:
 def write_run_file(file: Path, steps: int, asked: argparse.Namespace) -> Path:
     """Write the run file that all runs share."""
     run = {
-        "model": {"n_layers": 4, "d_model": 128, "n_heads": 4, "d_ff": 352, "vocab_size": 8192, "max_positions": 128},
+        "model": {
+            "n_layers": 4,
+            "d_model": asked.width,
+            "n_heads": 4,
+            "d_ff": 2 * asked.width,
+            "vocab_size": asked.vocab_size,
+            "max_positions": 128,
+        },
         "data": {"sources": [str(asked.data.resolve())], "sequence_length": 128, "verify": False},
         "layout": {"global_batch": 16, "microbatch": 4},
         "optimizer": {"lr": 2.0e-3, "warmup_steps": max(1, steps // 10), "schedule": "cosine"},
