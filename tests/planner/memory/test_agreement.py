@@ -251,7 +251,6 @@ TRAINED_IN_PART: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LORA, {"dp_shard": 8}),
     (LORA, {"dp_shard": 4, "tp": 2, "recompute": "full", "microbatch": 2}),
     (LORA, {"dp_shard": 2, "dp_replicate": 2, "zero": 2, "pp": 2}),
-    (LORA, {"dp_replicate": 4, "dp_shard": 1, "pp": 2}),
     ({"training.freeze": ["blocks.*.mlp.*", "embedding.*"]}, {"dp_shard": 8, "zero": 1}),
     ({"training.freeze": ["blocks.*.attention.*", "head.*"]}, {"dp_replicate": 8, "dp_shard": 1}),
 ]
