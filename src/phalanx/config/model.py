@@ -300,7 +300,9 @@ class LanguageModel(BlockModel):
 
     def layer_kinds(self) -> Mapping[LayerConfig, int]:
         """Return the layers that differ, each with how many there are of it, in their order in the model."""
-        return Counter(self.layer(number) for number in range(self.n_layers))
+        # Layers with the same window and the same kind of MLP are alike: building each anew would take most of a count.
+        kinds = [(self._is_global(number), number < self.leading_layers) for number in range(self.n_layers)]
+        return {self.layer(kinds.index(kind)): count for kind, count in Counter(kinds).items()}
 
     def attended_share(self, length: int, block: int) -> float:
         """Return the share of a causal mask's scores that layers compute, the mean over all of them.

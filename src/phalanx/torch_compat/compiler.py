@@ -50,6 +50,9 @@ def joint_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Join
             run, fw_compiler=_refuse_compilation, partition_fn=keep, decompositions=_inductor_decompositions()
         )(*tensors)
     (joint,) = found
+    with _write_no_code():
+        # The partitioner would do so at each division; equal operations have equal policies.
+        joint.module.graph = _without_repeats(joint.module.graph)
     return joint
 
 
@@ -60,6 +63,28 @@ class JointGraph:
     module: fx.GraphModule
     inputs: Any
     options: dict[str, Any]
+
+    def with_cast_inputs(self, places: Sequence[int], dtype: torch.dtype) -> JointGraph:
+        """Return the graph of the same function with inputs in `dtype`, which it casts to their format here.
+
+        Their gradients are cast back. places: of these inputs among all that the function is called with. Tracing such a
+        function gives the same.
+        """
+        with _write_no_code():
+            module = copy.deepcopy(self.module)
+            graph = module.graph
+            (output,) = graph.find_nodes(op="output")
+            results: list[Any] = list(output.args[0])
+            inputs = [node for node in graph.find_nodes(op="placeholder") if "tangents" not in str(node.target)]
+            for place in places:
+                node, gradient = inputs[place], self.options["num_fwd_outputs"] + place
+                first = next(user for user in graph.nodes if node in user.all_input_nodes)
+                inside = _insert_cast(graph, node, node.meta["val"].dtype, before=first)
+                node.replace_all_uses_with(inside, delete_user_cb=lambda user, cast=inside: user is not cast)
+                node.meta["val"] = node.meta["val"].to(dtype)
+                results[gradient] = _insert_cast(graph, results[gradient], dtype, before=results[gradient].next)
+            output.args = (type(output.args[0])(results), *output.args[1:])
+        return JointGraph(module, self.inputs, self.options)
 
     def divide(self, policy: Callable[[Any, Sequence[Any]], CheckpointPolicy] | None) -> tuple[fx.Graph, fx.Graph]:
         """Return forward and backward graphs, what is kept and what is computed again chosen as the compiler chooses it.
@@ -78,11 +103,20 @@ class JointGraph:
                     arguments = fx.node.map_arg(node.args, lambda argument: argument.meta.get("val"))
                     node.meta["recompute"] = policy(node.target, arguments)
                 node.meta["ac_graph_id"] = 0
-        with _no_random_state(), _light_deduplication(), _write_no_code():
+        with _no_random_state(), _no_deduplication(), _write_no_code():
             forward, backward = partitioners.min_cut_rematerialization_partition(
                 module, self.inputs, compiler="inductor", **self.options
             )
         return forward.graph, backward.graph
+
+
+def _insert_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, before: fx.Node) -> fx.Node:
+    """Insert a conversion of a tensor, as tracing records it, right before another operation."""
+    with graph.inserting_before(before):
+        cast = graph.call_function(torch.ops.prims.convert_element_type.default, (node, dtype))
+    cast.meta |= {key: value for key, value in node.meta.items() if key == "partitioner_tag"}
+    cast.meta["val"] = node.meta["val"].to(dtype)
+    return cast
 
 
 def forward_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -113,12 +147,11 @@ def _no_random_state() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _light_deduplication() -> Iterator[None]:
-    """Divide graphs with the pass for equal operations that does not load all of the compiler for a question about writes
-    in place, which joint graphs do not have."""
+def _no_deduplication() -> Iterator[None]:
+    """Divide graphs without the pass for equal operations, which has seen them already."""
     partitioners = _import_partitioners()
     original = partitioners.fx_graph_cse
-    partitioners.fx_graph_cse = _without_repeats
+    partitioners.fx_graph_cse = lambda graph: graph
     try:
         yield
     finally:
@@ -132,6 +165,10 @@ def _import_partitioners() -> Any:
 
 
 def _without_repeats(fx_g: fx.Graph) -> fx.Graph:
+    """Return a joint graph without equal operations.
+
+    PyTorch's own form of this pass loads all of the compiler for a question about writes in place, which these have not.
+    """
     found: Any = CSEPass(_NEVER_EQUAL)(fx.GraphModule({}, fx_g))
     graph: fx.Graph = found.graph_module.graph
     return graph

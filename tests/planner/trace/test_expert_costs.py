@@ -9,11 +9,16 @@ import pytest
 from phalanx.config.model import LanguageModel
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
+from phalanx.layout.prepare_blocks import recompute_policy
+from phalanx.layout.spec import Recompute
 from phalanx.planner.time.framework import COMPILED
 from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import default_profile
+from phalanx.planner.trace.accelerator_kernels import ring_operations
+from phalanx.planner.trace.compiled_block import compiled_timeline
 from phalanx.planner.trace.expert_loads import BALANCED, PRIOR, read_loads
-from phalanx.planner.trace.part_costs import PartCosts, part_costs
+from phalanx.planner.trace.operations import Scale
+from phalanx.planner.trace.part_costs import PartCosts, _block_graph, part_costs, trace_block
 from phalanx.planner.trace.traced_model import Setting, part_tracer
 
 LENGTH, SAMPLES = 64, 3
@@ -129,3 +134,20 @@ def test_uneven_loads_make_a_rank_compute_and_keep_more() -> None:
     experts = 2 * 3 * 64 * 48 * 2 * LENGTH * SAMPLES
     assert products(uneven, "forward") - products(even, "forward") == experts // 2
     assert uneven.costs.kept_bytes > even.costs.kept_bytes
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_experts_that_are_cast_cost_what_tracing_them_says(recompute: Recompute) -> None:
+    # Each sample sends rows to experts in a number of its own, as in `part_costs`.
+    setting = replace(SETTING, compile=True, ep=4, casts_experts=True)
+    found = []
+    for joint, arguments in (_block_graph("block", setting, SAMPLES), trace_block("block", setting, SAMPLES)):
+        timeline = compiled_timeline(joint, recompute_policy(recompute), arguments, {"ep": "ep"}, ring_operations())
+        costs = timeline.costs(Scale(SAMPLES, SAMPLES))
+        operations = sorted((op.kind, op.phase, op.flops, op.bytes_read, op.bytes_written) for op in costs.operations)
+        peaks = (costs.kept_bytes, costs.forward_peak, costs.backward_peak, costs.gradient_bytes)
+        found.append((operations, peaks))
+    assert found[0] == found[1]
+    plain = part_costs("block", replace(setting, casts_experts=False), SAMPLES).costs
+    # Gradients of experts in 32 bits.
+    assert found[0][1][3] > plain.gradient_bytes

@@ -231,7 +231,7 @@ def model_bytes(
         shards=shards.astype(np.float64),
         expert_shards=candidates.expert_shards.astype(np.float64),
         ring=_column(lambda c: 4 * max((chain.chunk for chain in c["block"].chains), default=0), costs)[inverse],
-        waiting=_column(lambda c: _waiting(c["block"]), costs)[inverse],
+        waiting=_waiting_bytes(settings, costs)[inverse],
     )
 
 
@@ -287,6 +287,14 @@ def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str], *, exp
         [sum(p.count for p in some), sum(p.sharded_count(shards) for p in some)] for some in (mine, trained)
     )
     return (*before, streamed, *after, sum(p.sharded_count(shards) for p in trained if p.matrix))
+
+
+def _waiting_bytes(settings: list[tuple[Setting, int]], costs: list[dict[PartName, PartCosts]]) -> FloatArray:
+    """What blocks keep from the gradients of their input to those of their weights, 0 where these come together."""
+    apart = [
+        0 if setting.joint_gradients else _waiting(c["block"]) for (setting, _), c in zip(settings, costs, strict=True)
+    ]
+    return np.asarray(apart, np.float64)
 
 
 def _waiting(block: PartCosts) -> int:

@@ -21,6 +21,7 @@ from phalanx.config.model import BlockModel, LanguageModel
 from phalanx.layout.layout_model import Stage, TrainingPass
 from phalanx.layout.prepare_blocks import recompute_block, recompute_policy
 from phalanx.layout.streamed_weights.stream_pairs import streamed_parameters
+from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.schedule.timeline import Costs, Kept, Timeline
 from phalanx.planner.trace.accelerator_kernels import ring_operations
 from phalanx.planner.trace.chunked_head import Chunks, chunked_costs, shown_setting
@@ -274,6 +275,16 @@ def _trace_compiled(name: PartName, stage: Stage, setting: Setting, samples: int
 @cache
 def _block_graph(name: PartName, setting: Setting, samples: int) -> tuple[JointGraph, list[Argument]]:
     """Return the joint graph of a block, and what its inputs are; recompute is chosen later."""
+    if setting.casts_experts:
+        # Tracing takes longer than anything else that plans do.
+        joint, arguments = _block_graph(name, replace(setting, casts_experts=False), samples)
+        experts = [place for place, argument in enumerate(arguments) if argument.expert]
+        return joint.with_cast_inputs(experts, PRECISIONS[setting.precision].main_dtype), arguments
+    return trace_block(name, setting, samples)
+
+
+def trace_block(name: PartName, setting: Setting, samples: int) -> tuple[JointGraph, list[Argument]]:
+    """Trace a block without recompute; return its joint graph, and what its inputs are."""
     stage = build_stage(name, setting)
     (block,) = stage.part.blocks
     parameters, buffers = dict(block.named_parameters()), dict(block.named_buffers())
