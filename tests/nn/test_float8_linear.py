@@ -146,9 +146,9 @@ def test_a_gated_pair_is_its_two_products() -> None:
     x.requires_grad_()
     inputs = [x, *mlp.parameters()]
     choose_products(mlp, PRECISIONS["fp8-tensor"], CPU)
-    assert mlp.pair is not None
+    assert mlp.joint_products is not None
     together = torch.autograd.grad(torch.compile(mlp, backend="aot_eager", fullgraph=True)(x), inputs, grad)
-    mlp.pair = None
+    mlp.joint_products = None
     for found, wanted in zip(together, torch.autograd.grad(mlp(x), inputs, grad), strict=True):
         assert torch.equal(found, wanted)
 

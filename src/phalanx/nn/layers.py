@@ -111,7 +111,7 @@ def choose_products(model: nn.Module, precision: Precision, device: torch.device
     for module in model.modules():
         if isinstance(module, SwigluMLP) and isinstance(module.gate_up.multiply, Float8Product):
             plain = all(layer.bias is None and layer.lora_A is None for layer in (module.gate_up, module.down))
-            module.pair = module.gate_up.multiply.gated_pair(module.down.multiply) if plain else None
+            module.joint_products = module.gate_up.multiply.gated_pair(module.down.multiply) if plain else None
 
 
 class Norm(nn.Module):
@@ -168,7 +168,7 @@ class GeluMLP(nn.Module):
 class SwigluMLP(nn.Module):
     """down(silu(gate(x)) * up(x)) (Shazeer 2020), gate and up in one matrix; see `gate_block` for its row order."""
 
-    pair: GatedPair | None = None
+    joint_products: GatedPair | None = None
     """Computes both products together, where the run's precision has a way to."""
 
     def __init__(self, config: MLPConfig) -> None:
@@ -178,11 +178,12 @@ class SwigluMLP(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Map [B, S, D] -> [B, S, D]."""
-        if self.pair is None:
+        if self.joint_products is None:
             hidden: Tensor = self.down(self.gate_up(x_BSD))
             return hidden
         first, second = self.gate_up.weight.to(x_BSD.dtype), self.down.weight.to(x_BSD.dtype)
-        return self.down.join_output(self.pair(self.gate_up.gather_input(x_BSD), first, second, self.down.block))
+        x_BSD = self.gate_up.gather_input(x_BSD)
+        return self.down.join_output(self.joint_products(x_BSD, first, second, self.down.block))
 
 
 class GegluMLP(nn.Module):
