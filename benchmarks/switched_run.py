@@ -47,7 +47,12 @@ class Place:
 def list_places(device: str, threads: int) -> tuple[Place, ...]:
     """Return the places in the order in which the run goes through them; the GPU first, and between all others."""
     on_cpu = ("cluster.device=cpu", "layout.precision=fp32")
-    gpu = Place("GPU, bf16", 1, (f"cluster.device={device}", "layout.precision=bf16"), threads)
+    gpu = Place(
+        "CPU, bf16" if device == "cpu" else "GPU, bf16",
+        1,
+        (f"cluster.device={device}", "layout.precision=bf16"),
+        threads,
+    )
     one = Place("1 CPU rank", 1, on_cpu, threads)
     two = Place("2 CPU ranks, tp=2", 2, (*on_cpu, "tp=2", "dp_shard=1"), max(1, threads // 2))
     four = Place("4 CPU ranks, pp=2 x dp_shard=2", 4, (*on_cpu, "pp=2", "dp_shard=2"), max(1, threads // 4))
@@ -77,10 +82,10 @@ def main() -> None:
         file = write_run_file(folder / "run.yaml", last, asked)
         # Beside the run that moves: what stays takes as long as it together.
         stays = {
-            "GPU": (gpu, 0),
-            "CPU": (cpu, 0),
-            "GPU, seed 1": (gpu, 1),
-            "GPU, seed 2": (gpu, 2),
+            "stays": (gpu, 0),
+            "stays on one CPU rank": (cpu, 0),
+            "seed 1": (gpu, 1),
+            "seed 2": (gpu, 2),
         }
         futures = {
             title: beside.submit(train_until, file, folder / title.replace(" ", "-"), place, last, seed)
@@ -140,22 +145,22 @@ def train_until(file: Path, folder: Path, place: Place, step: int, seed: int) ->
 
 
 def summarise(runs: dict[str, Any], every: int) -> dict[str, Any]:
-    """Return how far the run that moves, and the CPU's, are from the GPU's, and how far seeds are from each other."""
+    """Return how far the run that moves, and the CPU's, are from the one that stays, and how far seeds are apart."""
     curves = {name: np.array(run["loss"]) for name, run in runs.items()}
-    steps = np.arange(1, len(curves["GPU"]) + 1)
+    steps = np.arange(1, len(curves["stays"]) + 1)
     switched = (steps > every) & ((steps - 1) % every < BEHIND)
-    noise = np.array([curves["GPU"], curves["GPU, seed 1"], curves["GPU, seed 2"]]).std(axis=0, ddof=1)
+    noise = np.array([curves["stays"], curves["seed 1"], curves["seed 2"]]).std(axis=0, ddof=1)
     found: dict[str, Any] = {"rms_noise_over_seeds": root_mean_square(noise)}
-    for name in ("moves", "CPU"):
-        apart = curves[name] - curves["GPU"]
-        found[f"{name}, less GPU"] = {
+    for name in ("moves", "stays on one CPU rank"):
+        apart = curves[name] - curves["stays"]
+        found[f"{name}, less stays"] = {
             "rms": root_mean_square(apart),
             "largest": float(np.abs(apart).max()),
             f"rms_of_{BEHIND}_steps_behind_switches": root_mean_square(apart[switched]),
             "rms_of_the_others": root_mean_square(apart[~switched]),
-            "held_out": last_held_out(runs[name]) - last_held_out(runs["GPU"]),
+            "held_out": last_held_out(runs[name]) - last_held_out(runs["stays"]),
         }
-    held_out = [last_held_out(runs[name]) for name in ("GPU", "GPU, seed 1", "GPU, seed 2")]
+    held_out = [last_held_out(runs[name]) for name in ("stays", "seed 1", "seed 2")]
     found["held_out_noise_over_seeds"] = float(np.std(held_out, ddof=1))
     return found
 
@@ -167,9 +172,9 @@ def root_mean_square(values: np.ndarray) -> float:
 
 def draw(runs: dict[str, Any], parts: list[dict[str, Any]], every: int, out: Path) -> None:
     """Write two figures beside the result: the curves, the moving one in a colour a place, and the differences."""
-    steps = list(range(1, len(runs["GPU"]["loss"]) + 1))
+    steps = list(range(1, len(runs["stays"]["loss"]) + 1))
     names = list(dict.fromkeys(part["place"] for part in parts))
-    curves = [Curve("stays on the GPU", steps, runs["GPU"]["loss"], 6)]
+    curves = [Curve("stays in bf16", steps, runs["stays"]["loss"], 6)]
     for part in parts:
         # From the step before: lines of neighbouring parts meet.
         first = max(0, part["first_step"] - 2)
@@ -178,15 +183,15 @@ def draw(runs: dict[str, Any], parts: list[dict[str, Any]], every: int, out: Pat
         curves.append(Curve(part["place"], steps[first:until], runs["moves"]["loss"][first:until], colour))
     out.with_suffix(".svg").write_text(draw_curves(curves, f"A run that moves every {every} steps", "step"))
     apart = {
-        name: np.abs(np.array(runs[name]["loss"]) - np.array(runs["GPU"]["loss"])) for name in runs if name != "GPU"
+        name: np.abs(np.array(runs[name]["loss"]) - np.array(runs["stays"]["loss"])) for name in runs if name != "stays"
     }
-    noise = np.sqrt((apart["GPU, seed 1"] ** 2 + apart["GPU, seed 2"] ** 2) / 2)
-    rows = {"other seeds": noise, "moves": apart["moves"], "stays on one CPU rank": apart["CPU"]}
+    noise = np.sqrt((apart["seed 1"] ** 2 + apart["seed 2"] ** 2) / 2)
+    rows = {"other seeds": noise, "moves": apart["moves"], "stays on one CPU rank": apart["stays on one CPU rank"]}
     shown = [
         Curve(name, steps, np.maximum(smooth(values.tolist(), SMOOTHED), 1e-7).tolist(), number)
         for number, (name, values) in enumerate(rows.items())
     ]
-    words = f"Difference of the loss from the run that stays on the GPU, means of {SMOOTHED} steps"
+    words = f"Difference of the loss from the run that stays in bf16, means of {SMOOTHED} steps"
     figure = draw_curves(shown, words, "step", logarithmic=(False, True))
     out.with_name(f"{out.stem}_difference.svg").write_text(figure)
 
