@@ -103,13 +103,21 @@ def test_ranks_that_begin_again_load_nothing(folder: Path) -> None:
     assert (report["rank"], report["cause"], report["attempt"]) == (1, "signal", 0)
 
 
+def test_who_is_told_to_stop_waits_for_no_library(folder: Path) -> None:
+    (folder / "big_library.py").write_text("import time\ntime.sleep(60)")
+    template = RankTemplate(["big_library"], os.environ, 2)
+    began = time.monotonic()
+    assert template.start(command(folder, 0, "0"), lambda: True) is None
+    assert time.monotonic() - began < 10
+
+
 def test_without_the_process_that_has_loaded_ranks_load_themselves(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = RankTemplate(["big_library"], os.environ, 2)
     template._process.kill()
     assert template.start(command(folder, 0, "0")) is None
-    monkeypatch.setattr(RankTemplate, "start", lambda template, command: template.close())
+    monkeypatch.setattr(RankTemplate, "start", lambda template, command, given_up: template.close())
     assert launch_ranks(["dies once"], 2, "rank_program", policy=RestartPolicy(1, preload=("big_library",))) == 0
     # The ranks of two attempts, and perhaps the process that was ended.
     assert [len(places(folder, rank)) for rank in (0, 1)] == [2, 2] and 4 <= loaded(folder) <= 6

@@ -193,7 +193,9 @@ class RankProcesses:
             environment[STORE_SOCKET] = str(self._listener.fileno())
         # One rank on the terminal: the words of all would be as many copies of the same.
         command = RankCommand(self._module, arguments, environment, str(self._log(rank)) if rank else None)
-        process: RankProcess | None = None if self._template is None else self._template.start(command)
+        process: RankProcess | None = None
+        if self._template is not None:
+            process = self._template.start(command, lambda: bool(self._asked))
         if process is None:
             self._template = None
             process = start_interpreter(command)

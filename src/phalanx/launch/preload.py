@@ -16,12 +16,13 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from phalanx.launch.parent import PARENT, STORE_SOCKET, die_with_parent
 _PR_SET_CHILD_SUBREAPER = 36
 _LOAD_S, _FORK_S = 600.0, 10.0
 """Most seconds to load the libraries, which may lie on a slow file system, and to fork a rank afterwards."""
+_LOOK_S = 0.2
 
 
 class RankProcess(Protocol):
@@ -131,10 +133,13 @@ class RankTemplate:
                 process_group=0,
             )
 
-    def start(self, command: RankCommand) -> ForkedRank | None:
-        """Start a rank; return None where that is not possible, after which no other will be: the process is ended."""
+    def start(self, command: RankCommand, given_up: Callable[[], bool] = lambda: False) -> ForkedRank | None:
+        """Start a rank; return None where that is not possible, after which no other will be: the process is ended.
+
+        given_up: asked whether to wait no longer for libraries that take long to load.
+        """
         listener = command.environment.get(STORE_SOCKET)
-        self._socket.settimeout(_FORK_S if self._loaded else _LOAD_S)
+        deadline = time.monotonic() + (_FORK_S if self._loaded else _LOAD_S)
         text = json.dumps(asdict(command)).encode()
         adopt_orphans(True)
         try:
@@ -142,6 +147,9 @@ class RankTemplate:
             # With the first byte of the text, so that the descriptor comes with the command that it is for.
             socket.send_fds(self._socket, [text[:1]], [] if listener is None else [int(listener)])
             self._socket.sendall(text[1:])
+            while not select.select([self._socket], [], [], _LOOK_S)[0]:
+                if given_up() or time.monotonic() > deadline:
+                    raise TimeoutError
             answer = self._socket.recv(64)
         except OSError:
             answer = b""
