@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.layers import MLPConfig, NormConfig
+from phalanx.kernels.float8_swiglu import quantises_gradients
 from phalanx.kernels.swiglu import gated_linear, swiglu
 from phalanx.nn.declared_layers import gate_block
 from phalanx.nn.float8_linear import Float8Product, GatedPair, LinearProduct
@@ -111,6 +112,7 @@ def choose_products(model: nn.Module, precision: Precision, device: torch.device
     for module in model.modules():
         if isinstance(module, SwigluMLP) and isinstance(module.gate_up.multiply, Float8Product):
             plain = all(layer.bias is None and layer.lora_A is None for layer in (module.gate_up, module.down))
+            plain = plain and quantises_gradients(device)
             module.joint_products = module.gate_up.multiply.gated_pair(module.down.multiply) if plain else None
 
 
