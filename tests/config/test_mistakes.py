@@ -10,8 +10,8 @@ from phalanx.errors import ConfigError
 
 LAYOUT_HAS = (
     "dp_replicate, dp_shard, tp, cp, pp, ep, expert_tp, zero, schedule, stages_per_rank, context, tp_across_nodes, "
-    "microbatch, global_batch, batch_warmup, recompute, precision, fp8_gradients, fp8_keep_ends, reshard_after_forward, gather, gather_blocks, "
-    "gathers_ahead, branch_groups and peer_copies"
+    "microbatch, global_batch, batch_warmup, recompute, precision, fp8_gradients, fp8_keep_ends, reshard_after_forward, "
+    "gather, gather_blocks, gathers_ahead, branch_groups and peer_copies"
 )
 SECTIONS = (
     "model, data, layout, optimizer, training, checkpoint, evaluation, restart, safeguards, cluster, remote, search "

@@ -41,10 +41,17 @@ def rows(runs: list[PublishedRun]) -> list[CheckedRun]:
 
 
 def test_errors_are_those_that_are_stated(runs: list[PublishedRun], rows: list[CheckedRun]) -> None:
-    groups = {group.group: group for group in summarise_check(rows, runs)}
+    in_8_bits = {run.row_id for run in runs if run.precision is not None and "fp8" in run.precision}
+    others = [(row, run) for row, run in zip(rows, runs, strict=True) if run.row_id not in in_8_bits]
+    summary = summarise_check([row for row, _ in others], [run for _, run in others])
+    groups = {group.group: group for group in summary}
     for name, (median, p95) in STATED.items():
         assert groups[name].median <= median, name
         assert groups[name].p95 <= p95, name
+    # No profile is fitted to a run in 8 bits.
+    errors = sorted(abs(row.error) for row in rows if row.row_id in in_8_bits and row.error is not None)
+    assert len(errors) == 4
+    assert np.median(errors) <= 0.16 and errors[-1] <= 0.23
 
 
 def test_a_mixture_of_experts_is_predicted_by_a_profile_that_was_fitted_to_none() -> None:
