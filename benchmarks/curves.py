@@ -27,8 +27,8 @@ import torch
 
 import phalanx
 from phalanx.files import write_atomically
+from phalanx.formatting import format_tick
 from phalanx.report.drawing import Plot, Scale, choose_value_ticks, fit_scale
-from phalanx.report.formatting import format_tick
 
 ROOT = Path(__file__).parents[1]
 QUIET = ("training.tensorboard=false", "training.log_every=1000000", "data.verify=false", "training.resume=never")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.language.sizes import parameter_count
-from phalanx.report.formatting import format_count
+from phalanx.formatting import format_count
 from phalanx.report.page import read_template, write_script_json
 from phalanx.report.run_log import RunLog
 from phalanx.report.run_page import LONGEST_SAMPLE, MOST_EVENTS, MOST_SAMPLES, write_page

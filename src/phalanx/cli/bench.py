@@ -15,6 +15,7 @@ from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind
+from phalanx.formatting import format_gibibytes
 from phalanx.hardware.device_facts import device_facts
 from phalanx.hardware.machine import Machine, load_machine
 from phalanx.layout.mesh import ranks_from_environment
@@ -24,7 +25,6 @@ from phalanx.measured_steps import Expected, Measured, expect_step, measure_step
 from phalanx.planner.rank.cost_models import memory_fits
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.traced_model import TracedModel
-from phalanx.report.formatting import format_gibibytes
 from phalanx.study.processes.slots import Launcher, LocalRanks, whole_nodes
 from phalanx.study.processes.trial_files import short_run
 

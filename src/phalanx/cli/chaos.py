@@ -15,8 +15,8 @@ from phalanx.cli.options.training import ChaosArguments
 from phalanx.cli.ranks import require_no_ranks
 from phalanx.errors import CheckFailed
 from phalanx.files import write_atomically
+from phalanx.formatting import format_percent
 from phalanx.printable import write_stderr
-from phalanx.report.formatting import format_percent
 from phalanx.report.table import Column, write_text_table
 
 

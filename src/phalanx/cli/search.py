@@ -10,6 +10,7 @@ from phalanx.cli.options.planning import SearchArguments
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
 from phalanx.families.language.config import require_language
+from phalanx.formatting import format_duration, format_gibibytes, format_percent
 from phalanx.hardware.device import choose_device, device_name
 from phalanx.hardware.device_facts import device_kind
 from phalanx.hardware.machine import load_machine
@@ -18,7 +19,6 @@ from phalanx.planner.rank.ranking import Planner, Task, fixed_fields
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.traced_model import bind_planned
 from phalanx.printable import wrap_line, write_stderr
-from phalanx.report.formatting import format_duration, format_gibibytes, format_percent
 from phalanx.report.study_page import (
     MOST_PARAMETERS,
     list_importance,

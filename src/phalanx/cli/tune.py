@@ -9,9 +9,9 @@ from phalanx.cli.console import open_output, print_json, print_lines, write_file
 from phalanx.cli.options.planning import TuneArguments
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.formatting import format_duration, format_number, format_percent
 from phalanx.hardware.machine import load_machine
 from phalanx.printable import wrap_line, write_stderr
-from phalanx.report.formatting import format_duration, format_number, format_percent
 from phalanx.report.study_page import list_importance, render_tune
 from phalanx.report.table import Column, cut_line, write_text_table
 from phalanx.study.trial import FAILURES, Trial

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from rich.text import Text
 
+from phalanx.formatting import format_count, format_duration, format_number, format_percent
 from phalanx.printable import make_printable
 from phalanx.report.drawing import Scale, choose_value_ticks, fit_scale
-from phalanx.report.formatting import format_count, format_duration, format_number, format_percent
 from phalanx.report.interactive_chart import Chart
 from phalanx.report.page import Tile
 from phalanx.report.run_charts import chart_run

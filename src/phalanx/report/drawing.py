@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from markupsafe import Markup, escape
 
-from phalanx.report.formatting import format_duration, format_tick
+from phalanx.formatting import format_duration, format_tick
 from phalanx.report.run_log import FloatArray
 
 WIDTH = 1000

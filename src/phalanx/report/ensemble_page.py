@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.formatting import format_number, format_percent, format_tick
 from phalanx.report.drawing import (
     WIDTH,
     Drawing,
@@ -21,7 +22,6 @@ from phalanx.report.drawing import (
     fit_scale,
     make_line,
 )
-from phalanx.report.formatting import format_number, format_percent, format_tick
 from phalanx.report.page import Tile, render_page
 from phalanx.report.table import Column
 

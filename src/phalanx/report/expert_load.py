@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.formatting import format_number, format_percent
 from phalanx.report.drawing import Drawing, HeatScale, draw_heat_map
-from phalanx.report.formatting import format_number, format_percent
 from phalanx.report.run_log import FloatArray
 from phalanx.report.table import Column
 

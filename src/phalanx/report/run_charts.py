@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.formatting import format_count, format_duration, format_number
 from phalanx.report.drawing import Scale
-from phalanx.report.formatting import format_count, format_duration, format_number
 from phalanx.report.interactive_chart import AXES, Chart, Marks, Positions, Series, reduce_points
 from phalanx.report.run_log import FloatArray, RunLog
 from phalanx.report.task_scores import accuracy_by_task

@@ -19,15 +19,15 @@ from phalanx.config.load import parse_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import require_replaceable, write_atomically
-from phalanx.layout.spec import DEGREES
-from phalanx.report.expert_load import LAYER_COLUMNS, describe_experts
-from phalanx.report.formatting import (
+from phalanx.formatting import (
     format_count,
     format_duration,
     format_number,
     format_percent,
     shorten_blank_lines,
 )
+from phalanx.layout.spec import DEGREES
+from phalanx.report.expert_load import LAYER_COLUMNS, describe_experts
 from phalanx.report.interactive_chart import PLOT_HEIGHT, PLOT_WIDTH, Chart, draw_chart
 from phalanx.report.page import Tile, render_page, write_script_json
 from phalanx.report.run_charts import chart_run, format_value, read_out

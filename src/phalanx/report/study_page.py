@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.formatting import format_duration, format_gibibytes, format_number, format_percent
 from phalanx.report.drawing import (
     WIDTH,
     Bar,
@@ -26,7 +27,6 @@ from phalanx.report.drawing import (
     make_rectangle,
     make_text,
 )
-from phalanx.report.formatting import format_duration, format_gibibytes, format_number, format_percent
 from phalanx.report.page import Tile, render_page
 from phalanx.report.table import Column
 

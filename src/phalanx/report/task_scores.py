@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from phalanx.report.formatting import format_number, format_percent
+from phalanx.formatting import format_number, format_percent
 from phalanx.report.run_log import Event, RunLog
 from phalanx.report.table import Column
 

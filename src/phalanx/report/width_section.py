@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.formatting import format_count, format_number
 from phalanx.report.drawing import Drawing, Plot, fit_scale
-from phalanx.report.formatting import format_count, format_number
 
 CHECK_FILE = "coordinate_check.json"
 """File of a run directory that `phalanx verify RUN --widths` writes."""

@@ -20,12 +20,12 @@ from phalanx.ensemble.train_members import Recipe, train_side_by_side
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.materials.data.trained_elements import untrained_in_words
 from phalanx.families.registry import bind
+from phalanx.formatting import format_number, format_percent
 from phalanx.hardware.device import choose_device
 from phalanx.hardware.host import available_cores
 from phalanx.layout.mesh import Ranks, join_process_group, leave_process_group, ranks_from_environment
 from phalanx.printable import write_stderr
 from phalanx.report.ensemble_page import render_ensemble, saved_share, scale_label
-from phalanx.report.formatting import format_number, format_percent
 from phalanx.report.table import Column
 
 Row = dict[str, Any]

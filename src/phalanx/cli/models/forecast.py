@@ -14,8 +14,8 @@ from phalanx.families.weather.evaluation.forecast_split import (
     load_forecaster,
 )
 from phalanx.files import write_atomically
+from phalanx.formatting import format_number
 from phalanx.hardware.device import choose_device
-from phalanx.report.formatting import format_number
 from phalanx.report.table import Column
 
 

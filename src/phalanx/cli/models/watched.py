@@ -18,9 +18,9 @@ from rich.text import Text
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import read_json_lines, read_last_record
+from phalanx.formatting import format_number
 from phalanx.launch.faults import FAULT_LOG
 from phalanx.report.dashboard import Room, RunFigures, draw_message, draw_run, draw_search, draw_tune
-from phalanx.report.formatting import format_number
 from phalanx.report.page import render_message
 from phalanx.report.run_log import Event, RunLog, metrics_problem, read_events
 from phalanx.report.run_page import render_run

@@ -13,6 +13,7 @@ from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
+from phalanx.formatting import format_gibibytes
 from phalanx.layout.context_parallel.kernel_choice import check_attention
 from phalanx.layout.prepare_blocks import compiles_blocks
 from phalanx.layout.resolve import resolve_layout
@@ -22,7 +23,6 @@ from phalanx.planner.dryrun.rank_report import RankReport, Traffic
 from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.printable import write_stderr
-from phalanx.report.formatting import format_gibibytes
 from phalanx.report.table import Column
 from phalanx.training.step import build_full_step
 

@@ -16,6 +16,7 @@ from phalanx.cli.planning.plan_text import fold_command, write_plan_lines
 from phalanx.config.load import load_run, parse_overrides
 from phalanx.config.model import LanguageModel, Model
 from phalanx.errors import ConfigError
+from phalanx.formatting import format_duration
 from phalanx.hardware.machine import load_machine, machine_names
 from phalanx.hardware.reliability import MTBF_HOURS
 from phalanx.planner.measured.check import CheckedGroup, CheckedRun, check, summarise_check
@@ -31,7 +32,6 @@ from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.expert_loads import ExpertLoads, read_loads
 from phalanx.planner.trace.traced_model import bind_planned
 from phalanx.report.expert_load import list_loads
-from phalanx.report.formatting import format_duration
 from phalanx.report.plan.plan_page import render_plan
 from phalanx.report.run_log import RunLog, summarise_run
 from phalanx.report.table import Column, write_text_table

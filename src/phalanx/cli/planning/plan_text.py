@@ -7,12 +7,12 @@ import textwrap
 from collections.abc import Callable, Iterator
 from math import isfinite
 
+from phalanx.formatting import format_count, format_duration, format_gibibytes, format_percent
 from phalanx.planner.plan.budget import Budget
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.plan_summary import Row, describe_break_evens, describe_large_batch, summarise_plan
 from phalanx.planner.rank.cost_models import WAITING_SHARE
 from phalanx.printable import wrap_line
-from phalanx.report.formatting import format_count, format_duration, format_gibibytes, format_percent
 from phalanx.report.plan.plan_layouts import FITS, PARALLELISM_COLUMNS, RATE, STEP, layout_columns, name_slower_causes
 from phalanx.report.table import write_text_table
 

@@ -35,12 +35,12 @@ from phalanx.families.language.huggingface.folder_files import (
     TokenizerFiles,
     is_huggingface_folder,
 )
+from phalanx.formatting import shorten_blank_lines
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.nn.resizing import Resizes, match_rows, resample_grid
 from phalanx.remote_files import is_kept_elsewhere
-from phalanx.report.formatting import shorten_blank_lines
 from phalanx.training.inputs import (
     ExpectedEvaluation,
     Finding,

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from math import exp
 from typing import Any
 
+from phalanx.formatting import format_count, format_duration
 from phalanx.planner.plan.compare_layouts import WhyNot
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.scaling import Point
 from phalanx.planner.rank.cost_models import WAITING, is_waiting
 from phalanx.planner.rank.ranking import RankedLayouts, Task
-from phalanx.report.formatting import format_count, format_duration
 
 INTERVAL = 1.645
 """Standard deviations to each side that hold 90% of what may come."""

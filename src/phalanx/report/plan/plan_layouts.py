@@ -12,6 +12,13 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from phalanx.formatting import (
+    format_difference,
+    format_duration,
+    format_gibibytes,
+    format_interval,
+    format_percent,
+)
 from phalanx.layout.legality.refusals import Refusals
 from phalanx.layout.spec import DEGREES, NAMED, Ints, ResolvedLayout
 from phalanx.planner.plan.layout_list import LayoutList, Questions, list_questions
@@ -21,13 +28,6 @@ from phalanx.planner.rank.cost_models import WAITING, Floats, is_waiting
 from phalanx.planner.rank.enumeration import CHOSEN, EFFECTIVE_WITH, Limits
 from phalanx.planner.rank.ranking import pareto_front
 from phalanx.report.drawing import WIDTH, Drawing, Plot, choose_value_ticks, fit_scale, make_line, make_text
-from phalanx.report.formatting import (
-    format_difference,
-    format_duration,
-    format_gibibytes,
-    format_interval,
-    format_percent,
-)
 from phalanx.report.table import Column
 
 GIB = 2**30

@@ -12,6 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
+from phalanx.formatting import (
+    format_count,
+    format_duration,
+    format_gibibytes,
+    format_interval,
+    format_number,
+    format_percent,
+)
 from phalanx.planner.plan.layout_list import LayoutList, list_layouts, pick_drawn
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.plan_summary import Row, describe_break_evens, describe_large_batch, summarise_plan
@@ -30,14 +38,6 @@ from phalanx.report.drawing import (
     make_line,
     make_rectangle,
     make_text,
-)
-from phalanx.report.formatting import (
-    format_count,
-    format_duration,
-    format_gibibytes,
-    format_interval,
-    format_number,
-    format_percent,
 )
 from phalanx.report.page import Tile, render_page, write_script_json
 from phalanx.report.plan.plan_layouts import (

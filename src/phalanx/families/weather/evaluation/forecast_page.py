@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from phalanx.families.weather.evaluation.compare_forecasts import ScoreRow, skill_by_lead
 from phalanx.families.weather.evaluation.forecast_split import FieldMap, Forecasts, LoadedForecaster
+from phalanx.formatting import format_number
 from phalanx.report.drawing import WIDTH, Drawing, Plot, Scale, fit_scale
-from phalanx.report.formatting import format_number
 from phalanx.report.page import Tile, render_page
 from phalanx.report.run_log import FloatArray
 from phalanx.report.table import Column

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from phalanx.report.formatting import (
+from phalanx.formatting import (
     format_count,
     format_difference,
     format_duration,
