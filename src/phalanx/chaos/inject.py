@@ -120,15 +120,15 @@ class ChaosCallback(Callback):
         """Have the next forward pass raise what running out of memory, or a defect, raises."""
 
         def refuse(_module: nn.Module, _inputs: object) -> None:
-            if fault.marker(self.folder).exists():
-                return
+            # A compiler that comes after it, in this process, could not follow it.
+            hook.remove()
             self.mark(fault)
             if fault.kind == "oom":
                 raise torch.OutOfMemoryError("out of memory (injected)")
             raise RuntimeError("made to fail (injected)")
 
         # Only now: a hook that is there from the start could change what is compiled.
-        register_module_forward_pre_hook(refuse)
+        hook = register_module_forward_pre_hook(refuse)
 
     def die_in_checkpoint(self, fault: PlannedFault) -> None:
         """Kill this process at a random change to files of the next checkpoint that it takes part in."""

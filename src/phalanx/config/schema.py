@@ -370,7 +370,8 @@ class Restart(Section):
     """What `phalanx train --nproc` does when a rank fails or hangs."""
 
     max: Annotated[int, Field(ge=0, le=1000)] = 3
-    """Restarts in a row that may begin from the same checkpoint; then the run ends with exit code 93. 0 never restarts."""
+    """Restarts in a row that may begin from the same checkpoint; then the run ends with exit code 93. 0 never restarts, nor
+    does a process alone do a step again with smaller micro-batches where memory ran out."""
     layout: Literal["same", "replan"] = "same"
     """What becomes of a rank's place (its device) that fails twice in a row without a newer checkpoint in between: it is
     tried again (same), or left out, and the run goes on in the nearest legal layout for what is left, with the same global

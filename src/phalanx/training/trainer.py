@@ -114,7 +114,7 @@ class Trainer:
         self.unlogged: tuple[StepMetrics, Callable[[], RankTimes]] | None = None
         """A step whose times on other ranks are still on their way."""
         # Where there are other ranks, these wait for exchanges that a failed pass will not come to: all begin again.
-        if parts.place.ranks.world_size == 1:
+        if parts.place.ranks.world_size == 1 and run.restart.max > 0:
             parts.step.save_memory = self._halve_microbatch
 
     def train(self) -> None:

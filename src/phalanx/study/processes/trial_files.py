@@ -47,6 +47,8 @@ _MEASURED = (
     *("optimizer.schedule=constant", "optimizer.warmup_steps=0", "layout.batch_warmup=[]"),
     "data.length_warmup=[]",
     "training.noise_scale_every=null",
+    # What runs out of memory is to say so, and not to be measured in smaller micro-batches.
+    "restart.max=0",
 )
 _RESUMABLE = (
     *("training.resume=auto", "checkpoint.last=true", "checkpoint.keep_last=1", "checkpoint.keep_every=null"),
