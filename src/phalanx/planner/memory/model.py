@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from phalanx.layout.spec import SCHEDULES, Ints, LayoutTable, Recompute, ResolvedLayout
 from phalanx.optimizers import kept_values, updates_whole_matrices
+from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.memory.one_stage import OneStage, one_stage_candidates
-from phalanx.planner.memory.parts import ModelBytes, distinct, model_bytes
+from phalanx.planner.memory.parts import ModelBytes, model_bytes
 from phalanx.planner.memory.peer_buffers import peer_buffer_bytes
 from phalanx.planner.memory.pipelined import candidates_of_each_rank, cut_to_rounds, pipeline_candidates
 from phalanx.planner.memory.ranks import first_rank_blocks, parts_at
@@ -125,7 +126,7 @@ def _least_bytes(model: TracedModel, candidates: LayoutTable, state: MemoryState
     """
     costs, n_layers = model.block_costs(), model.config.n_layers
     columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank]
-    first, inverse = distinct(columns)
+    first, inverse = distinct_rows(columns)
     blocks = np.asarray(
         [
             first_rank_blocks(SCHEDULES[row[0]], *row[1:], n_layers, costs)
@@ -151,7 +152,7 @@ def _worst_ranks(model: TracedModel, candidates: LayoutTable, state: MemoryState
     one = together(weights(exchanges, candidates.accumulation - counted))
     beside = buffers_beside(exchanges)
     columns = _columns(candidates, exchanges, counted)
-    _, alike = distinct(columns)
+    _, alike = distinct_rows(columns)
     order = np.argsort(alike, kind="stable")
     allocated, rank = np.zeros(len(candidates)), np.zeros(len(candidates), np.int64)
     moment = [""] * len(candidates)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from phalanx.layout.spec import Ints, LayoutTable
 from phalanx.layout.stage_assignment import stage_layer_counts
+from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
 from phalanx.planner.trace.traced_model import Kernel, PartName, Setting, TracedModel
 
@@ -147,7 +148,7 @@ def model_bytes(
 
     attention, compiled: see `TracedModel.setting_of`. peer_copies: see `memory_model.memory`.
     """
-    first, inverse = distinct([getattr(candidates, name) for name in _TRACED])
+    first, inverse = distinct_rows([getattr(candidates, name) for name in _TRACED])
 
     def setting_at(position: int) -> tuple[Setting, int]:
         """The setting of a candidate, and samples of its micro-batch."""
@@ -162,7 +163,9 @@ def model_bytes(
     # A shared table is there once where one rank has both ends of the model.
     shared_table = (candidates.pp == 1) & bool(tied)
     shapes = [candidates.tp, candidates.ep, candidates.streamed]
-    first_shard, shard_inverse = distinct([*shapes, shards, candidates.expert_shards, shared_table.astype(np.int64)])
+    first_shard, shard_inverse = distinct_rows(
+        [*shapes, shards, candidates.expert_shards, shared_table.astype(np.int64)]
+    )
     of_rank = {tuple(int(column[p]) for column in shapes): costs[inverse[p]] for p in first_shard}
 
     def parameters(name: PartName, *, experts: bool) -> tuple[FloatArray, ...]:
@@ -308,12 +311,3 @@ def _waiting(block: PartCosts) -> int:
 
 def _column(of: Callable[[dict[PartName, PartCosts]], int], costs: list[dict[PartName, PartCosts]]) -> FloatArray:
     return np.asarray([of(each) for each in costs], np.float64)
-
-
-def distinct(columns: list[Ints]) -> tuple[Ints, Ints]:
-    """Positions of the first of each different row, and for every row which of those it is like."""
-    key = np.zeros(len(columns[0]), np.int64)
-    for column in columns:
-        key = key * (int(column.max(initial=0)) + 1) + column
-    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
-    return first, inverse

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE, LayoutTable, ResolvedLayout
 from phalanx.layout.stage_assignment import stage_layer_counts, stages_of_rank
-from phalanx.planner.memory.parts import distinct
+from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.schedule.table import table_of
 
 FloatArray = npt.NDArray[np.float64]
@@ -47,7 +47,7 @@ def parts_at(
 ) -> RankParts:
     """Return what one rank of each candidate holds. ranks: which. costs: see `rank_parts`."""
     columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank, ranks]
-    first, inverse = distinct(columns)
+    first, inverse = distinct_rows(columns)
     rows = []
     for name, pp, stages_per_rank, rank in np.stack(columns, axis=1)[first].tolist():
         every = rank_parts(SCHEDULES[name], pp, stages_per_rank, n_layers, costs)

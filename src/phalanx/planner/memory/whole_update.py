@@ -6,11 +6,11 @@ import numpy as np
 
 from phalanx.layout.gathered_matrices import ROUND_ELEMENTS
 from phalanx.layout.spec import SCHEDULES, LayoutTable
-from phalanx.planner.memory.parts import distinct
+from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.memory.ranks import rank_parts
 from phalanx.planner.memory.state import Amount
 from phalanx.planner.trace.traced_model import TracedModel
-from phalanx.planner.trace.whole_matrices import MatrixKind, SharedUnits, block_matrices, share_of_layout
+from phalanx.planner.trace.whole_matrices import SHARED_BY, MatrixKind, SharedUnits, block_matrices, share_of_layout
 
 
 def round_bytes(model: TracedModel, candidates: LayoutTable) -> Amount:
@@ -19,18 +19,8 @@ def round_bytes(model: TracedModel, candidates: LayoutTable) -> Amount:
     Those of a round, the buffers they travel in, and what the work makes of them; directions and updates of a rank's own
     parameters are counted elsewhere, and first blocks of another kind as if they were like the others.
     """
-    names = (
-        "schedule",
-        "pp",
-        "stages_per_rank",
-        "tp",
-        "shards",
-        "expert_shards",
-        "expert_replicas",
-        "world_size",
-        "ep",
-    )
-    first, inverse = distinct([getattr(candidates, name) for name in names])
+    names = ("schedule", "stages_per_rank", *SHARED_BY)
+    first, inverse = distinct_rows([getattr(candidates, name) for name in names])
     some = candidates.take(first)
     kinds = block_matrices(model)
     found = []

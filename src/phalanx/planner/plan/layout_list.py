@@ -10,11 +10,11 @@ import numpy as np
 from phalanx.layout.legality.refusals import Refusals, list_refusals
 from phalanx.layout.legality.rule import Requirements
 from phalanx.layout.spec import DEGREES, Bools, Ints, LayoutTable, ResolvedLayout
+from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.rank.cost_models import Floats, Times
 from phalanx.planner.rank.enumeration import CHOSEN, keeps_positions, list_options, list_splits
 from phalanx.planner.rank.ranking import RankedLayouts, bound_memory
-from phalanx.planner.time.step_parts import distinct_rows
 
 MOST_LISTED = 6_000
 """Layouts that a list holds."""

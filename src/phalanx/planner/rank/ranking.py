@@ -20,10 +20,10 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import SCHEDULES, Bools, Ints, LayoutTable
 from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import kept_values
+from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.rank.cost_models import LEAST_P, CostModels, Floats, Memory, Times
 from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts
 from phalanx.planner.schedule.bounds import in_flight
-from phalanx.planner.time.step_parts import distinct_rows
 from phalanx.planner.trace.traced_model import TracedModel
 
 SPLITS = 20

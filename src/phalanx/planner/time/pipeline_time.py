@@ -10,13 +10,14 @@ import numpy as np
 from phalanx.hardware.collectives import Constants, send
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import stage_layer_counts
+from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.schedule.bounds import bound_makespan
 from phalanx.planner.schedule.simulate import StageTimes, makespans_together
 from phalanx.planner.schedule.table import table_of
 from phalanx.planner.time.operation_time import Direction, Floats, Ints
 from phalanx.planner.time.part_time import PartTimes
 from phalanx.planner.time.profile import Profile
-from phalanx.planner.time.step_parts import Steps, distinct_rows
+from phalanx.planner.time.step_parts import Steps
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import Placement, join_placements, place_groups
 from phalanx.layout.spec import CONTEXTS, RECOMPUTES, SCHEDULES, LayoutTable
 from phalanx.layout.stage_assignment import stage_layer_counts
 from phalanx.nn.precision import PRECISIONS
+from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.operation_time import Floats, Ints
 from phalanx.planner.time.part_time import Parts, at, parts_of
@@ -384,39 +383,6 @@ def _layers_of(
     if pp == 1 or (there_and_back and per_rank == 2):
         return ranks[0], 0.0, ranks[1:].max(initial=0.0), 1.0
     return ranks[0], ranks[-1], ranks[1:-1].max(initial=0.0), 0.0
-
-
-def distinct_rows(columns: Sequence[npt.NDArray[Any]]) -> tuple[Ints, Ints]:
-    """(positions of distinct rows, which of them each row is); quick for a million rows of small numbers."""
-    code, span = np.zeros(len(columns[0]), np.int64), 1
-    for column in columns:
-        number, size = column, int(column.max(initial=0)) + 1
-        if span * size > _TABLE:
-            first, code = _distinct_numbers(code)
-            span = len(first)
-        if span * size > _TABLE:
-            first, number = _distinct_numbers(column)
-            size = len(first)
-        code, span = code * size + number, span * size
-    return _distinct_numbers(code)
-
-
-def _distinct_numbers(column: npt.NDArray[Any]) -> tuple[Ints, Ints]:
-    highest = int(column.max(initial=0))
-    if highest > _TABLE:
-        _, first, which = np.unique(column, return_index=True, return_inverse=True)
-        return first, which
-    place = np.full(highest + 1, -1, np.int64)
-    column = column.astype(np.int64, copy=False)
-    place[column] = np.arange(len(column))
-    used = np.flatnonzero(place >= 0)
-    first = place[used]
-    place[used] = np.arange(len(used))
-    return first, place[column]
-
-
-_TABLE = 100_000
-"""Numbers up to which a table over all of them is quicker than sorting."""
 
 
 def _placed(machine: Machine, size: Ints, stride: Ints) -> tuple[Placement, Ints]:

@@ -11,12 +11,13 @@ from phalanx.hardware.collectives import Constants, all_to_all
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import place_groups
 from phalanx.optimizers import find_optimizer
+from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.time.operation_time import Direction, Floats, Form, OperationTable, PartBreakdown, compute_seconds
 from phalanx.planner.time.part_time import in_training
 from phalanx.planner.time.profile import Profile
-from phalanx.planner.time.step_parts import Steps, distinct_rows
+from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.trace.traced_model import TracedModel
-from phalanx.planner.trace.whole_matrices import MatrixKind, block_matrices, share_of_layout
+from phalanx.planner.trace.whole_matrices import SHARED_BY, MatrixKind, block_matrices, share_of_layout
 
 
 def whole_update_seconds(
@@ -27,8 +28,7 @@ def whole_update_seconds(
     Those of the pipeline rank with most blocks. constants: of the machine's collectives, alone.
     """
     layouts = steps.layouts
-    names = ("pp", "tp", "shards", "expert_shards", "expert_replicas", "world_size", "ep")
-    columns = [getattr(layouts, name) for name in names]
+    columns = [getattr(layouts, name) for name in SHARED_BY]
     blocks = np.ceil(steps.layers.most).astype(np.int64)
     first, inverse = distinct_rows([*columns, blocks])
     some, blocks = layouts.take(first), blocks[first]

@@ -114,6 +114,10 @@ class SharedUnits:
         return max(1, math.ceil(sum(sizes) / ROUND_ELEMENTS))
 
 
+SHARED_BY = ("pp", "tp", "shards", "expert_shards", "expert_replicas", "world_size", "ep")
+"""What `share_of_layout` asks of a layout."""
+
+
 def share_of_layout(kinds: tuple[MatrixKind, ...], layouts: LayoutTable, row: int, blocks: int) -> SharedUnits:
     """Return what the busiest rank gathers of so many blocks of a pipeline stage, in one of `layouts`."""
     ranks = int(layouts.world_size[row] // layouts.pp[row])
