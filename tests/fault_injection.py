@@ -6,10 +6,8 @@ happening again after a restart, unless it is to.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
-import re
 import signal
 import sys
 import time
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from phalanx.chaos.inject import break_process
 from phalanx.layout.layout_model import Stage
 from phalanx.layout.place import as_place
 from phalanx.training.callbacks import Callback, TrainingContext
@@ -127,26 +126,14 @@ class FaultCallback(Callback):
         match self.kind:
             case "mark":
                 pass
-            case "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "segfault":
-                ctypes.string_at(0)
-            case "abort":
-                os.abort()
             case "raise":
                 raise ValueError("made to fail")
             case "memory":
                 torch.empty(1 << 50)
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
             case "spin":
-                while True:
-                    time.sleep(0.01)
-            case "lock":
-                # Runs in C for longer than anybody waits, and holds Python's lock all the while.
-                re.match(r"(a+)+$", "a" * 64 + "b")
+                break_process("hang")
             case other:
-                raise AssertionError(other)
+                break_process(other)
 
 
 def offer_callback(folder: Path) -> Path:

@@ -138,7 +138,7 @@ def test_reports_are_matched_to_what_happened(tmp_path: Path) -> None:
     run_dir.mkdir()
     for fault in planned[:4]:
         marker = {"time": 1000.0 * fault.number, "damaged": 25}
-        fault.marker(beside).write_text(json.dumps(marker))
+        fault.marker_file(beside).write_text(json.dumps(marker))
     # The second report blames another rank, and nobody has noticed the damage.
     causes = [(1001.5, 1, "signal"), (2004.0, 0, "hang"), (3001.0, 1, "signal")]
     rows = [{"time": iso(at), "rank": rank, "cause": cause} for at, rank, cause in causes]
@@ -167,11 +167,11 @@ def test_reports_are_matched_to_what_happened(tmp_path: Path) -> None:
     assert [one.training_s for one in found] == pytest.approx([10.0, 14.5, 100.0, 2.0])
     # One that strikes before ranks are ended for another, or while they are, is reported with it; one on its own is not.
     for at in (1001.4, 1003.0):
-        planned[4].marker(beside).write_text(json.dumps({"time": at}))
+        planned[4].marker_file(beside).write_text(json.dumps({"time": at}))
         first, second, *_ = _match_reports(planned, 1, run_dir, beside)
         assert (first.found_as, second.found_as) == ("rank 1: signal", "together with the one before")
         assert second.training_s == pytest.approx(1010.0 - at)
-    planned[4].marker(beside).write_text(json.dumps({"time": 5000.0}))
+    planned[4].marker_file(beside).write_text(json.dumps({"time": 5000.0}))
     last = list(_match_reports(planned, 1, run_dir, beside))[-1]
     assert (last.found_as, last.named_right, last.detected_s) == ("", False, None)
     run_dir.with_suffix(".log").write_text("checkpoint of step 25 is damaged\n")
@@ -186,7 +186,7 @@ def test_a_bit_that_another_fault_overtakes_is_gone_with_it(tmp_path: Path) -> N
     run_dir.mkdir()
     # The suspended rank is woken before it is ended, and so a bit flips that step 22 would have shown.
     for fault, at in zip(planned, (1003.0, 1000.0), strict=True):
-        fault.marker(beside).write_text(json.dumps({"time": at}))
+        fault.marker_file(beside).write_text(json.dumps({"time": at}))
     (run_dir / "faults.jsonl").write_text(json.dumps({"time": iso(1003.1), "rank": 1, "cause": "stopped"}) + "\n")
     log = [(990, START), (999, 20), (1003, 21), (1005, START), (1006, 16), (1010, 22), (1020, 16)]
     (beside / STEP_LOG).write_text("".join(f"{at} {what}\n" for at, what in log))
@@ -201,7 +201,7 @@ def test_a_step_done_again_in_place_counts_as_found(tmp_path: Path) -> None:
     beside, run_dir = tmp_path / "faults", tmp_path / "run"
     beside.mkdir()
     run_dir.mkdir()
-    planned[0].marker(beside).write_text(json.dumps({"time": 1000.0}))
+    planned[0].marker_file(beside).write_text(json.dumps({"time": 1000.0}))
     events = [{"kind": "less_memory", "step": 3, "time": iso(1000.5), "microbatch": 2}]
     (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (beside / STEP_LOG).write_text(f"990.0 {START}\n999.0 2\n1001.5 3\n")

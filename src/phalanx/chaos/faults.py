@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.config.fields import nearest_names
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, nearest_names
 from phalanx.launch.faults import Cause
 
 
@@ -59,7 +58,7 @@ class PlannedFault:
     seed: int
     """Of what is left to chance in the rank: which bit, which moment of a save."""
 
-    def marker(self, folder: Path) -> Path:
+    def marker_file(self, folder: Path) -> Path:
         """Return the file in `folder` that says that this fault has happened, and when."""
         return folder / f"happened-{self.number}.json"
 

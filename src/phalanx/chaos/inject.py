@@ -54,7 +54,7 @@ class ChaosCallback(Callback):
         self.context = context
         self.mine = [fault for fault in planned if fault.rank == context.rank]
         self.looked_at = {step for fault in planned for step in (fault.step - 1, fault.step)}
-        self.log(START)
+        self.note_step(START)
 
     def needs_finished(self, step: int) -> bool:
         """Return whether a fault comes before the next step: what it strikes is then that step on every device."""
@@ -63,28 +63,32 @@ class ChaosCallback(Callback):
     def on_step_begin(self, step: int) -> None:
         """Make what is planned before `step` happen, unless it has."""
         for fault in self.mine:
-            if fault.step == step and not fault.marker(self.folder).exists() and fault.kind != "bitflip":
-                self.happen(fault)
+            if fault.step == step and not fault.marker_file(self.folder).exists() and fault.kind != "bitflip":
+                self.cause_fault(fault)
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Flip a bit after the update of the step before that of a fault, and note when the step ended."""
-        self.log(str(metrics.step))
+        self.note_step(str(metrics.step))
         for fault in self.mine:
-            if fault.kind == "bitflip" and fault.step == metrics.step + 1 and not fault.marker(self.folder).exists():
-                self.mark(fault)
+            if (
+                fault.kind == "bitflip"
+                and fault.step == metrics.step + 1
+                and not fault.marker_file(self.folder).exists()
+            ):
+                self.note_fault(fault)
                 self.flip_parameter(random.Random(fault.seed))
 
-    def log(self, what: str) -> None:
+    def note_step(self, what: str) -> None:
         """Note on the first rank that a step ended, or that the ranks begin."""
         if self.context.rank == 0:
             with (self.folder / STEP_LOG).open("a") as log:
                 log.write(f"{time.time()} {what}\n")
 
-    def mark(self, fault: PlannedFault, **fields: Any) -> None:
+    def note_fault(self, fault: PlannedFault, **fields: Any) -> None:
         """Note that a fault happens now."""
-        fault.marker(self.folder).write_text(json.dumps({"time": time.time(), **fields}))
+        fault.marker_file(self.folder).write_text(json.dumps({"time": time.time(), **fields}))
 
-    def happen(self, fault: PlannedFault) -> None:
+    def cause_fault(self, fault: PlannedFault) -> None:
         """Make one fault happen in this process."""
         if fault.kind == "save":
             self.die_in_checkpoint(fault)
@@ -97,38 +101,24 @@ class ChaosCallback(Callback):
             # With one checkpoint alone the run would have nothing to fall back to.
             if damaged is None:
                 return
-            self.mark(fault, damaged=damaged)
+            self.note_fault(fault, damaged=damaged)
         else:
-            self.mark(fault)
-        match fault.kind:
-            case "segfault":
-                ctypes.string_at(0)
-            case "abort":
-                os.abort()
-            case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            case "hang":
-                while True:
-                    time.sleep(0.01)
-            case "lock":
-                # Tries some 2**64 ways to match, in C.
-                re.match(r"(a+)+$", "a" * 64 + "b")
-            case _:
-                os.kill(os.getpid(), signal.SIGKILL)
+            self.note_fault(fault)
+        break_process("kill" if fault.kind == "damage" else fault.kind)
 
     def fail_forward(self, fault: PlannedFault) -> None:
         """Have the next forward pass raise what running out of memory, or a defect, raises."""
 
-        def refuse(_module: nn.Module, _inputs: object) -> None:
+        def fail_once(_module: nn.Module, _inputs: object) -> None:
             # A compiler that comes after it, in this process, could not follow it.
             hook.remove()
-            self.mark(fault)
+            self.note_fault(fault)
             if fault.kind == "oom":
                 raise torch.OutOfMemoryError("out of memory (injected)")
             raise RuntimeError("made to fail (injected)")
 
         # Only now: a hook that is there from the start could change what is compiled.
-        hook = register_module_forward_pre_hook(refuse)
+        hook = register_module_forward_pre_hook(fail_once)
 
     def die_in_checkpoint(self, fault: PlannedFault) -> None:
         """Kill this process at a random change to files of the next checkpoint that it takes part in."""
@@ -138,7 +128,7 @@ class ChaosCallback(Callback):
         def before_change(event: str, arguments: tuple[Any, ...]) -> None:
             if event in CHANGES and folder in str(arguments[0]):
                 if left[0] == 0:
-                    self.mark(fault)
+                    self.note_fault(fault)
                     os.kill(os.getpid(), signal.SIGKILL)
                 left[0] -= 1
 
@@ -167,3 +157,24 @@ class ChaosCallback(Callback):
         parts = [as_place(parameter.detach()).local for parameter in self.context.parameters.values()]
         part = chance.choice([part for part in parts if part.numel()]).view(-1).view(torch.uint8)
         part[chance.randrange(len(part) // 4) * 4] ^= 1 << chance.randrange(8)
+
+
+def break_process(kind: str) -> None:
+    """End this process, suspend it or keep it busy for ever, as faults of the kind do."""
+    match kind:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "segfault":
+            ctypes.string_at(0)
+        case "abort":
+            os.abort()
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            while True:
+                time.sleep(0.01)
+        case "lock":
+            # Tries some 2**64 ways to match, in C, and holds Python's lock all the while.
+            re.match(r"(a+)+$", "a" * 64 + "b")
+        case other:
+            raise AssertionError(other)

@@ -252,7 +252,9 @@ class _Records:
 def _match_reports(planned: Sequence[PlannedFault], run: int, run_dir: Path, beside: Path) -> Iterator[FaultOutcome]:
     """Yield what became of each fault that happened, in the order in which they did."""
     happened = [
-        (json.loads(fault.marker(beside).read_text()), fault) for fault in planned if fault.marker(beside).exists()
+        (json.loads(fault.marker_file(beside).read_text()), fault)
+        for fault in planned
+        if fault.marker_file(beside).exists()
     ]
     records = _Records.read(run_dir, beside)
     taken: set[float] = set()
