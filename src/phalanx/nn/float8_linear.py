@@ -97,15 +97,7 @@ class Float8Product:
 
     def quantise_weight(self, weight_OI: Tensor) -> Operand:
         """Return a weight as an operand of the forward pass."""
-        return quantise_both(
-            weight_OI,
-            self.scaling,
-            self.format,
-            row_group=self.output_group,
-            column_group=self.input_group,
-            columns=False,
-            square=True,
-        )[0]
+        return self._weight_operands(weight_OI, columns=False)[0]
 
     def turn_weight(self, weight_OI: Tensor, known: Tensor, after: Tensor) -> Operand:
         """Return the transposed of a weight, for the gradient of the input.
@@ -114,16 +106,15 @@ class Float8Product:
         """
         if self.scaling == "tensor":
             return Operand(quantise(weight_OI, known, known, self.format, False, True, after)[1], known)
+        return self._weight_operands(weight_OI, rows=False, after=after)[1]
+
+    def _weight_operands(
+        self, weight_OI: Tensor, *, rows: bool = True, columns: bool = True, after: Tensor | None = None
+    ) -> tuple[Operand, Operand]:
+        groups = {"row_group": self.output_group, "column_group": self.input_group}
         return quantise_both(
-            weight_OI,
-            self.scaling,
-            self.format,
-            row_group=self.output_group,
-            column_group=self.input_group,
-            rows=False,
-            square=True,
-            after=after,
-        )[1]
+            weight_OI, self.scaling, self.format, **groups, rows=rows, columns=columns, square=True, after=after
+        )
 
     def quantise_gradient(self, grad_NO: Tensor, *, rows: bool = True, columns: bool) -> tuple[Operand, Operand]:
         """Return the gradient of a result as operands of the gradients of input and weight, those that are wanted."""
