@@ -71,6 +71,11 @@ class ErrorBound:
         return torch.finfo(self.dtype).eps
 
     @property
+    def in_16_bits(self) -> bool:
+        """Return whether the format is one of 16 bits, in which the formula leaves room for anything."""
+        return self.dtype.itemsize < 4
+
+    @property
     def loss(self) -> float:
         """Return the bound for a loss."""
         return _SCALE * math.sqrt(self.targets) * self.eps
@@ -128,7 +133,7 @@ class MeasuredBound:
             return self.formula.of(what, name, step, gain)
         factor = _MARGIN * math.sqrt(self.parts)
         noise = self.noise[what, name, step]
-        if self.formula.dtype.itemsize >= 4:
+        if not self.formula.in_16_bits:
             return max(self.formula.of(what, name, step, gain), factor * noise)
         least = _LEAST_NOISE * self.formula.eps
         if what == "loss":
@@ -139,7 +144,7 @@ class MeasuredBound:
     def __str__(self) -> str:
         noise = f"noise of the tensor, measured over {NOISE_RUNS} runs of one rank"
         measured = f"{_MARGIN:g} * sqrt(tp * cp * expert_tp) * {noise}"
-        return f"{measured}; at least {self.formula}" if self.formula.dtype.itemsize >= 4 else measured
+        return measured if self.formula.in_16_bits else f"{measured}; at least {self.formula}"
 
 
 def parts_of_sums(layout: ResolvedLayout) -> int:

@@ -303,7 +303,7 @@ class Verifier:
             steps=self.steps,
             activations=self.activations,
             # What a step adds to a parameter is less than the parameter's own rounding in 16 bits.
-            updates=self._formula.dtype.itemsize < 4,
+            updates=self._formula.in_16_bits,
             choices=choices,
             perturbation=perturbation,
         )
