@@ -20,6 +20,16 @@ from phalanx.planner.dryrun.run_step import WatchedExecutor, measured_step
 from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_full_step
 
+PLANNED_SIZES = {
+    "model.d_model": 128,
+    "model.d_ff": 352,
+    "model.n_layers": 4,
+    "model.vocab_size": 1000,
+    "model.max_positions": 128,
+    "data.sequence_length": 128,
+    "training.loss_chunk_tokens": 64,
+}
+"""Sizes of runs whose plans are compared with dry runs of the code."""
 WORLD = 4
 _LARGER = {"model.d_model": 64, "model.d_ff": 192, "model.vocab_size": 509, "training.loss_chunk_tokens": 32}
 _GPT = {

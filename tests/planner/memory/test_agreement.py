@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dry_layouts import PLANNED_SIZES
 from layout_runs import run_with
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
@@ -22,15 +23,7 @@ from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_full_step
 
 WORLD = 8
-SIZES = {
-    "model.d_model": 128,
-    "model.d_ff": 352,
-    "model.n_layers": 4,
-    "model.vocab_size": 1000,
-    "model.max_positions": 128,
-    "data.sequence_length": 128,
-    "training.loss_chunk_tokens": 64,
-}
+SIZES = PLANNED_SIZES
 KERNELS = Kernels("cpu", compiled=False)
 COUNT = 6
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dry_layouts import PLANNED_SIZES
 from layout_runs import run_with
 from phalanx.families.language.sizes import parameter_count
 from phalanx.families.registry import bind
@@ -20,15 +21,7 @@ from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_full_step
 
-SIZES = {
-    "model.d_model": 128,
-    "model.d_ff": 352,
-    "model.n_layers": 4,
-    "model.vocab_size": 1000,
-    "model.max_positions": 128,
-    "data.sequence_length": 128,
-    "training.loss_chunk_tokens": 64,
-}
+SIZES = PLANNED_SIZES
 GPT = {
     "model.positions": "learned",
     "model.norm": "layernorm",

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dry_layouts import PLANNED_SIZES
 from layout_runs import run_with
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
@@ -24,15 +25,7 @@ from phalanx.planner.trace.whole_matrices import MatrixKind, block_matrices, sha
 from phalanx.training.step import build_full_step
 
 WORLD = 8
-SIZES = {
-    "model.d_model": 128,
-    "model.d_ff": 352,
-    "model.n_layers": 4,
-    "model.vocab_size": 128,
-    "model.max_positions": 128,
-    "data.sequence_length": 128,
-    "training.loss_chunk_tokens": 64,
-}
+SIZES = PLANNED_SIZES | {"model.vocab_size": 128}
 MIXTURE = {"count": 8, "active": 2, "d_ff": 384, "balance": "global_batch"}
 
 
