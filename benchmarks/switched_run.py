@@ -1,14 +1,14 @@
-"""One run that moves between CPU ranks in three layouts and a GPU in bfloat16, and back, beside runs that stay.
+"""One run that moves between CPU ranks in three layouts and GPUs in bfloat16, and back, beside runs that stay.
 
     phalanx data prepare TEXT... --out data/text --vocab-size 8192 --validation-fraction 0.01
     python benchmarks/switched_run.py --data data/text --out benchmarks/results/training_curves/switched.json
 
 Every `--every` steps `phalanx train RUN --until STEP` ends with a checkpoint, and the next one resumes it elsewhere:
 on a GPU in bfloat16, one CPU rank in float32, two of tensor parallelism, four of two pipeline stages and two shards,
-in turn. Beside it run, without a pause, the same run on the GPU and on one CPU rank, and the GPU with two other
-seeds, which are the noise. The result holds every curve; its summary says how far the run that moves is from the one
-that stays, all over and right behind the switches. Two figures stand beside it. Without a GPU, --device cpu takes a
-CPU rank in bfloat16 for it; --tiny is short.
+in turn; with `--devices 2` also on two GPUs, of tensor parallelism and of two shards. Beside it run, without a pause,
+the same run on the GPU and on one CPU rank, and the GPU with two other seeds, which are the noise. The result, with
+every curve and two figures beside it, is written after each part; its summary says how far the run that moves is from
+the one that stays, all over and right behind the switches. Without a GPU, --device cpu takes CPU ranks in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,19 +44,20 @@ class Place:
     threads: int = 1
 
 
-def list_places(device: str, threads: int) -> tuple[Place, ...]:
-    """Return the places in the order in which the run goes through them; the GPU first, and between all others."""
+def list_places(device: str, devices: int, threads: int) -> tuple[Place, ...]:
+    """Return the places in the order in which the run goes through them, a GPU first and before every CPU layout."""
     on_cpu = ("cluster.device=cpu", "layout.precision=fp32")
-    gpu = Place(
-        "CPU, bf16" if device == "cpu" else "GPU, bf16",
-        1,
-        (f"cluster.device={device}", "layout.precision=bf16"),
-        threads,
-    )
-    one = Place("1 CPU rank", 1, on_cpu, threads)
+    on_gpu = (f"cluster.device={device}", "layout.precision=bf16")
+    name = "CPU rank" if device == "cpu" else "GPU"
+    gpu = Place(f"1 {name}, bf16", 1, (*on_gpu, "dp_shard=1"), threads)
+    one = Place("1 CPU rank", 1, (*on_cpu, "dp_shard=1"), threads)
     two = Place("2 CPU ranks, tp=2", 2, (*on_cpu, "tp=2", "dp_shard=1"), max(1, threads // 2))
     four = Place("4 CPU ranks, pp=2 x dp_shard=2", 4, (*on_cpu, "pp=2", "dp_shard=2"), max(1, threads // 4))
-    return gpu, one, gpu, two, gpu, four
+    if devices == 1:
+        return gpu, one, gpu, two, gpu, four
+    split = Place(f"2 {name}s, tp=2, bf16", 2, (*on_gpu, "tp=2", "dp_shard=1"), max(1, threads // 2))
+    shards = Place(f"2 {name}s, dp_shard=2, bf16", 2, (*on_gpu, "dp_shard=2"), max(1, threads // 2))
+    return gpu, one, split, two, shards, four
 
 
 def main() -> None:
@@ -64,8 +65,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--every", type=int, default=25, help="steps between switches")
-    parser.add_argument("--switches", type=int, default=12, help="a multiple of 6 visits all places alike")
+    parser.add_argument(
+        "--parts", type=int, default=13, help="6 visit all places once, the next one is the first again"
+    )
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--devices", type=int, default=1, choices=(1, 2))
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=4, help="of all CPU ranks together")
@@ -73,41 +77,49 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     if asked.tiny:
-        asked.every, asked.switches = 2, 6
-    places = list_places(asked.device, asked.threads)
+        asked.every, asked.parts = 2, 7
+    places = list_places(asked.device, asked.devices, asked.threads)
     gpu, cpu = places[0], places[1]
-    last = asked.every * asked.switches
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as beside:
+    last = asked.every * asked.parts
+    stays = {"stays": (gpu, 0), "stays on one CPU rank": (cpu, 0), "seed 1": (gpu, 1), "seed 2": (gpu, 2)}
+    result: dict[str, Any] = {**describe_benchmark(), "every": asked.every, "parts": [], "runs": {}}
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(stays)) as beside:
         folder = Path(name)
         file = write_run_file(folder / "run.yaml", last, asked)
-        # Beside the run that moves: what stays takes as long as it together.
-        stays = {
-            "stays": (gpu, 0),
-            "stays on one CPU rank": (cpu, 0),
-            "seed 1": (gpu, 1),
-            "seed 2": (gpu, 2),
-        }
         futures = {
             title: beside.submit(train_until, file, folder / title.replace(" ", "-"), place, last, seed)
             for title, (place, seed) in stays.items()
         }
-        parts = []
-        for part in range(asked.switches):
+        for part in range(asked.parts):
             place, until = places[part % len(places)], asked.every * (part + 1)
             command = train_until(file, folder / "moves", place, until, 0)
-            parts.append({"first_step": until - asked.every + 1, "place": place.name, "command": command})
+            result["parts"].append({"first_step": until - asked.every + 1, "place": place.name, "command": command})
+            result["runs"]["moves"] = read_run(folder / "moves")
             print(f"step {until}: {place.name}", flush=True)
-            # Cut off, it leaves how far it came.
-            write_result(asked.out, {**describe_benchmark(), "parts": parts, "moves": read_run(folder / "moves")})
-        runs = {
-            title: future.result() and read_run(folder / title.replace(" ", "-")) for title, future in futures.items()
-        }
-        runs["moves"] = read_run(folder / "moves")
-    result = {**describe_benchmark(), "every": asked.every, "parts": parts, "runs": runs}
-    result["summary"] = summarise(runs, asked.every)
-    write_result(asked.out, result)
-    draw(runs, parts, asked.every, asked.out)
+            write_parts(result, folder, futures, asked.out)
+        wait(futures.values())
+        write_parts(result, folder, futures, asked.out)
     print(json.dumps(result["summary"], indent=1))
+
+
+def write_parts(result: dict[str, Any], folder: Path, stays: dict[str, Future[str]], out: Path) -> None:
+    """Write the result as far as it has come; its summary and figures once all runs that stay have ended."""
+    for title, future in stays.items():
+        if future.done():
+            # Raises what ended a run early.
+            future.result()
+            result["runs"][title] = read_run(folder / title.replace(" ", "-"))
+    if result["runs"].keys() >= stays.keys():
+        runs = trim_runs(result["runs"])
+        result["summary"] = summarise(runs, result["every"])
+        draw(runs, result["parts"], result["every"], out)
+    write_result(out, result)
+
+
+def trim_runs(runs: dict[str, Any]) -> dict[str, Any]:
+    """Return the runs with the losses of the steps that the run which moves has done."""
+    steps = len(runs["moves"]["loss"])
+    return {name: {**run, "loss": run["loss"][:steps]} for name, run in runs.items()}
 
 
 def write_run_file(file: Path, steps: int, asked: argparse.Namespace) -> Path:
@@ -158,8 +170,10 @@ def summarise(runs: dict[str, Any], every: int) -> dict[str, Any]:
             "largest": float(np.abs(apart).max()),
             f"rms_of_{BEHIND}_steps_behind_switches": root_mean_square(apart[switched]),
             "rms_of_the_others": root_mean_square(apart[~switched]),
-            "held_out": last_held_out(runs[name]) - last_held_out(runs["stays"]),
         }
+        # A run that was cut off was held out elsewhere.
+        if max(map(int, runs[name]["held_out"])) == max(map(int, runs["stays"]["held_out"])):
+            found[f"{name}, less stays"]["held_out"] = last_held_out(runs[name]) - last_held_out(runs["stays"])
     held_out = [last_held_out(runs[name]) for name in ("stays", "seed 1", "seed 2")]
     found["held_out_noise_over_seeds"] = float(np.std(held_out, ddof=1))
     return found

@@ -8,7 +8,9 @@ Trains each size by `phalanx.train` with seeds 0, 1 and 2, which change initial 
 `rivals/transformers_run.py` with the initial weights, samples and schedule of some of the seeds. TASKS is a folder of
 in-context tasks in LLM Foundry's form, scored at the end. The result holds every curve; its summary compares the
 difference from `transformers` at every step, the mean over the seeds that both trained, with the noise: the standard
-deviation of ours over the seeds, pooled over the 51 steps around. Figures stand beside it. --sizes tiny is for a CPU.
+deviation of ours over the seeds, pooled over the 51 steps around. The first of them trains by `transformers` a second
+time, from weights that differ by a millionth: how far rounding alone drives two runs apart. Figures stand beside it.
+--sizes tiny is for a CPU.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ SEEDS = (0, 1, 2)
 AROUND = 25
 """Steps before and behind one over which the noise is pooled."""
 SMOOTHED = 50
+ROUNDING = 1e-6
+"""Relative change of the initial weights of the rival's second run."""
 DECODER = {"vocab_size": 8192, "max_positions": 512, "norm": "rmsnorm", "mlp": "swiglu", "positions": "rope"}
 SIZES: dict[str, dict[str, Any]] = {
     "125m": {
@@ -75,7 +79,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=["125m", "30m"], choices=SIZES)
     parser.add_argument("--steps", type=float, default=1.0, help="factor of all numbers of steps")
     parser.add_argument("--at-once", type=int, default=3)
-    parser.add_argument("--rival-seeds", type=int, nargs="*", default=[0], choices=SEEDS)
+    parser.add_argument("--rival-seeds", type=int, nargs="+", default=[0], choices=SEEDS)
     parser.add_argument("--rivals-at-once", type=int, default=1)
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--out", type=Path, required=True)
@@ -92,11 +96,16 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(asked.rivals_at_once) as beside:
         folder = Path(name)
-        files = {size: write_run_file(folder / f"{size}.yaml", size, asked) for size in sizes}
-        rivals = [
-            beside.submit(lambda size=size, seed=seed: take(train_rival(files[size], size, seed, folder)))
+        files = {
+            size: write_run_file(
+                folder / f"{size}.yaml", size, asked.data, asked.steps, asked.tasks, precision=asked.precision
+            )
             for size in sizes
-            for seed in asked.rival_seeds
+        }
+        rivals = [
+            beside.submit(lambda row=row: take(train_rival(files[row[0]], *row, folder)))
+            for size in sizes
+            for row in [*((size, seed, 0.0) for seed in asked.rival_seeds), (size, asked.rival_seeds[0], ROUNDING)]
         ]
         jobs = [
             Job(
@@ -117,23 +126,26 @@ def main() -> None:
     print(json.dumps(result["summary"], indent=1))
 
 
-def write_run_file(file: Path, size: str, asked: argparse.Namespace) -> Path:
-    """Write the run file of a size."""
+def write_run_file(
+    file: Path, size: str, data: Path, factor: float, tasks: Path | None = None, *, precision: str = "bf16"
+) -> Path:
+    """Write the run file of a size. factor: of its numbers of steps. tasks: folder of in-context tasks, scored last."""
     chosen = SIZES[size]
-    steps = max(2, round(chosen["training"]["steps"] * asked.steps))
-    warm_up = max(1, round(chosen["optimizer"]["warmup_steps"] * asked.steps))
+    steps = max(2, round(chosen["training"]["steps"] * factor))
+    warm_up = max(1, round(chosen["optimizer"]["warmup_steps"] * factor))
     samples = 4 if size == "tiny" else 64
-    tasks = sorted(str(path.resolve()) for path in asked.tasks.glob("*.jsonl"))
+    files = [] if tasks is None else sorted(str(path.resolve()) for path in tasks.glob("*.jsonl"))
+    questions = 2 if size == "tiny" else 256
     run = {
         "model": {"family": "language", **chosen["model"]},
-        "data": {"sources": [str(asked.data.resolve())], "sequence_length": 512},
-        "layout": {"global_batch": samples, "microbatch": samples, "precision": asked.precision},
+        "data": {"sources": [str(data.resolve())], "sequence_length": 512},
+        "layout": {"global_batch": samples, "microbatch": samples, "precision": precision},
         "optimizer": {**chosen["optimizer"], "warmup_steps": warm_up, "schedule": "cosine"},
         "training": {"steps": steps},
         "checkpoint": {"last": False},
         "evaluation": {
             "samples": 4 if size == "tiny" else 512,
-            "tasks": {"files": tasks, "shots": 0, "questions": 2 if size == "tiny" else 256},
+            **({"tasks": {"files": files, "shots": 0, "questions": questions}} if files else {}),
         },
     }
     file.write_text(yaml.safe_dump(run))
@@ -159,18 +171,20 @@ def write_initial_weights(file: Path, seed: int, folder: Path) -> None:
     )
 
 
-def train_rival(file: Path, size: str, seed: int, folder: Path) -> dict[str, Any]:
+def train_rival(file: Path, size: str, seed: int, rounding: float, folder: Path) -> dict[str, Any]:
     """Train the size by `transformers` in a process of its own and return its row."""
-    name = f"rival-{size}-{seed}"
+    program = "transformers, rounded" if rounding else "transformers"
+    name = f"rival-{size}-{seed}-{rounding}"
     out, script = folder / f"{name}.json", ROOT / "benchmarks" / "rivals" / "transformers_run.py"
     write_initial_weights(file, seed, folder / name)
     command = [sys.executable, str(script), "--weights", str(folder / name), "--out", str(out)]
+    command += ["--rounding", str(rounding)]
     command += [str(file), f"training.seed={seed}"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"}
     )
     print(done.stdout, end="", flush=True)
-    facts = {"name": f"{size}, seed {seed}, transformers", "program": "transformers", "size": size, "seed": seed}
+    facts = {"name": f"{size}, seed {seed}, {program}", "program": program, "size": size, "seed": seed}
     if done.returncode:
         return {**facts, "failed": done.stderr[-2000:]}
     return {**json.loads(out.read_text()), **facts}
@@ -186,6 +200,13 @@ def summarise(runs: list[dict[str, Any]], size: str) -> dict[str, Any]:
     found: dict[str, Any] = {"held_out": losses}
     found["perplexity"] = {seed: math.exp(loss) for seed, loss in losses["phalanx"].items()}
     found["tasks"] = {seed: {task["task"]: task["accuracy"] for task in row["tasks"]} for seed, row in ours.items()}
+    for seed, row in curves_of(runs, size, "transformers, rounded").items():
+        if seed in rivals:
+            apart = np.array(row["loss"]) - np.array(rivals[seed]["loss"])
+            found["rounding_of_transformers"] = {
+                "rms_difference": float(np.sqrt((apart**2).mean())),
+                "held_out_difference": last_held_out(row) - last_held_out(rivals[seed]),
+            }
     both = sorted(ours.keys() & rivals.keys())
     if not both or len(ours) < len(SEEDS):
         return found

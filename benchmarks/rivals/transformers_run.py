@@ -3,7 +3,8 @@ order.
 
     python benchmarks/rivals/transformers_run.py RUN.yaml --weights FOLDER --out OUT.json
 
-FOLDER is a Hugging Face folder with the weights to begin with. The model is `transformers`' LlamaForCausalLM,
+FOLDER is a Hugging Face folder with the weights to begin with; --rounding 1e-6 changes each by about that share, as
+another order of sums would. The model is `transformers`' LlamaForCausalLM,
 computed in bfloat16 by autocast (or in float32, as the run file says); loss, AdamW, clipping, schedule and loop are
 PyTorch's, written out below. Of Phalanx come the batches and the held-out samples, so that both read the same. The
 result holds the loss of every step and the held-out loss at the end.
@@ -41,6 +42,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("words", nargs="*", help="section.field=value for the run file")
     parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--rounding", type=float, default=0.0)
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     run = require_language(load_run(asked.run, asked.words), "this script")
@@ -48,6 +50,7 @@ def main() -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(
         asked.weights, dtype=torch.float32, attn_implementation="sdpa", use_cache=False
     ).to(device)
+    perturb_weights(model, asked.rounding)
     start = time.perf_counter()
     loss = train(run, model, device)
     result = {
@@ -61,6 +64,14 @@ def main() -> None:
     }
     asked.out.write_text(json.dumps(result))
     print(f"transformers: {loss[-1]:.4f}")
+
+
+@torch.no_grad()
+def perturb_weights(model: nn.Module, share: float) -> None:
+    """Multiply every weight by 1 plus a normal number with this standard deviation."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        parameter.mul_(1.0 + share * torch.randn(parameter.shape, device="cpu").to(parameter.device))
 
 
 def train(run: LanguageRun, model: nn.Module, device: torch.device) -> list[float]:
