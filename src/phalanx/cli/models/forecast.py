@@ -7,6 +7,7 @@ from pathlib import Path
 
 from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_table
 from phalanx.cli.options.models import ForecastArguments
+from phalanx.cli.ranks import start_ranks, words_without_nproc
 from phalanx.families.weather.evaluation.compare_forecasts import ScoreRow, skill_in_words
 from phalanx.families.weather.evaluation.forecast_page import render_forecasts
 from phalanx.families.weather.evaluation.forecast_split import (
@@ -16,15 +17,22 @@ from phalanx.families.weather.evaluation.forecast_split import (
 from phalanx.files import write_atomically
 from phalanx.formatting import format_number
 from phalanx.hardware.device import choose_device
+from phalanx.layout.mesh import join_process_group, leave_process_group, ranks_from_environment
 from phalanx.report.table import Column
 
 
 def run_forecast(asked: ForecastArguments) -> None:
     """Run the subcommand."""
-    loaded = load_forecaster(asked.checkpoint, choose_device(asked.device), asked.overrides or [])
+    if asked.nproc is not None:
+        start_ranks(words_without_nproc(), asked.nproc)
+        return
+    ranks = ranks_from_environment()
+    device = choose_device(asked.device, ranks.local_rank)
+    join_process_group(ranks, device)
+    loaded = load_forecaster(asked.checkpoint, device, asked.overrides or [])
     begin = time.perf_counter()
     with make_progress_bar() as bar:
-        task = bar.add_task(asked.split)
+        task = bar.add_task(asked.split, visible=ranks.first)
         found = forecast_split(
             loaded,
             hours=asked.hours,
@@ -32,8 +40,13 @@ def run_forecast(asked: ForecastArguments) -> None:
             step_hours=asked.step,
             starts=asked.starts,
             mapped=asked.shown or (),
+            rank=ranks.rank,
+            ranks=ranks.world_size,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+    leave_process_group()
+    if not ranks.first:
+        return
     # beside the run where there is one; a single checkpoint has no place for a page
     page = asked.html or (asked.checkpoint if (asked.checkpoint / "checkpoints").is_dir() else Path()) / "forecast.html"
     write_atomically(page, render_forecasts(loaded, found))

@@ -233,6 +233,9 @@ class ForecastArguments:
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to write the page; by default forecast.html in RUN_DIR.")
     ] = None
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Share the starts among N ranks of this machine.")
+    ] = None
     device: Device = "auto"
     as_json: Json = False
 

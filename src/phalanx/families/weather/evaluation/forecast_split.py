@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.data.sample_order import Int64Array
@@ -133,13 +134,16 @@ def forecast_split(
     step_hours: int | None = None,
     starts: int | None = None,
     mapped: Sequence[str] = (),
+    rank: int = 0,
+    ranks: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Forecasts:
     """Forecast from every input of a split up to `hours` ahead and score all lead times that the model's steps reach.
 
     step_hours: roll out in steps of this lead time alone; None takes the fewest steps of the lead times trained on.
     starts: inputs to start from, spread evenly over each source; None takes all. mapped: variables to show as maps.
-    progress: called with inputs done and in all.
+    rank, ranks: this rank among those of the process group, which share the starts; each of them gets all scores and maps.
+    progress: called with inputs done and in all, of this rank.
 
     Raises ConfigError where the steps do not reach `hours` or cannot follow one another, DataError for unusable data.
     """
@@ -154,14 +158,19 @@ def forecast_split(
     chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
     usual = [name for name in _MAPPED if name in reader.outputs]
     shown = _MapKeeper(reader, list(mapped) or usual or list(reader.outputs[:_MAPS]), list(steps), chosen)
-    total, done = sum(map(len, chosen)), 0
-    for index, rows in batch_rows(chosen, _BATCH):
+    mine, done = [rows[rank::ranks] for rows in chosen], 0
+    for index, rows in batch_rows(mine, _BATCH):
         for cases, forecast in forecasts_of(loaded.model, reader, index, rows, steps):
             comparison.add(cases, forecast)
             shown.look(cases, forecast)
         done += len(rows)
-        progress(done, total)
-    return Forecasts(split, total, steps, comparison.rows(), shown.maps, reader.grid, without)
+        progress(done, sum(map(len, mine)))
+    maps = [shown.maps] * ranks
+    if ranks > 1:
+        comparison.all_reduce()
+        # One rank has the start that is shown.
+        dist.all_gather_object(maps, shown.maps)
+    return Forecasts(split, sum(map(len, chosen)), steps, comparison.rows(), max(maps, key=len), reader.grid, without)
 
 
 def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int, tuple[int, ...]]:
