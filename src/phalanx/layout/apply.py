@@ -47,6 +47,7 @@ from phalanx.layout.streamed_weights.streamed_sharding import StreamedSharding
 from phalanx.nn.adapters import Adapters, TrainedParameters
 from phalanx.nn.layers import choose_products, separate_gradients
 from phalanx.nn.precision import PRECISIONS
+from phalanx.nn.splits import ModelChunk
 from phalanx.optimizers import HeldParameters, WholeMatrices
 from phalanx.torch_compat import common as compat
 
@@ -171,69 +172,93 @@ def apply_layout(
     fill: whether parameters get their initial values, for which a dry run has no memory. All ranks of `mesh` call it
     together. Raises ConfigError where layout.peer_copies=true and ranks cannot read each other's memory.
     """
-    run, precision = model.run, model.precision
-    # Sharded parameters are cast as they are gathered; whole ones have a copy in the format of the arithmetic.
-    low_precision = mesh.data is None and precision.copies_parameters
-    sharding = choose_sharding(run, layout, mesh, device)
-    context = make_context(layout, mesh, device, attention, sharding, Adapters.of(run.training.lora))
-    names, trained = model.tied(), TrainedParameters.of(run.training)
-    compiled = compiles_blocks(model, layout, device)
-    stages: list[Stage] = []
-    parameters: dict[str, nn.Parameter] = {}
-    state: dict[str, Tensor] = {}
-    splits: TensorSplits = {}
-    for index, chunk in model_chunks(layout, mesh.pp.rank, run.model.n_layers, model.block_costs()).items():
-        stage, kept = model.build_stage(context, chunk, index)
-        module = stage.part
-        splits |= {whole_name(name, names): split for name, split in kept.items()}
-        # Still on meta: a cast costs nothing here, and FSDP2 takes its sharded format from what it is given.
-        cast_parameters(module, precision.compute_dtype if low_precision else precision.main_dtype)
-        trained.apply(named_parameters(module, names))
-        recompute_stage(stage, layout.recompute)
-        for number, block in zip(chunk.blocks, module.blocks, strict=True):
-            if run.layout.fp8_keep_ends <= number < run.model.n_layers - run.layout.fp8_keep_ends:
-                choose_products(block, precision, device)
-        # A matmul whose two gradients are one node could not give that of its input alone.
-        if layout.splits_backward:
-            separate_gradients(module)
-        if compiled:
-            compile_stage(stage)
-        sharding.shard_stage(stage)
-        main = cast_parameters(model.build(context, chunk)[0], precision.main_dtype) if low_precision else module
-        trained.apply(named_parameters(main, names))
-        # Memory for this rank's shards alone: the whole model never exists anywhere.
-        named = named_parameters(main.to_empty(device=device), names)
-        if low_precision:
-            stage.low_precision = LowPrecisionParameters(main, module.to_empty(device=device))
-        kept_state = empty_state(module)
-        if fill:
-            initialise_parameters({**named, **kept_state}, model.initial_rules(), run.training.seed, splits)
-        stages.append(stage)
-        parameters |= named
-        state |= kept_state
+    sharding = choose_sharding(model.run, layout, mesh, device)
+    context = make_context(layout, mesh, device, attention, sharding, Adapters.of(model.run.training.lora))
+    builder = StageBuilder(model, layout, context, whole=mesh.data is None, fill=fill)
+    chunks = model_chunks(layout, mesh.pp.rank, model.run.model.n_layers, model.block_costs())
+    built = [builder.build_stage(chunk, index) for index, chunk in chunks.items()]
+    stages = [one.stage for one in built]
+    parameters = {name: parameter for one in built for name, parameter in one.parameters.items()}
     # By identity, after sharding, which leaves these parameters as they were.
     apart = {parameter for stage in stages for parameter in stage.branch_parameters()}
-    experts: frozenset[str] = frozenset()
-    if mesh.ep.size > 1:
-        spread = {parameter for stage in stages for one in stage.expert_networks() for parameter in one.parameters()}
-        computing = {name for stage in stages for name, p in named_parameters(stage.part, names).items() if p in spread}
-        experts = frozenset(computing)
     applied = ParallelModel(
         layout,
         mesh,
         sharding,
         stages,
         parameters,
-        state,
-        splits,
+        state={name: kept for one in built for name, kept in one.state.items()},
+        splits={name: split for one in built for name, split in one.splits.items()},
         pipeline=Pipeline(stages, layout, mesh.pp, device) if layout.pp > 1 else None,
-        compiled=compiled,
-        tied=frozenset(names.values() if mesh.tie.size > 1 else ()),
+        compiled=builder.compiled,
+        tied=frozenset(builder.names.values() if mesh.tie.size > 1 else ()),
         branch=frozenset(name for name, parameter in parameters.items() if parameter in apart),
-        experts=experts,
+        experts=frozenset(name for one in built for name in one.experts if mesh.ep.size > 1),
     )
     applied.refresh()
     return applied
+
+
+@dataclass(frozen=True)
+class BuiltStage:
+    """A stage, and what it holds by name in the whole model: see the fields of `ParallelModel`."""
+
+    stage: Stage
+    parameters: dict[str, nn.Parameter]
+    state: dict[str, Tensor]
+    splits: TensorSplits
+    experts: list[str]
+    """Parameters of its networks of experts."""
+
+
+class StageBuilder:
+    """Builds the stages of a rank one after the other: steps 1 to 7 of this module."""
+
+    def __init__(
+        self, model: LayoutModel, layout: ResolvedLayout, context: BuildContext, *, whole: bool, fill: bool
+    ) -> None:
+        """whole: data-parallel ranks hold whole parameters. fill: give parameters their initial values."""
+        self.model, self.layout, self.context, self.fill = model, layout, context, fill
+        self.names = model.tied()
+        self.trained = TrainedParameters.of(model.run.training)
+        self.compiled = compiles_blocks(model, layout, context.device)
+        # Sharded parameters are cast as they are gathered; whole ones have a copy in the format of the arithmetic.
+        self.low_precision = whole and model.precision.copies_parameters
+
+    def build_stage(self, chunk: ModelChunk, index: int) -> BuiltStage:
+        """Return the stage of the blocks of `chunk`, the `index`th of the model, with this rank's shards alone."""
+        model, device, precision = self.model, self.context.device, self.model.precision
+        stage, kept = model.build_stage(self.context, chunk, index)
+        module = stage.part
+        splits = {whole_name(name, self.names): split for name, split in kept.items()}
+        # Still on meta: a cast costs nothing here, and FSDP2 takes its sharded format from what it is given.
+        cast_parameters(module, precision.compute_dtype if self.low_precision else precision.main_dtype)
+        self.trained.apply(named_parameters(module, self.names))
+        recompute_stage(stage, self.layout.recompute)
+        first, last = model.run.layout.fp8_keep_ends, model.run.model.n_layers - model.run.layout.fp8_keep_ends
+        for number, block in zip(chunk.blocks, module.blocks, strict=True):
+            if first <= number < last:
+                choose_products(block, precision, device)
+        # A matmul whose two gradients are one node could not give that of its input alone.
+        if self.layout.splits_backward:
+            separate_gradients(module)
+        if self.compiled:
+            compile_stage(stage)
+        self.context.sharding.shard_stage(stage)
+        main = module
+        if self.low_precision:
+            main = cast_parameters(model.build(self.context, chunk)[0], precision.main_dtype)
+        self.trained.apply(named_parameters(main, self.names))
+        # Memory for this rank's shards alone: the whole model never exists anywhere.
+        parameters = named_parameters(main.to_empty(device=device), self.names)
+        if self.low_precision:
+            stage.low_precision = LowPrecisionParameters(main, module.to_empty(device=device))
+        state = empty_state(module)
+        if self.fill:
+            initialise_parameters({**parameters, **state}, model.initial_rules(), model.run.training.seed, splits)
+        spread = {parameter for one in stage.expert_networks() for parameter in one.parameters()}
+        experts = [name for name, p in named_parameters(module, self.names).items() if p in spread]
+        return BuiltStage(stage, parameters, state, splits, experts)
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
