@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.nn.splits import ModelChunk
@@ -54,6 +56,12 @@ def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: flo
 def stage_layer_counts(n_layers: int, n_stages: int, first_cost: float, last_cost: float) -> tuple[int, ...]:
     """Return the number of layers of each stage, as `split_layers` assigns them; computed once for all cost models."""
     return tuple(len(layers) for layers in split_layers(n_layers, n_stages, first_cost, last_cost))
+
+
+def count_leading(layers: Sequence[int], leading: int) -> list[int]:
+    """Return how many of the first `leading` layers of a model each stage holds. layers: of each stage."""
+    starts = accumulate(layers, initial=0)
+    return [min(max(leading - start, 0), held) for start, held in zip(starts, layers, strict=False)]
 
 
 _EXACT = 160

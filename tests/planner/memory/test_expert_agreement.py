@@ -28,6 +28,7 @@ DEEPSEEK = {
     "scoring": "sigmoid",
     "bias_rate": 0.001,
 }
+MIXED = DEEPSEEK | {"dense_layers": 3}
 WIDE_ROWS = {"count": 8, "active": 4, "d_ff": 64, "shared": 1}
 """Rows on their way weigh more than what experts make of them."""
 LATENT = {"query_rank": 48, "key_value_rank": 40, "rope_size": 8, "nope_size": 16, "value_size": 16}
@@ -44,6 +45,9 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (DEEPSEEK, {"dp_shard": 4, "pp": 2, "ep": 4, "recompute": "none", "global_batch": 32}),
     # The first stage has none but dense blocks.
     (DEEPSEEK | {"dense_layers": 2}, {"dp_shard": 4, "pp": 2, "ep": 4, "recompute": "full", "global_batch": 32}),
+    # The second of four stages has a dense block and one of experts.
+    (MIXED, {"dp_shard": 2, "pp": 4, "ep": 2, "recompute": "none", "global_batch": 32}),
+    (MIXED, {"dp_shard": 2, "pp": 4, "ep": 2, "recompute": "full", "zero": 1, "microbatch": 2, "global_batch": 32}),
     (DEEPSEEK | {"latent": LATENT}, {"dp_shard": 4, "tp": 2, "ep": 4, "recompute": "full", "global_batch": 32}),
 ]
 
@@ -52,12 +56,13 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_mixtures_hold_what_the_code_holds(experts: dict[str, Any], words: dict[str, Any]) -> None:
     experts = dict(experts)
     attention = {"model.latent": experts.pop("latent"), "model.n_kv_heads": None} if "latent" in experts else {}
-    run = run_with(SIZES | attention | {"model.experts": experts}, **{"global_batch": 8, **words})
+    layers = {"model.n_layers": 8} if words.get("pp") == 4 else {}
+    run = run_with(SIZES | attention | layers | {"model.experts": experts}, **{"global_batch": 8, **words})
     layout = resolve_layout(bind(run), WORLD)
     model = bind(run, TracedModel)
     model.loads = BALANCED  # type: ignore[attr-defined]
     ranks = rank_memory(model, layout, run.layout.recompute, Kernels("flash", compiled=False))
-    for rank in (ranks[0], ranks[-1]):
+    for rank in ranks[:2] + ranks[-1:]:
         first = rank.rank * WORLD // layout.pp
         found = dry_run(model, layout, first, build_full_step, accelerator=True, devices_per_node=None)
         # A shared network beside `tp`: the plan is 2.3% above what the code holds, for a reason that is not found yet.

@@ -129,11 +129,11 @@ def _least_bytes(model: TracedModel, candidates: LayoutTable, state: MemoryState
     first, inverse = distinct_rows(columns)
     blocks = np.asarray(
         [
-            first_rank_blocks(SCHEDULES[row[0]], *row[1:], n_layers, costs)
+            first_rank_blocks(SCHEDULES[row[0]], *row[1:], n_layers, costs, model.config.leading_layers)
             for row in np.stack(columns, 1)[first].tolist()
         ]
     )
-    held, smallest = blocks[inverse].T
+    held, smallest, leading, least_leading = blocks[inverse].T
     flight = np.ones(len(candidates))
     for number, schedule in enumerate(SCHEDULES):
         some = np.flatnonzero((candidates.schedule == number) & (candidates.pp > 1))
@@ -141,8 +141,8 @@ def _least_bytes(model: TracedModel, candidates: LayoutTable, state: MemoryState
         flight[some] = in_flight(schedule, *sizes)
     held_bytes, exchanges = state.sizes, Exchanges(state)
     kept = sum(exchanges.state_of(held_bytes.block.plus(held_bytes.experts)).values()) * held
-    kept = kept + sum(exchanges.state_of(held_bytes.leading).values())
-    return np.asarray(kept + flight * (smallest * held_bytes.block.kept + np.minimum(held_bytes.leading.kept, 0.0)))
+    kept = kept + sum(exchanges.state_of(held_bytes.leading).values()) * leading
+    return np.asarray(kept + flight * (smallest * held_bytes.block.kept + least_leading * held_bytes.leading.kept))
 
 
 def _worst_ranks(model: TracedModel, candidates: LayoutTable, state: MemoryState) -> tuple[FloatArray, Ints, list[str]]:

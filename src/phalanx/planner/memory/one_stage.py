@@ -39,7 +39,7 @@ class OneStage:
     gathered_again: bool
     """Whether each micro-batch gathers the parameters, as ZeRO-3 does."""
     leading: int = 0
-    """First blocks of another kind, which take less: the first one behind them is looked at in their place."""
+    """First blocks of another kind: of their passes that of the first block behind them stands in their place."""
 
 
 @cache
@@ -50,7 +50,26 @@ def one_stage_candidates(step: OneStage) -> PeakCandidates:
     for row, (_, values) in zip(counts, named, strict=True):
         for name, count in values.items():
             row[COLUMN[name]] = count
+        for blocks, (name, moved) in leading_counts(step, values).items():
+            row[COLUMN[blocks]] -= moved
+            row[COLUMN[name]] += moved
     return PeakCandidates(counts, np.zeros(len(named), np.int64), [name for name, _ in named])
+
+
+def leading_counts(step: OneStage, row: Row) -> dict[str, tuple[str, float]]:
+    """Return by what blocks are counted as how that is called of first blocks of another kind, and how many they are."""
+    leading, others = step.leading, step.n_layers - step.leading
+    kept, whole, shared = (row.get(name, 0) for name in ("blocks_kept", "whole_blocks", "shared_blocks"))
+    # What is dropped after each pass is gathered for the blocks that are looked at.
+    gathered = 0 if step.dropped else row.get("gathered_blocks", 0)
+    return {
+        "layers": ("leading", leading),
+        "blocks_kept": ("leading_kept", min(leading, kept)),
+        "whole_blocks": ("whole_leading", min(leading, whole)),
+        "shared_blocks": ("shared_leading", max(0, shared - others)),
+        "gathered_blocks": ("gathered_leading", min(leading, gathered)),
+        "updated_blocks": ("updated_leading", max(0, row.get("updated_blocks", 0) - others)),
+    }
 
 
 class StepMoments:
@@ -209,7 +228,7 @@ class StepMoments:
         )
         end = {"own_embedding": 1, "own_head": self.tied, "embedding_reduced": 1, "head_reduced": self.tied}
         yield "gradients of the embedding reduced", {**(self.state | self.gradients(self.layers, self.untied)), **end}
-        whole = {"updated_blocks": self.layers, "updated_embedding": 1, "updates": 1}
+        whole = {"updated_blocks": self.layers, "updates": 1}
         yield "update", {**self.state, **whole, "shared_blocks": self.layers, "shared_embedding": 1, "shared_head": 1}
 
     def head_gathered(self) -> dict[str, float]:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.layout.spec import Ints, LayoutTable
-from phalanx.layout.stage_assignment import stage_layer_counts
+from phalanx.layout.spec import LayoutTable
 from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
 from phalanx.planner.trace.traced_model import Kernel, PartName, Setting, TracedModel
@@ -52,17 +51,9 @@ class PartBytes:
     matrices: FloatArray
     """Those in `trained_shard` that an optimizer may treat as matrices."""
 
-    def times(self, factor: Any) -> PartBytes:
-        """This many of it."""
-        return PartBytes(**{field.name: getattr(self, field.name) * factor for field in fields(self)})
-
     def plus(self, other: PartBytes) -> PartBytes:
         """Both together, where both are held at once."""
         return PartBytes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-    def minus(self, other: PartBytes) -> PartBytes:
-        """What it has more than `other`."""
-        return self.plus(other.times(-1.0))
 
     def unpadded(self, shards: FloatArray) -> PartBytes:
         """The same if parameters could be shared out evenly."""
@@ -90,11 +81,7 @@ class ModelBytes:
     rank has them. Of its passes `forward` is what a block's backward pass holds when the experts' gradients are made, and
     `backward` the most that it holds from then on; these gradients and what is kept not counted."""
     leading: PartBytes
-    """What the first blocks of the model take more than as many others, experts among it; less than 0 where it is less."""
-    leading_pass: PartBytes
-    """One of them, whole; its passes where a stage has no other blocks."""
-    n_leading: FloatArray
-    """Such blocks of the first stage."""
+    """One of the first blocks of the model, where these are others; else such a block as all."""
     head: PartBytes
     shared: FloatArray
     """Bytes that the blocks of a stage read together and each micro-batch builds once."""
@@ -113,7 +100,7 @@ class ModelBytes:
 
     def unpadded(self) -> ModelBytes:
         """The same if parameters could be shared out evenly."""
-        parts = {name: getattr(self, name).unpadded(self.shards) for name in ("embedding", "block", "head")}
+        parts = {name: getattr(self, name).unpadded(self.shards) for name in ("embedding", "block", "leading", "head")}
         spread, experts = self.experts.gathered > 0, self.experts.unpadded(self.expert_shards)
         experts = replace(
             experts,
@@ -215,18 +202,11 @@ def model_bytes(
         matrices=matrices,
     )
     block = part("block")
-    leading, leading_pass, n_leading = block.times(0.0), block, nothing
-    if model.config.leading_layers:
-        n_leading = leading_blocks(model, candidates).astype(np.float64)
-        leading_pass = part("leading")
-        leading = leading_pass.minus(block.plus(experts)).times(n_leading)
     return ModelBytes(
         embedding=part("embedding"),
         block=block,
         experts=experts,
-        leading=leading,
-        leading_pass=leading_pass,
-        n_leading=n_leading,
+        leading=part("leading") if model.config.leading_layers else block,
         head=part("head"),
         shared=_column(lambda c: sum(kept.bytes for kept in c["block"].shared), costs)[inverse],
         hidden=_column(lambda c: c["block"].costs.output_bytes, costs)[inverse],
@@ -236,17 +216,6 @@ def model_bytes(
         ring=_column(lambda c: 4 * max((chain.chunk for chain in c["block"].chains), default=0), costs)[inverse],
         waiting=_waiting_bytes(settings, costs)[inverse],
     )
-
-
-def leading_blocks(model: TracedModel, candidates: LayoutTable) -> Ints:
-    """Return the blocks of another kind in the first stage of each candidate; those that it has no room for count as the
-    others do."""
-    counts = {
-        stages: stage_layer_counts(model.config.n_layers, stages, *model.block_costs())[0]
-        for stages in np.unique(candidates.n_stages).tolist()
-    }
-    room = np.asarray([counts[stages] for stages in candidates.n_stages.tolist()], np.int64)
-    return np.minimum(room, model.config.leading_layers)
 
 
 @cache

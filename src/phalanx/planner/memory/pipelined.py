@@ -23,7 +23,7 @@ def pipeline_candidates(pipeline: Pipeline) -> tuple[PeakCandidates, PeakCandida
     Where parameters are kept from a stage's first action to its last, and where they go after each block's forward pass.
     """
     p = pipeline
-    ranks = np.asarray(ranks_that_may_be_worst(p.schedule, p.pp, p.stages_per_rank, p.n_layers, p.costs))
+    ranks = np.asarray(ranks_that_may_be_worst(p.schedule, p.pp, p.stages_per_rank, p.n_layers, p.costs, p.leading))
     kept, freed = (np.zeros(len(ranks), bool), np.ones(len(ranks), bool))
     ranks, frees = np.tile(ranks, 2), np.concatenate([kept, freed])
     found, case = _peak_candidates(p, ranks, frees)
@@ -69,7 +69,7 @@ def _comparable(counts: Counts) -> Counts:
     """Counts of which more is never less memory: a part of a whole gradient is no more than the whole, a received input no
     more than the block that keeps it, and inputs and messages are of one size."""
     found = counts.copy()
-    for name in ("blocks", "embedding", "head"):
+    for name in ("blocks", "leading", "embedding", "head"):
         found[:, COLUMN[f"shared_{name}"]] += counts[:, COLUMN[f"whole_{name}"]]
     received, messages = (counts[:, COLUMN[name]] for name in ("received", "messages"))
     found[:, COLUMN["blocks_kept"]] -= received
@@ -94,6 +94,10 @@ def _largest(rows: Counts, case: IntArray) -> IntArray:
         more = (rows > rows[first][np.cumsum(first) - 1]).any(axis=1)
         order, rows, case = order[more], rows[more], case[more]
     return np.concatenate([*found, order])
+
+
+_BY_KIND = {"blocks_kept": "leading_kept"} | {f"{of}_blocks": f"{of}_leading" for of in ("whole", "shared", "gathered")}
+"""Counts of blocks, and what those of first blocks of another kind are called."""
 
 
 class _Moments(Replay):
@@ -127,7 +131,7 @@ class _Moments(Replay):
                 embedding_forward=1,
             ),
             "forward of the first block": self.rows(
-                f & whole & freed, **kept, gathered_blocks=self.layers, block_forward=1
+                f & whole & freed, **kept, gathered_blocks=self.layers, **self.computed("forward", 0)
             ),
             "forward of a block in between": self.rows(
                 f & ~whole & (self.units > 1),
@@ -136,7 +140,7 @@ class _Moments(Replay):
                 gathered_blocks=self.unit,
                 arrived_blocks=self.unit,
                 arriving_blocks=np.minimum(ahead * self.unit, self.layers - self.unit),
-                block_forward=1,
+                **self.computed("forward", (self.units - ahead) * self.unit - 1),
             ),
             "forward of the last block": self.rows(
                 f,
@@ -145,7 +149,7 @@ class _Moments(Replay):
                 gathered_blocks=np.where(stays, self.layers, self.tail),
                 gathered_embedding=start,
                 arrived_blocks=np.where(whole, 0, self.tail),
-                block_forward=1,
+                **self.computed("forward", self.layers - 1),
             ),
             "forward of the head": self.rows(
                 f & self.is_last,
@@ -161,9 +165,11 @@ class _Moments(Replay):
         }
 
     def of_backward_passes(self) -> dict[str, tuple[Counts, Counts]]:
-        """Of every pass back through a stage: the head, the last block, those in between, the first one, the embedding."""
+        """Of every pass back through a stage: the head, the last block, those in between, the first one of each kind, the
+        embedding."""
         b, whole, layers, unit = self.backward, self.own_gathered, self.layers, self.unit
-        new = b & ~self.own_whole
+        new, leading = b & ~self.own_whole, self.leading
+        begun = leading // self.pipeline.gather_blocks * self.pipeline.gather_blocks
         # Gradients of inputs alone free nothing on their way: what those of weights are made from comes to what is kept.
         frees, split = ~self.split, self.split
         ahead = np.minimum(self.pipeline.gathers_ahead, self.units)
@@ -172,11 +178,8 @@ class _Moments(Replay):
 
         def gradients(blocks: IntArray, *, embedding: bool = False) -> dict[str, Counts]:
             """Gradients of a stage's first micro-batch after the backward passes of its head and so many blocks."""
-            # What first blocks of another kind differ by comes with the embedding, and is not there before.
-            alike = ~self.leads | embedding
             return {
-                "whole_blocks": np.where(new & frees & alike, blocks, 0),
-                "whole_leading": np.where(new & frees & ~alike, blocks, 0),
+                "whole_blocks": np.where(new & frees, blocks, 0),
                 "whole_head": new & self.is_last,
                 "whole_embedding": new & self.is_first & embedding,
                 "coming": new & frees,
@@ -198,7 +201,7 @@ class _Moments(Replay):
                 waiting=1 * split,
                 gathered_blocks=np.where(whole, layers, self.tail),
                 arriving_blocks=np.where(whole, 0, np.minimum(self.pipeline.gathers_ahead * unit, layers - self.tail)),
-                block_backward=1,
+                **self.computed("backward", layers - 1),
             ),
             "backward of a block in between": self.rows(
                 b & ~whole & (self.units > 1),
@@ -209,7 +212,18 @@ class _Moments(Replay):
                 blocks_kept=(unit + 1 - layers) * frees,
                 gathered_blocks=layers - unit,
                 arriving_blocks=unit,
-                block_backward=1,
+                **self.computed("backward", unit),
+            ),
+            "backward of the first block behind others": self.rows(
+                b & (leading > 0) & (leading < layers),
+                **held,
+                **head_done,
+                **gradients(layers - leading - 1),
+                waiting=(layers - leading) * split,
+                blocks_kept=(1 + leading - layers) * frees,
+                gathered_blocks=np.where(whole, layers, layers - begun),
+                arriving_blocks=np.where(whole, 0, np.minimum(begun, unit)),
+                **self.computed("backward", leading),
             ),
             "backward of the first block": self.rows(
                 b,
@@ -220,7 +234,7 @@ class _Moments(Replay):
                 blocks_kept=(1 - layers) * frees,
                 gathered_blocks=layers,
                 arriving_embedding=~whole & self.is_first,
-                block_backward=1,
+                **self.computed("backward", 0),
             ),
             "backward of the embedding": self.rows(
                 b & self.is_first,
@@ -291,24 +305,40 @@ class _Moments(Replay):
     def _update(self) -> tuple[Counts, Counts]:
         rows = np.zeros((len(self.freed), len(COUNTS)), np.int32)
         stages = self.stages
-        whole = {"layers": stages.layers.sum(1), "embedding": stages.first.any(1), "head": stages.last.any(1)}
+        leading = stages.leading.sum(1)
+        blocks = stages.layers.sum(1) - leading
+        whole = {"layers": blocks, "leading": leading, "embedding": stages.first.any(1), "head": stages.last.any(1)}
         for name, count in whole.items():
             rows[:, COLUMN[name]] = count
             rows[:, COLUMN["shared_" + ("blocks" if name == "layers" else name)]] = count
         if self.pipeline.whole_updates:
-            rows[:, COLUMN["updated_blocks"]] = whole["layers"]
-            rows[:, COLUMN["updated_embedding"]] = whole["embedding"]
+            rows[:, COLUMN["updated_blocks"]] = blocks
+            rows[:, COLUMN["updated_leading"]] = leading
             rows[:, COLUMN["updates"]] = 1
         return rows, np.arange(len(rows))
 
+    def computed(self, way: str, block: Counts | int) -> dict[str, Counts]:
+        """Count the pass of a block of the stage that computes, by its kind."""
+        leads = block < self.leading
+        return {f"block_{way}": ~leads, f"leading_{way}": leads}
+
     def rows(self, where: Mask, **more: Counts | int) -> tuple[Counts, Counts]:
-        """The counts before those actions with `more` of each, and their cases."""
+        """The counts before those actions with `more` of each, and their cases.
+
+        Of blocks all kinds are given together: a stage's first ones, which may be others, are told apart here.
+        """
         place = np.flatnonzero(where)
         found = self.before.reshape(-1, len(COUNTS))[place]
+        leading = self.leading.reshape(-1)[place]
+        others = self.layers.reshape(-1)[place] - leading
         for name, count in more.items():
-            found[:, COLUMN[name]] += count.reshape(-1)[place] if isinstance(count, np.ndarray) else count
-        for way in ("forward", "backward"):
-            moved = found[:, COLUMN[f"block_{way}"]] * self.leads.reshape(-1)[place]
-            found[:, COLUMN[f"block_{way}"]] -= moved
-            found[:, COLUMN[f"leading_{way}"]] += moved
+            change = count.reshape(-1)[place] if isinstance(count, np.ndarray) else np.full(len(place), count)
+            found[:, COLUMN[name]] += change
+            if name not in _BY_KIND:
+                continue
+            # A forward pass comes to the first blocks first; backward passes, which give up what is kept, come to them last.
+            last = np.sign(change) * np.maximum(np.abs(change) - others, 0)
+            moved = np.where(change > 0, np.minimum(leading, change), last) if name == "blocks_kept" else last
+            found[:, COLUMN[name]] -= moved
+            found[:, COLUMN[_BY_KIND[name]]] += moved
         return found, place // where.shape[1]

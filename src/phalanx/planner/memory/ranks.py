@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE, LayoutTable, ResolvedLayout
-from phalanx.layout.stage_assignment import stage_layer_counts, stages_of_rank
+from phalanx.layout.stage_assignment import count_leading, stage_layer_counts, stages_of_rank
 from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.schedule.table import table_of
 
@@ -57,30 +57,35 @@ def parts_at(
 
 @cache
 def first_rank_blocks(
-    schedule: str, pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float]
-) -> tuple[int, int]:
-    """Return the blocks of the first pipeline rank, and of the smallest of its stages."""
+    schedule: str, pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float], leading: int
+) -> tuple[int, int, int, int]:
+    """Return of the blocks of the first pipeline rank how many it holds, and how many each of its stages holds at least: all
+    but the model's first `leading` ones, then these."""
     layout = ResolvedLayout(global_batch=1, pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
     layers = stage_layer_counts(n_layers, layout.n_stages, *costs)
-    held = [layers[stage] for stage in stages_of_rank(layout, 0)]
-    return sum(held), min(held)
+    of_stages = count_leading(layers, leading)
+    before = [of_stages[stage] for stage in stages_of_rank(layout, 0)]
+    others = [layers[stage] - of_stages[stage] for stage in stages_of_rank(layout, 0)]
+    return sum(others), min(others), sum(before), min(before)
 
 
 @cache
 def ranks_that_may_be_worst(
-    schedule: str, pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float]
+    schedule: str, pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float], leading: int = 0
 ) -> list[int]:
     """Return the pipeline ranks of which one needs most memory.
 
-    Of two ranks with stages of as many layers and the same ends of the model the earlier one has more micro-batches in
-    flight. Where gradients of weights come later than those of inputs, a later rank may hold more: all ranks are looked at.
+    leading: first blocks of another kind. Of two ranks with stages of as many layers of each kind and the same ends of the
+    model the earlier one has more micro-batches in flight. Where gradients of weights come later than those of inputs, a
+    later rank may hold more: all ranks are looked at.
     """
     if schedule in ZERO_BUBBLE:
         return list(range(pp))
     stage = np.arange(pp * stages_per_rank).reshape(stages_per_rank, pp)
-    layers = np.asarray(stage_layer_counts(n_layers, pp * stages_per_rank, *costs))[stage]
+    layers = stage_layer_counts(n_layers, pp * stages_per_rank, *costs)
+    kinds = np.stack([layers, count_leading(layers, leading)])[:, stage].reshape(-1, pp)
     ends = np.stack([stage == 0, stage == stage.max()]).any(axis=1)
-    _, first = np.unique(np.concatenate([layers, ends]), axis=1, return_index=True)
+    _, first = np.unique(np.concatenate([kinds, ends]), axis=1, return_index=True)
     return [int(rank) for rank in np.sort(first)]
 
 

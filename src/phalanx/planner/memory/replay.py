@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.layout.stage_assignment import stage_layer_counts
+from phalanx.layout.stage_assignment import count_leading, stage_layer_counts
 from phalanx.planner.schedule.table import IntArray, Pass, ScheduleTable, schedule_table
 
 Mask = npt.NDArray[np.bool_]
@@ -24,9 +24,11 @@ Counts = npt.NDArray[Any]
 
 COUNTS = (
     "layers",
+    "leading",
     "embedding",
     "head",
     "blocks_kept",
+    "leading_kept",
     "embeddings_kept",
     "heads_kept",
     "stages_kept",
@@ -45,8 +47,10 @@ COUNTS = (
     "shared_blocks",
     "shared_embedding",
     "shared_head",
+    "shared_leading",
     "coming",
     "gathered_blocks",
+    "gathered_leading",
     "gathered_embedding",
     "gathered_head",
     "arrived_blocks",
@@ -79,12 +83,13 @@ COUNTS = (
     "embedding_given_up",
     "head_given_up",
     "updated_blocks",
-    "updated_embedding",
+    "updated_leading",
     "updates",
 )
 """What is counted, in the order of the columns; `weights` says of each what one takes.
 
-- layers, embedding, head: of the model on this rank.
+- layers, embedding, head: of the model on this rank. leading, here and below: first blocks of the model that are of another
+  kind; they are no part of what is counted as layers or blocks, but for what arrives, is sent or reduced.
 - .._kept: activations of parts from forward to backward pass, each micro-batch counted. waiting: blocks whose gradients of
   weights are still to come after those of their input.
 - received: inputs from other ranks that are kept. handed_on: results that went to another rank and are kept until their
@@ -149,6 +154,8 @@ class Stages:
 
     index: IntArray
     layers: IntArray
+    leading: IntArray
+    """Layers of them that are first ones of the model, of another kind."""
     first: Mask
     last: Mask
     gets: Mask
@@ -160,12 +167,15 @@ class Stages:
     def of(cls, table: ScheduleTable, pipeline: Pipeline) -> Stages:
         """Of all ranks."""
         index = table.stages_of_rank
-        layers = np.asarray(stage_layer_counts(pipeline.n_layers, table.n_stages, *pipeline.costs))[index]
+        layers = stage_layer_counts(pipeline.n_layers, table.n_stages, *pipeline.costs)
+        held, leading = (np.asarray(each)[index] for each in (layers, count_leading(layers, pipeline.leading)))
         first, last = index == 0, index == table.n_stages - 1
         ranks = table.rank_of_stage
         before, after = (ranks[np.clip(index + step, 0, table.n_stages - 1)] for step in (-1, 1))
         # In a schedule that goes there and back, two neighbouring stages lie on one rank.
-        return cls(index, layers, first, last, ~first & (before != ranks[index]), ~last & (after != ranks[index]))
+        return cls(
+            index, held, leading, first, last, ~first & (before != ranks[index]), ~last & (after != ranks[index])
+        )
 
     def take(self, ranks: IntArray) -> Stages:
         """Of these ranks."""
@@ -192,13 +202,13 @@ class Replay:
         """Whether an action is of a stage."""
         self.layers = self._over_stages(self.own, self.stages.layers)
         """Of the stage that computes."""
+        self.leading = self._over_stages(self.own, self.stages.leading)
+        """Those of them that are of another kind."""
         self.is_first, self.is_last, self.gets, self.gives = (
             self._over_stages(self.own, mask) > 0
             for mask in (self.stages.first, self.stages.last, self.stages.gets, self.stages.gives)
         )
         kind = table.kind[ranks]
-        self.leads = self.is_first & (self.layers <= pipeline.leading)
-        """Whether all blocks of the stage that computes are first ones of another kind."""
         self.forward = kind == Pass.FORWARD
         # Nobody needs the gradients of the first stage's input: PyTorch computes all of its backward pass when those of its
         # weights are due, and nothing before.
@@ -224,6 +234,7 @@ class Replay:
     def before(self) -> IntArray:
         """Counts before each action, [cases, actions, COUNTS]; gathered ones of the stages that do not compute."""
         stages, over = self.stages, self._over_stages
+        others = stages.layers - stages.leading
         flight = self._sum_before((self.forward * 1 - self.releases)[:, :, None] * self.own)
         waiting = self._sum_before((self.split * 1 - self.weight)[:, :, None] * self.own)
         elsewhere = self.gathered & ~self.own
@@ -232,10 +243,12 @@ class Replay:
         # One stage a rank: the step does not wait for what was sent, and a result stays until its backward pass.
         sent = self._sum_before((self.gives & self.forward) * 1 + (self.gets & self.backward)) * self.several
         values: dict[str, Counts | int] = {
-            "layers": stages.layers.sum(1)[:, None],
+            "layers": others.sum(1)[:, None],
+            "leading": stages.leading.sum(1)[:, None],
             "embedding": np.asarray(stages.first.any(1))[:, None],
             "head": np.asarray(stages.last.any(1))[:, None],
-            "blocks_kept": over(flight, stages.layers),
+            "blocks_kept": over(flight, others),
+            "leading_kept": over(flight, stages.leading),
             "embeddings_kept": over(flight, stages.first),
             "heads_kept": over(flight, stages.last),
             "stages_kept": flight.sum(2),
@@ -247,13 +260,16 @@ class Replay:
             "sent": sent,
             "sent_lately": self._sent_lately(sent, self.pipeline.pp * links[:, 0]) if self.several else 0,
             "later_sent": late * links * self.several,
-            "whole_blocks": over(self.whole, stages.layers),
+            "whole_blocks": over(self.whole, others),
+            "whole_leading": over(self.whole, stages.leading),
             "whole_embedding": over(self.whole, stages.first),
             "whole_head": over(self.whole, stages.last),
-            "shared_blocks": over(self.shared, stages.layers),
+            "shared_blocks": over(self.shared, others),
+            "shared_leading": over(self.shared, stages.leading),
             "shared_embedding": over(self.shared, stages.first),
             "shared_head": over(self.shared, stages.last),
-            "gathered_blocks": over(elsewhere, stages.layers),
+            "gathered_blocks": over(elsewhere, others),
+            "gathered_leading": over(elsewhere, stages.leading),
             "gathered_embedding": over(elsewhere, stages.first),
             "gathered_head": over(self.active & ~self.own, stages.last),
         }

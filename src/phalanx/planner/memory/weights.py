@@ -33,10 +33,11 @@ def buffers_beside(exchanges: Exchanges) -> FloatArray:
     `peer_buffers`."""
     s, z = exchanges.s, exchanges.s.sizes
     found = np.zeros((len(COUNTS), len(z.shards)))
+    parts = {"layers": z.block, "leading": z.leading, "embedding": z.embedding, "head": z.head}
     if s.peer_copies:
         sent = np.where(exchanges.whole, s.master, s.width)
-        for name, part in (("layers", z.block), ("embedding", z.embedding), ("head", z.head)):
-            pool = 0 if name == "layers" else sent * part.trained_gathered
+        for name, part in parts.items():
+            pool = 0 if name in ("layers", "leading") else sent * part.trained_gathered
             found[COLUMN[name]] = exchanges.sharded_many * (s.width * (part.shard - part.streamed) + pool)
     return found
 
@@ -61,10 +62,10 @@ def causes_of(counts: FloatArray, weight: dict[str, Allocations], constant: Allo
 
 def _state(r: Exchanges) -> dict[str, Allocations]:
     z = r.s.sizes
-    # The first stage is counted as if all its blocks were alike; what they are not comes with the embedding.
     return {
         "layers": r.state_of(z.block.plus(z.experts)),
-        "embedding": r.state_of(z.embedding.plus(z.leading)),
+        "leading": r.state_of(z.leading),
+        "embedding": r.state_of(z.embedding),
         "head": r.state_of(z.head),
     }
 
@@ -73,7 +74,8 @@ def _activations(r: Exchanges) -> dict[str, Allocations]:
     z = r.s.sizes
     kept = {
         "blocks_kept": z.block.kept,
-        "embeddings_kept": z.embedding.kept + z.leading.kept,
+        "leading_kept": z.leading.kept,
+        "embeddings_kept": z.embedding.kept,
         "heads_kept": z.head.kept,
         "stages_kept": z.shared,
         "waiting": z.waiting,
@@ -110,16 +112,13 @@ def _gradients(r: Exchanges) -> dict[str, Allocations]:
         found[f"shared_{name}"] = {"gradients": s.master * part.trained_shard}
         found[f"sent_{name}"] = {"reduce buffers": s.sharded * r.sent * part.trained_gathered}
         found[f"own_{name}"] = {"one part's pass": r.own_gradients(part)}
-    first = z.leading_pass
+    first = z.leading
     found["whole_leading"] = {"gradients": s.master * np.where(r.whole, first.trained_gathered, first.trained_shard)}
+    found["shared_leading"] = {"gradients": s.master * first.trained_shard}
     # Experts that one rank alone has are never gathered: their gradients are theirs.
-    shared_experts, shared_leading = z.experts.trained_shard, z.leading.trained_shard
-    experts = np.where(r.whole & r.spread, z.experts.trained_gathered, shared_experts)
-    lone = z.n_leading * shared_experts * ~r.spread
-    leading = np.where(r.whole, z.leading.trained_gathered - lone, shared_leading)
-    for name, whole, shared in (("blocks", experts, shared_experts), ("embedding", leading, shared_leading)):
-        found[f"whole_{name}"]["gradients"] = found[f"whole_{name}"]["gradients"] + s.master * whole
-        found[f"shared_{name}"]["gradients"] = found[f"shared_{name}"]["gradients"] + s.master * shared
+    experts = np.where(r.whole & r.spread, z.experts.trained_gathered, z.experts.trained_shard)
+    for name, more in (("whole_blocks", experts), ("shared_blocks", z.experts.trained_shard)):
+        found[name]["gradients"] = found[name]["gradients"] + s.master * more
     return found
 
 
@@ -135,16 +134,14 @@ def _gathered(r: Exchanges) -> dict[str, Allocations]:
     # The buffer of one arrival goes at the next: that of the experts, inside their block, is the later one.
     later = np.where(r.spread, r.experts_arrived * z.experts.gathered, r.received * z.block.gathered)
     found["arrived_blocks"] = {"gather buffers": s.sharded * later}
-    # Where parameters go after each pass, the embedding computes beside no block.
-    leading = np.where(r.dropped, 0, z.leading.gathered)
-    found["gathered_embedding"] = {"gathered parameters": s.sharded * s.width * (z.embedding.gathered + leading)}
+    found["gathered_leading"] = {"gathered parameters": s.sharded * s.width * z.leading.gathered}
     return found
 
 
 def _passes(r: Exchanges) -> dict[str, Allocations]:
     """Of one part that computes, or whose gradients are reduced."""
     z, found = r.s.sizes, {}
-    for name, part in (("embedding", z.embedding), ("block", z.block), ("head", z.head), ("leading", z.leading_pass)):
+    for name, part in (("embedding", z.embedding), ("block", z.block), ("head", z.head), ("leading", z.leading)):
         found[f"{name}_forward"] = {"one part's pass": part.forward}
         found[f"{name}_backward"] = {"one part's pass": part.backward}
     for name, part in (("embedding", z.embedding), ("blocks", z.block), ("head", z.head)):
@@ -174,7 +171,7 @@ def _update(r: Exchanges) -> dict[str, Allocations]:
     each = s.width * (2 if s.width < s.master else 1) * (s.round_bytes > 0)
     sizes = {
         "updated_blocks": each * (z.block.matrices + z.experts.matrices),
-        "updated_embedding": each * z.leading.matrices,
+        "updated_leading": each * z.leading.matrices,
         "updates": s.round_bytes,
     }
     return {name: {"whole matrices": size} for name, size in sizes.items()}

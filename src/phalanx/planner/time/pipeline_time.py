@@ -9,7 +9,7 @@ import numpy as np
 
 from phalanx.hardware.collectives import Constants, send
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.stage_assignment import stage_layer_counts
+from phalanx.layout.stage_assignment import count_leading, stage_layer_counts
 from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.schedule.bounds import bound_makespan
 from phalanx.planner.schedule.simulate import StageTimes, makespans_together
@@ -105,12 +105,15 @@ def stage_times(steps: Steps, which: Ints, times: PartTimes) -> StageSeconds:
     """Return the times of the stages of these layouts, all of which have equally many stages."""
     n_stages = int(steps.layouts.n_stages[which[0]])
     models = zip(steps.n_layers[which].tolist(), steps.end_costs[which].tolist(), strict=True)
-    blocks = np.asarray([stage_layer_counts(n_layers, n_stages, *costs) for n_layers, costs in models], np.float64)
+    counts = [stage_layer_counts(n_layers, n_stages, *costs) for n_layers, costs in models]
+    blocks = np.asarray(counts, np.float64)
+    leading = [count_leading(*one) for one in zip(counts, steps.leading_layers[which].tolist(), strict=True)]
     both = times.seconds.sum(axis=2)
     columns = []
     for column in (both[:, Direction.FORWARD], both[:, Direction.BACKWARD], times.weight):
-        stages = column[steps.block[which]][:, None] * blocks
-        stages[:, 0] += steps.of_start(column)[which]
+        block, first = column[steps.block[which]][:, None], column[steps.leading[which]][:, None]
+        stages = block * blocks + (first - block) * leading
+        stages[:, 0] += column[steps.embedding[which]]
         stages[:, -1] += column[steps.head[which]]
         columns.append(stages)
     return StageSeconds(*columns)

@@ -116,6 +116,8 @@ class Steps:
     """Such blocks of the first stage."""
     n_layers: Ints
     """Blocks of the model."""
+    leading_layers: Ints
+    """Its first ones of another kind."""
     end_costs: Floats
     """Costs of the embedding and of the head, in blocks, by which stages are split, [layouts, 2]."""
     layers: RankLayers
@@ -256,6 +258,7 @@ def steps_of(
         head=len(kinds) * which + 2,
         n_leading=n_leading,
         n_layers=np.full(len(layouts), plain.model.n_layers),
+        leading_layers=np.full(len(layouts), plain.model.leading_layers),
         end_costs=np.tile(framework.end_costs(plain), (len(layouts), 1)),
         layers=layers,
         unit=unit,
