@@ -20,7 +20,7 @@ from phalanx.kernels.float8 import (
     scaled_product,
 )
 from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient, swiglu_gradient_amax
-from phalanx.kernels.swiglu import swiglu, swiglu_backward_reference
+from phalanx.kernels.swiglu import swiglu_backward_reference
 
 E4M3, E5M2, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
 
@@ -128,9 +128,10 @@ def test_gradients_of_a_gated_product_are_quantised_as_they_are_formed(block: in
     grad, gate_up = random(37, 128), random(37, 256, seed=1)
     exact = swiglu_backward_reference(grad.double(), gate_up.double(), block)[0]
     amax = swiglu_gradient_amax(grad, gate_up, block)
-    torch.testing.assert_close(amax.double(), exact.abs().amax().view(1), rtol=1e-5, atol=0.0)
+    # As numbers that lie in memory in 16 bits are.
+    rounded, hidden = swiglu_backward_reference(grad, gate_up, block)
+    assert torch.equal(amax, rounded.abs().amax().view(1).float())
     scale = power_of_two_scale(amax, E4M3)
-    hidden = swiglu(gate_up, block)
     hidden_scale = power_of_two_scale(hidden.abs().amax().view(1), E5M2)
     arguments = (grad, gate_up, block, scale, hidden_scale, E4M3, E5M2)
     q, q_t, hidden_t = quantise_swiglu_gradient(*arguments)

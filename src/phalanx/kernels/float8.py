@@ -5,6 +5,9 @@ a block. Every scale is a power of two. A number then keeps the same digits what
 2^-14 of the largest loses some: results depend as little as possible on which numbers share a scale, multiplying by it is
 exact, and nothing is lost in accuracy, since floating-point numbers are as accurate at any size.
 
+Numbers are rounded to bfloat16 first, whatever format they come in: a main parameter then gives what its copy in the
+format of the activations gives, which other ranks may have gathered.
+
 A product of the tensor cores reads both its operands along the dim that is summed over. The backward pass sums over other
 dims than the forward pass, so that it needs the transposed of each operand: written in the same pass as the operand itself.
 """
@@ -121,7 +124,7 @@ def quantise_reference(
 ) -> tuple[Tensor, Tensor]:
     """Do as `quantise` in plain PyTorch, for every device and format."""
     q_NI, q_IN = _empty_pair(x_NI, dtype, rows, columns)
-    wide_NI = x_NI.to(torch.promote_types(x_NI.dtype, torch.float32))
+    wide_NI = x_NI.bfloat16().to(torch.promote_types(x_NI.dtype, torch.float32))
     if rows:
         q_NI.copy_(wide_NI / scale.view(-1, 1))
     if columns:
@@ -186,7 +189,7 @@ def quantise_blocks_reference(
     four = _empty_blocks(x_NI, dtype, block, square, rows, columns)
     for wanted, matrix, q, scales in ((rows, x_NI, *four[:2]), (columns, x_NI.t(), *four[2:])):
         if wanted:
-            wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+            wide = matrix.bfloat16().to(torch.promote_types(matrix.dtype, torch.float32))
             amax = _pad(wide.abs(), block if square else 1, block)
             amax = amax.unflatten(1, (-1, block)).amax(-1)
             if square:
@@ -237,7 +240,7 @@ def _(x_NI: Tensor) -> tuple[Tensor, Tensor]:
 
 def row_column_amax_reference(x_NI: Tensor) -> tuple[Tensor, Tensor]:
     """Do as `row_column_amax` in plain PyTorch, for every device and format."""
-    size_NI = x_NI.abs()
+    size_NI = x_NI.bfloat16().abs()
     return size_NI.amax(1).float(), size_NI.amax(0).float()
 
 

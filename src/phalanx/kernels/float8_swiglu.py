@@ -13,7 +13,7 @@ from torch import Tensor
 
 from phalanx.kernels import triton_module
 from phalanx.kernels.float8 import quantise_reference
-from phalanx.kernels.swiglu import SMALLEST_BLOCK, swiglu
+from phalanx.kernels.swiglu import SMALLEST_BLOCK, swiglu_backward_reference
 from phalanx.torch_compat import common as compat
 
 LARGEST_BLOCK = 128
@@ -26,7 +26,7 @@ def swiglu_gradient_amax(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor
 
     grad: [N, F], gradient of swiglu(gate_up). gate_up: [N, 2F] as in `kernels.swiglu`, of the same format.
     """
-    return swiglu_gradient(grad_NF, gate_up, block).abs().amax().float().view(1)
+    return _amax(grad_NF, gate_up, block)
 
 
 @swiglu_gradient_amax.register_fake
@@ -38,7 +38,7 @@ def _(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
 def _(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
     kernel = triton_module("float8_triton")
     if kernel is None or not _covers(gate_up, block):
-        return swiglu_gradient(grad_NF, gate_up, block).abs().amax().float().view(1)
+        return _amax(grad_NF, gate_up, block)
     result: Tensor = kernel.run_swiglu_gradient_amax(grad_NF.contiguous(), gate_up.contiguous(), block)
     return result
 
@@ -94,6 +94,10 @@ def _(
     return results
 
 
+def _amax(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
+    return swiglu_backward_reference(grad_NF, gate_up, block)[0].abs().amax().float().view(1)
+
+
 def _quantise(
     grad_NF: Tensor,
     gate_up: Tensor,
@@ -103,8 +107,7 @@ def _quantise(
     dtype: torch.dtype,
     hidden_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    hidden = swiglu(gate_up, block)
-    rounded = swiglu_gradient(grad_NF, gate_up, block).to(gate_up.dtype)
+    rounded, hidden = swiglu_backward_reference(grad_NF, gate_up, block)
     q, q_t = quantise_reference(rounded, scale, scale, dtype, True, True)
     return q, q_t, quantise_reference(hidden, hidden_scale, hidden_scale, hidden_dtype, False, True)[1]
 
@@ -139,16 +142,6 @@ def quantises_gradients(device: torch.device) -> bool:
         if not max(map(float, errors)) <= 1e-2:
             return False
     return True
-
-
-def swiglu_gradient(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
-    """Return the gradient of `gate_up`, [N, 2F], in at least float32, in plain PyTorch."""
-    wide = torch.promote_types(gate_up.dtype, torch.float32)
-    gate, up = gate_up.to(wide).unflatten(-1, (-1, 2, block)).unbind(-2)
-    grad = grad_NF.to(wide).unflatten(-1, (-1, block))
-    sigmoid = torch.sigmoid(gate)
-    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    return torch.stack((grad * up * slope, grad * gate * sigmoid), dim=-2).flatten(-3)
 
 
 def _covers(gate_up: Tensor, block: int) -> bool:

@@ -58,7 +58,8 @@ def quantise_kernel(
     column = (tl.program_id(0) % tiles) * TILE_C + tl.arange(0, TILE_C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     # Whole tensors have more elements than 32 bits count.
-    value = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    value = value.to(tl.bfloat16).to(tl.float32)
     if ROWS:
         if BY_ROW:
             factor = tl.div_rn(1.0, tl.load(scale + row, mask=row < rows, other=1.0))[:, None]
@@ -98,7 +99,8 @@ def quantise_blocks_kernel(
     tile_row, tile_column = tl.program_id(0) // across, tl.program_id(0) % across
     row, column = tile_row * TILE + tl.arange(0, TILE), tile_column * TILE + tl.arange(0, TILE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    value = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    value = value.to(tl.bfloat16).to(tl.float32)
     size = tl.abs(value)
     if SQUARE:
         # Found twice, in two ways: numbers that are stored in two orders are each formed in the order that suits.
@@ -140,7 +142,8 @@ def row_column_amax_kernel(
     tile_row, tile_column = tl.program_id(0) // across, tl.program_id(0) % across
     row, column = tile_row * TILE + tl.arange(0, TILE), tile_column * TILE + tl.arange(0, TILE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    value = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    value = value.to(tl.bfloat16).to(tl.float32)
     size = tl.abs(value)
     tl.store(by_row + tile_column.to(tl.int64) * rows + row, tl.max(size, 1), mask=row < rows)
     tl.store(by_column + tile_row.to(tl.int64) * columns + column, tl.max(size, 0), mask=column < columns)
@@ -183,6 +186,8 @@ def swiglu_gradient_amax_kernel(
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     of_gate, of_up, _ = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK)
     largest = tl.max(tl.max(tl.maximum(tl.abs(of_gate), tl.abs(of_up)), 1), 0)
+    # Of the numbers as they are rounded before they are quantised.
+    largest = largest.to(gate_up.dtype.element_ty).to(tl.float32)
     tl.store(amax + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), largest)
 
 

@@ -222,8 +222,9 @@ class StageBuilder:
         self.names = model.tied()
         self.trained = TrainedParameters.of(model.run.training)
         self.compiled = compiles_blocks(model, layout, context.device)
-        # Sharded parameters are cast as they are gathered; whole ones have a copy in the format of the arithmetic.
-        self.low_precision = whole and model.precision.copies_parameters
+        # Sharded parameters are cast as they are gathered; whole ones have a copy in the format of the arithmetic, or large
+        # ones in 8 bits: the others are then cast where they are used.
+        self.low_precision = whole and model.precision.copies_parameters and model.precision.products is None
 
     def build_stage(self, chunk: ModelChunk, index: int) -> BuiltStage:
         """Return the stage of the blocks of `chunk`, the `index`th of the model, with this rank's shards alone."""

@@ -26,6 +26,8 @@ from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor_parallel.split_layers import split_tensors
 from phalanx.nn.adapters import DOWN, UP, Adapters, add_adapters
+from phalanx.nn.float8_linear import Float8Product
+from phalanx.nn.layers import Linear, quantise_weights
 from phalanx.nn.precision import Precision, find_precision
 from phalanx.nn.splits import ModelChunk, Splits
 from phalanx.torch_compat import common as compat
@@ -90,6 +92,10 @@ class WholeParameters:
         StreamedSharding     FSDP2, but the matrices of blocks travel round a ring of ranks (`streamed_weights`)
     """
 
+    def __init__(self) -> None:
+        self._quantised: list[Linear] = []
+        """Layers whose weights are quantised once a step."""
+
     def split_parameters(self, model: nn.Module, splits: Splits, tp: Axis) -> TensorSplits:
         """Cut the parameters of `model`, still on meta, down to this rank's over `tp`, before FSDP2 sees them.
 
@@ -99,6 +105,8 @@ class WholeParameters:
 
     def shard_stage(self, stage: Stage) -> None:
         """Shard the parameters of `stage` over the data-parallel ranks, in place; `stage` is on meta still."""
+        layers = [module for module in stage.modules() if isinstance(module, Linear)]
+        self._quantised += [layer for layer in layers if isinstance(layer.multiply, Float8Product)]
 
     def prepare_microbatch(self, stage: nn.Module, *, last: bool) -> None:
         """Say what `stage` communicates in the next micro-batch. last: whether it is the last of this optimizer step."""
@@ -108,6 +116,7 @@ class WholeParameters:
 
     def publish_parameters(self) -> None:
         """Let what is gathered from now on be the present parameters; to be called whenever they have changed."""
+        quantise_weights(self._quantised)
 
     @property
     def buffer_bytes(self) -> int:

@@ -7,7 +7,7 @@ float32 and rounded to the format of the activations. Knows names of groups of r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -28,15 +28,33 @@ from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient, swiglu_gradi
 from phalanx.kernels.swiglu import swiglu
 from phalanx.torch_compat import common as compat
 
-LinearProduct = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""x [..., in], weight [out, in], bias [out] or None -> x W^T + bias [..., out], each in the format of the activations."""
-GatedPair = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""x [..., in], weights [2 hidden, in] and [out, hidden], block of `kernels.swiglu` -> swiglu(x G^T) D^T, [..., out]."""
 Scaling = Literal["tensor", "row", "block", "mx"]
 BLOCKS = {"block": SCALED_TOGETHER["fp8-block"], "mx": SCALED_TOGETHER["mxfp8"]}
 """Numbers along one dim that share a scale."""
 SMALLEST = 16
 """Features below which, or of which no multiple, a matrix stays in the format of the activations."""
+
+
+class Operand(NamedTuple):
+    """A matrix in 8 bits as one side of a product, or nothing."""
+
+    q: Tensor
+    scale: Tensor
+
+
+class HeldWeight(NamedTuple):
+    """A weight in 8 bits, made once an optimizer step: for the forward pass, and transposed for the gradient of the input."""
+
+    rows: Operand
+    columns: Operand
+
+
+LinearProduct = Callable[[Tensor, Tensor, Tensor | None, HeldWeight | None], Tensor]
+"""x [..., in], weight [out, in], bias [out] or None in the format of x, the weight in 8 bits if it is held so
+-> x W^T + bias [..., out] in the format of x."""
+Weight = tuple[Tensor, HeldWeight | None]
+GatedPair = Callable[[Tensor, Weight, Weight, int], Tensor]
+"""x [..., in], weights [2 hidden, in] and [out, hidden], block of `kernels.swiglu` -> swiglu(x G^T) D^T, [..., out]."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +94,11 @@ class Float8Product:
     output_group: str = ""
     """Ranks that share out the output features."""
 
-    def __call__(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return x W^T + b, [..., O]. x: [..., I]."""
-        y: Tensor = _Product.apply(x, weight_OI, self)
+    def __call__(
+        self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, held: HeldWeight | None = None
+    ) -> Tensor:
+        """Return x W^T + b, [..., O]. x: [..., I]. held: the weight in 8 bits, if others see to that."""
+        y: Tensor = _Product.apply(x, weight_OI, self, *_flatten(held))
         return y if bias_O is None else y + bias_O
 
     def gated_pair(self, second: LinearProduct | None) -> GatedPair | None:
@@ -95,18 +115,35 @@ class Float8Product:
             return rows, quantise_both(x_NI, "block", self.format, rows=False, columns=columns, square=True)[1]
         return quantise_both(x_NI, self.scaling, self.format, column_group=self.input_group, columns=columns)
 
-    def quantise_weight(self, weight_OI: Tensor) -> Operand:
-        """Return a weight as an operand of the forward pass."""
-        return self._weight_operands(weight_OI, columns=False)[0]
+    def hold_weight(self, weight_OI: Tensor, amax: Tensor) -> HeldWeight:
+        """Return a weight in 8 bits in both orders. amax: float32, 0-dim, of the whole weight, all parts of it."""
+        if self.scaling != "tensor":
+            return HeldWeight(*self._weight_operands(weight_OI))
+        scale = power_of_two_scale(amax.bfloat16().view(1), self.format)
+        q, q_t = quantise(weight_OI, scale, scale, self.format, True, True)
+        return HeldWeight(Operand(q, scale), Operand(q_t, scale))
 
-    def turn_weight(self, weight_OI: Tensor, known: Tensor, after: Tensor) -> Operand:
+    def forward_operand(self, weight_OI: Tensor, held: Sequence[Tensor]) -> tuple[Operand, Sequence[Tensor]]:
+        """Return a weight as an operand of the forward pass, and the two tensors that `turn_weight` wants to have.
+
+        held: those of a `HeldWeight`; none where the weight is to be quantised now.
+        """
+        if held:
+            return Operand(*held[:2]), held[2:]
+        rows = self._weight_operands(weight_OI, columns=False)[0]
+        return rows, (weight_OI, rows.scale)
+
+    def turn_weight(self, kept: Tensor, scale: Tensor, *, after: Tensor) -> Operand:
         """Return the transposed of a weight, for the gradient of the input.
 
-        known: scales that the forward pass found. after: see `kernels.float8.quantise`.
+        kept: it, in 8 bits, with its scales, or the weight as it came, with those of the forward pass. after: see
+        `kernels.float8.quantise`.
         """
+        if kept.dtype == self.format:
+            return Operand(kept, scale)
         if self.scaling == "tensor":
-            return Operand(quantise(weight_OI, known, known, self.format, False, True, after)[1], known)
-        return self._weight_operands(weight_OI, rows=False, after=after)[1]
+            return Operand(quantise(kept, scale, scale, self.format, False, True, after)[1], scale)
+        return self._weight_operands(kept, rows=False, after=after)[1]
 
     def _weight_operands(
         self, weight_OI: Tensor, *, rows: bool = True, columns: bool = True, after: Tensor | None = None
@@ -125,17 +162,16 @@ class Float8Product:
 
 
 def _apply_pair(
-    first: Float8Product, second: Float8Product, x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, block: int
+    first: Float8Product, second: Float8Product, x: Tensor, gate_up: Weight, down: Weight, block: int
 ) -> Tensor:
-    result: Tensor = _GatedPair.apply(x, gate_up_weight, down_weight, block, first, second)
+    held = *_flatten(gate_up[1]), *_flatten(down[1])
+    result: Tensor = _GatedPair.apply(x, gate_up[0], down[0], block, first, second, *held)
     return result
 
 
-class Operand(NamedTuple):
-    """A matrix in 8 bits as one side of a product, or nothing."""
-
-    q: Tensor
-    scale: Tensor
+def _flatten(held: HeldWeight | None) -> tuple[Tensor, ...]:
+    # Compilers see tensors that are arguments of their own.
+    return () if held is None else (*held.rows, *held.columns)
 
 
 def quantise_both(
@@ -190,34 +226,35 @@ def multiply(a: Operand, b: Operand, scaling: Scaling, dtype: torch.dtype, *, fa
 
 
 class _Product(torch.autograd.Function):
-    """x W^T. Keeps the transposed input in 8 bits, and the weight as it came, which others may gather anew."""
+    """x W^T. Keeps the transposed input in 8 bits, and what `Float8Product.turn_weight` wants of the weight."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, product: Float8Product) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_OI: Tensor, product: Float8Product, *held: Tensor) -> Tensor:
         x_NI = x.reshape(-1, x.shape[-1])
         rows, columns = product.quantise_input(x_NI, columns=ctx.needs_input_grad[1])
-        weight = product.quantise_weight(weight_OI)
-        ctx.save_for_backward(columns.q, columns.scale, weight_OI, weight.scale)
-        ctx.product = product
+        weight, kept = product.forward_operand(weight_OI, held)
+        ctx.save_for_backward(*columns, *kept)
+        ctx.product, ctx.dtype, ctx.width, ctx.others = product, weight_OI.dtype, x.shape[-1], 1 + len(held)
         y = multiply(rows, weight, product.scaling, x.dtype, fast=True)
         return y.view(*x.shape[:-1], weight_OI.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q_IN, x_scale, weight_OI, weight_scale = ctx.saved_tensors
+        q_x, x_scale, *kept = ctx.saved_tensors
         product: Float8Product = ctx.product
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         grad_NO = grad.reshape(-1, grad.shape[-1])
         rows, columns = product.quantise_gradient(grad_NO, rows=needs_x, columns=needs_weight)
         grad_x = grad_weight = None
         if needs_x:
-            turned = product.turn_weight(weight_OI, weight_scale, rows.scale)
-            grad_x = multiply(rows, turned, product.scaling, grad.dtype, fast=False).view(
-                *grad.shape[:-1], weight_OI.shape[1]
-            )
+            turned = product.turn_weight(*kept, after=rows.scale)
+            grad_x = multiply(rows, turned, product.scaling, grad.dtype, fast=False)
+            grad_x = grad_x.view(*grad.shape[:-1], ctx.width)
         if needs_weight:
-            grad_weight = multiply(columns, Operand(q_IN, x_scale), product.scaling, weight_OI.dtype, fast=False)
-        return grad_x, grad_weight, None
+            # Tensor cores give products by rows in 16 bits alone.
+            wide = grad.dtype if product.scaling == "row" else ctx.dtype
+            grad_weight = multiply(columns, Operand(q_x, x_scale), product.scaling, wide, fast=False).to(ctx.dtype)
+        return grad_x, grad_weight, *[None] * ctx.others
 
 
 class _GatedPair(torch.autograd.Function):
@@ -232,24 +269,26 @@ class _GatedPair(torch.autograd.Function):
         block: int,
         first: Float8Product,
         second: Float8Product,
+        *held: Tensor,
     ) -> Tensor:
         x_rows, x_columns = first.quantise_input(x.reshape(-1, x.shape[-1]), columns=ctx.needs_input_grad[1])
-        first_rows = first.quantise_weight(gate_up_weight)
+        half = len(held) // 2
+        first_rows, first_kept = first.forward_operand(gate_up_weight, held[:half])
         gate_up = multiply(x_rows, first_rows, "tensor", x.dtype, fast=True)
         rows, _ = second.quantise_input(swiglu(gate_up, block), columns=False)
-        second_rows = second.quantise_weight(down_weight)
-        kept = (*x_columns, gate_up_weight, first_rows.scale, gate_up, rows.scale, down_weight, second_rows.scale)
-        ctx.save_for_backward(*kept)
+        second_rows, second_kept = second.forward_operand(down_weight, held[half:])
+        ctx.save_for_backward(*x_columns, gate_up, rows.scale, *first_kept, *second_kept)
         ctx.block, ctx.first, ctx.second = block, first, second
+        ctx.dtypes, ctx.width, ctx.others = (gate_up_weight.dtype, down_weight.dtype), x.shape[-1], 3 + len(held)
         return multiply(rows, second_rows, "tensor", x.dtype, fast=True).view(*x.shape[:-1], down_weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q_x, x_scale, first_weight, first_scale, gate_up, hidden_scale, second_weight, second_scale = ctx.saved_tensors
+        q_x, x_scale, gate_up, hidden_scale, *kept = ctx.saved_tensors
         first: Float8Product = ctx.first
         needs_x, needs_first, needs_second, *_ = ctx.needs_input_grad
         rows, columns = ctx.second.quantise_gradient(grad.reshape(-1, grad.shape[-1]), columns=needs_second)
-        turned = ctx.second.turn_weight(second_weight, second_scale, rows.scale)
+        turned = ctx.second.turn_weight(*kept[2:], after=rows.scale)
         grad_hidden = multiply(rows, turned, "tensor", grad.dtype, fast=False)
         grad_x = grad_first = grad_second = None
         amax = _agree(swiglu_gradient_amax(grad_hidden, gate_up, ctx.block), first.output_group)
@@ -258,11 +297,11 @@ class _GatedPair(torch.autograd.Function):
         q, q_t, hidden_t = quantise_swiglu_gradient(grad_hidden, gate_up, ctx.block, scale, hidden_scale, *formats)
         if needs_second:
             hidden = Operand(hidden_t, hidden_scale)
-            grad_second = multiply(columns, hidden, "tensor", second_weight.dtype, fast=False)
+            grad_second = multiply(columns, hidden, "tensor", ctx.dtypes[1], fast=False)
         if needs_x:
-            turned = first.turn_weight(first_weight, first_scale, scale)
+            turned = first.turn_weight(*kept[:2], after=scale)
             grad_x = multiply(Operand(q, scale), turned, "tensor", grad.dtype, fast=False)
-            grad_x = grad_x.view(*grad.shape[:-1], first_weight.shape[1])
+            grad_x = grad_x.view(*grad.shape[:-1], ctx.width)
         if needs_first:
-            grad_first = multiply(Operand(q_t, scale), Operand(q_x, x_scale), "tensor", first_weight.dtype, fast=False)
-        return grad_x, grad_first, grad_second, None, None, None
+            grad_first = multiply(Operand(q_t, scale), Operand(q_x, x_scale), "tensor", ctx.dtypes[0], fast=False)
+        return grad_x, grad_first, grad_second, *[None] * ctx.others

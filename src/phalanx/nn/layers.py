@@ -6,7 +6,7 @@ code runs with float32 main parameters and bfloat16 activations, or with paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -17,8 +17,9 @@ from phalanx.config.layers import MLPConfig, NormConfig
 from phalanx.kernels.float8_swiglu import quantises_gradients
 from phalanx.kernels.swiglu import gated_linear, swiglu
 from phalanx.nn.declared_layers import gate_block
-from phalanx.nn.float8_linear import Float8Product, GatedPair, LinearProduct
+from phalanx.nn.float8_linear import Float8Product, GatedPair, HeldWeight, LinearProduct
 from phalanx.nn.precision import Precision
+from phalanx.torch_compat import common as compat
 
 
 class Linear(nn.Module):
@@ -33,6 +34,8 @@ class Linear(nn.Module):
     adapter_scale = 0.0
     multiply: LinearProduct | None = None
     """Product of the run's precision in place of the plain one; see `choose_products`."""
+    held: HeldWeight | None = None
+    """The weight as `multiply` reads it, where `quantise_weights` makes that once a step."""
     input_group = output_group = ""
     """Names of the groups of ranks that share out the features, where they are split."""
 
@@ -62,8 +65,11 @@ class Linear(nn.Module):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W^T + `bias`, which is None where the bias joins later. x: [..., in] -> [..., out]."""
-        multiply = self.multiply or F.linear
-        y = multiply(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+        bias = None if bias is None else bias.to(x.dtype)
+        if self.multiply is None:
+            y = F.linear(x, self.weight.to(x.dtype), bias)
+        else:
+            y = self.multiply(x, self.weight, bias, self.held)
         if self.lora_A is None or self.lora_B is None:
             return y
         # Through the rank, so that no gradient of the whole matrix is formed.
@@ -114,6 +120,23 @@ def choose_products(model: nn.Module, precision: Precision, device: torch.device
             plain = all(layer.bias is None and layer.lora_A is None for layer in (module.gate_up, module.down))
             plain = plain and quantises_gradients(device)
             module.joint_products = module.gate_up.multiply.gated_pair(module.down.multiply) if plain else None
+
+
+@torch.no_grad()
+def quantise_weights(layers: Sequence[Linear]) -> None:
+    """Make the weights of `layers`, of one recipe, anew in 8 bits; to be called whenever they have changed.
+
+    All ranks that share out the layers call it together: they agree on the scales of all whole weights at once.
+    """
+    if not layers:
+        return
+    amaxes = torch.stack(torch._foreach_norm([layer.weight for layer in layers], torch.inf))
+    # At most one: what is split over no rank has equal values on all.
+    for group in {name for layer in layers for name in (layer.input_group, layer.output_group) if name}:
+        amaxes = compat.all_reduce(amaxes, group, "max")
+    for layer, amax in zip(layers, amaxes, strict=True):
+        assert isinstance(layer.multiply, Float8Product)
+        layer.held = layer.multiply.hold_weight(layer.weight, amax)
 
 
 class Norm(nn.Module):
@@ -183,8 +206,8 @@ class SwigluMLP(nn.Module):
         if self.joint_products is None:
             hidden: Tensor = self.down(self.gate_up(x_BSD))
             return hidden
-        first, second = self.gate_up.weight.to(x_BSD.dtype), self.down.weight.to(x_BSD.dtype)
         x_BSD = self.gate_up.gather_input(x_BSD)
+        first, second = ((layer.weight, layer.held) for layer in (self.gate_up, self.down))
         return self.down.join_output(self.joint_products(x_BSD, first, second, self.down.block))
 
 

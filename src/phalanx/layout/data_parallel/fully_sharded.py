@@ -61,6 +61,7 @@ class FullySharded(WholeParameters):
     def __init__(self, mesh: Mesh, options: ShardingOptions, copy_engine: CopyEngine | None = None) -> None:
         """Shard over `mesh.data`. copy_engine: makes the exchanges among the shards; None leaves them to collectives."""
         assert mesh.data is not None
+        super().__init__()
         self.mesh = mesh
         self.data = mesh.data
         self.options = options
