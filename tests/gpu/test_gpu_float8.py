@@ -23,6 +23,7 @@ from phalanx.kernels.float8 import (
     scaled_product,
 )
 from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient, quantises_gradients, swiglu_gradient_amax
+from phalanx.kernels.swiglu import swiglu
 from phalanx.nn.precision import find_precision
 from phalanx.torch_compat import common as compat
 from phalanx.verification.record_training import Record
@@ -103,7 +104,8 @@ def test_gated_gradients(formats: tuple[torch.dtype, torch.dtype], rows: int, fe
     assert relative_error(amax, swiglu_gradient_amax(grad.cpu(), gate_up.cpu(), block)) <= 1e-5
     for kind in formats:
         scale = power_of_two_scale(amax, kind)
-        arguments = (grad, gate_up, block, scale, scale, kind, formats[0])
+        hidden_scale = power_of_two_scale(swiglu(gate_up, block).abs().amax().view(1), formats[0])
+        arguments = (grad, gate_up, block, scale, hidden_scale, kind, formats[0])
         q, q_t, hidden_t = quantise_swiglu_gradient(*arguments)
         here = (value.cpu() if isinstance(value, Tensor) else value for value in arguments)
         wanted, _, wanted_hidden = quantise_swiglu_gradient(*here)

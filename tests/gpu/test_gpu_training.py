@@ -84,12 +84,12 @@ def test_a_step_that_runs_out_of_memory_is_done_again_with_smaller_micro_batches
     run_file: Path, tmp_path: Path
 ) -> None:
     """The allocator may take half of what the first micro-batch needs beside the weights; it is not told beforehand."""
-    words = ("model.d_model=256", "model.d_ff=1024", "layout.global_batch=256", "checkpoint.every=null")
+    words = ("model.d_model=256", "model.d_ff=1024", "layout.global_batch=1024", "checkpoint.every=null")
     words = (*words, "optimizer.warmup_steps=2", "layout.precision=fp32", "evaluation.every=null")
     words = (*words, f"cluster.device={accelerator().type}")
     device = torch.get_device_module(accelerator())
     peaks = []
-    for microbatch in (16, 256):
+    for microbatch in (16, 1024):
         device.empty_cache()
         device.reset_peak_memory_stats()
         before = device.memory_allocated()
@@ -99,13 +99,13 @@ def test_a_step_that_runs_out_of_memory_is_done_again_with_smaller_micro_batches
     device.empty_cache()
     device.set_per_process_memory_fraction(limit / device.get_device_properties(accelerator()).total_memory)
     try:
-        found = train(run_file, tmp_path / "full", 4, "layout.microbatch=256", *words)
+        found = train(run_file, tmp_path / "full", 4, "layout.microbatch=1024", *words)
     finally:
         device.set_per_process_memory_fraction(1.0)
     assert found == pytest.approx(wanted, rel=1e-4)
     events = [json.loads(line) for line in (tmp_path / "full" / "events.jsonl").read_text().splitlines()]
     less = [event for event in events if event["kind"] == "less_memory"]
-    assert less and less[0]["step"] == 1 and 16 <= less[-1]["microbatch"] < 256
+    assert less and less[0]["step"] == 1 and 16 <= less[-1]["microbatch"] < 1024
 
 
 def test_a_run_that_restarts_forks_ranks_that_use_the_device(run_file: Path, tmp_path: Path) -> None:

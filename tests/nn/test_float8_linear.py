@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from phalanx.config.layers import MLPConfig
 from phalanx.errors import ConfigError
 from phalanx.nn import float8_linear
 from phalanx.nn.float8_linear import Float8Recipe, Operand, Scaling
-from phalanx.nn.layers import GatedLinear, Linear, SwigluMLP, choose_products
+from phalanx.nn.layers import GatedLinear, Linear, SwigluMLP, choose_products, quantise_weights
 from phalanx.nn.precision import PRECISIONS, find_precision, require_products
 from phalanx.torch_compat import common as compat
 
@@ -151,6 +152,32 @@ def test_a_gated_pair_is_its_two_products() -> None:
     mlp.joint_products = None
     for found, wanted in zip(together, torch.autograd.grad(mlp(x), inputs, grad), strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "fp8-row", "fp8-block"])
+def test_weights_held_in_eight_bits_are_those_of_the_moment(name: str) -> None:
+    """Main parameters quantised once a step give what their copies in 16 bits give, quantised where they are used."""
+    torch.manual_seed(0)
+    mlp = SwigluMLP(MLPConfig(width=32, hidden=64, activation="swiglu", bias=False))
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    choose_products(mlp, PRECISIONS[name], CPU)
+    x, grad = (torch.randn(2, 7, 32).bfloat16() for _ in range(2))
+    x.requires_grad_()
+    copy = deepcopy(mlp).bfloat16()
+    quantise_weights([mlp.gate_up, mlp.down])
+    run = torch.compile(mlp, backend="aot_eager", fullgraph=True)
+    found = torch.autograd.grad(run(x), [x, *mlp.parameters()], grad)
+    wanted = torch.autograd.grad(copy(x), [x, *copy.parameters()], grad)
+    assert torch.equal(found[0], wanted[0])
+    for here, there in zip(found[1:], wanted[1:], strict=True):
+        # Gradients of main parameters are not rounded on the way, where the device can leave that out.
+        assert here.dtype == torch.float32 and torch.equal(here.bfloat16(), there)
+    with torch.no_grad():
+        mlp.down.weight.mul_(3.0)
+    before = mlp(x)
+    quantise_weights([mlp.gate_up, mlp.down])
+    torch.testing.assert_close(mlp(x), 3.0 * before, rtol=0.05, atol=0.05)
 
 
 def test_layers_choose_by_the_whole_layer() -> None:

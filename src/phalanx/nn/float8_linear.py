@@ -43,7 +43,7 @@ class Operand(NamedTuple):
 
 
 class HeldWeight(NamedTuple):
-    """A weight in 8 bits, made once an optimizer step: for the forward pass, and transposed for the gradient of the input."""
+    """A weight in 8 bits, made once an optimizer step: for the forward pass, and transposed for the input's gradient."""
 
     rows: Operand
     columns: Operand
@@ -94,9 +94,7 @@ class Float8Product:
     output_group: str = ""
     """Ranks that share out the output features."""
 
-    def __call__(
-        self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, held: HeldWeight | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, held: HeldWeight | None = None) -> Tensor:
         """Return x W^T + b, [..., O]. x: [..., I]. held: the weight in 8 bits, if others see to that."""
         y: Tensor = _Product.apply(x, weight_OI, self, *_flatten(held))
         return y if bias_O is None else y + bias_O
@@ -121,7 +119,8 @@ class Float8Product:
             return HeldWeight(*self._weight_operands(weight_OI))
         scale = power_of_two_scale(amax.bfloat16().view(1), self.format)
         q, q_t = quantise(weight_OI, scale, scale, self.format, True, True)
-        return HeldWeight(Operand(q, scale), Operand(q_t, scale))
+        # Compilers take no tensor as two arguments of a function with a gradient of its own.
+        return HeldWeight(Operand(q, scale), Operand(q_t, scale.clone()))
 
     def forward_operand(self, weight_OI: Tensor, held: Sequence[Tensor]) -> tuple[Operand, Sequence[Tensor]]:
         """Return a weight as an operand of the forward pass, and the two tensors that `turn_weight` wants to have.
