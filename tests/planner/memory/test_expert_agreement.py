@@ -62,7 +62,8 @@ def test_mixtures_hold_what_the_code_holds(experts: dict[str, Any], words: dict[
     model = bind(run, TracedModel)
     model.loads = BALANCED  # type: ignore[attr-defined]
     ranks = rank_memory(model, layout, run.layout.recompute, Kernels("flash", compiled=False))
-    for rank in sorted({0, min(1, len(ranks) - 1), len(ranks) - 1}):
+    for number in sorted({0, min(1, len(ranks) - 1), len(ranks) - 1}):
+        rank = ranks[number]
         first = rank.rank * WORLD // layout.pp
         found = dry_run(model, layout, first, build_full_step, accelerator=True, devices_per_node=None)
         # A shared network beside `tp`: the plan is 2.3% above what the code holds, for a reason that is not found yet.
