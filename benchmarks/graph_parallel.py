@@ -103,6 +103,7 @@ def crystal(side: int) -> GraphBatch:
         cells_G33=cells,
         source_G=torch.zeros(1, dtype=torch.int64),
         total_charge_G=None,
+        multiplicity_G=None,
         sample_indices=torch.zeros(1, dtype=torch.int64),
         atoms=np.array([atoms]),
         edges=np.array([edges]),

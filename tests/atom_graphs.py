@@ -20,6 +20,8 @@ class Structure:
     positions_N3: np.ndarray
     cell_33: np.ndarray | None = None
     source: int = 0
+    charge: float = 0.0
+    multiplicity: float = 1.0
 
 
 def random_structure(
@@ -67,6 +69,8 @@ def batch_of(structures: Sequence[Structure], cutoff: float = CUTOFF) -> dict[st
         "shifts_E3": torch.tensor(np.concatenate(shifts)),
         "cells_G33": torch.tensor(np.stack(cells)),
         "source_G": torch.tensor([s.source for s in structures]),
+        "total_charge_G": torch.tensor([s.charge for s in structures], dtype=torch.float64),
+        "multiplicity_G": torch.tensor([s.multiplicity for s in structures], dtype=torch.float64),
     }
 
 

@@ -61,6 +61,7 @@ def graph_batch(structures: Sequence[Structure], config: MaterialsModel | None =
         cells_G33=cells_G33,
         source_G=torch.arange(len(structures)) % 2,
         total_charge_G=torch.arange(len(structures)).double(),
+        multiplicity_G=1.0 + torch.arange(len(structures)).double(),
         sample_indices=torch.arange(len(structures)),
         atoms=sizes.numpy(),
         edges=arriving.numpy(),

@@ -24,7 +24,14 @@ BRANCHES = [
     {"name": "second", "energy_scale": 2.0, "weight": 0.5},
 ]
 MODELS: dict[str, dict[str, Any]] = {
-    "painn": {**SIZE, "body": "painn", "energy": ENERGY, "charges": {}, "branches": BRANCHES},
+    "painn": {
+        **SIZE,
+        "body": "painn",
+        "energy": ENERGY,
+        "charges": {},
+        "electronic_state": ["charge", "spin"],
+        "branches": BRANCHES,
+    },
     "mace": {
         **SIZE,
         "body": "mace",

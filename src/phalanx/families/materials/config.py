@@ -19,7 +19,7 @@ from phalanx.families.materials.model_config import MaterialsModel
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-LabelName = Literal["energy", "forces", "stress", "charges", "dipole", "total_charge"]
+LabelName = Literal["energy", "forces", "stress", "charges", "dipole", "total_charge", "multiplicity"]
 
 
 class GraphLabel(Section):
@@ -56,8 +56,9 @@ class GraphSource(Section):
     length_unit: str = "A"
     """Unit of positions and cells."""
     labels: dict[LabelName, _Label] = Field(default_factory=dict)
-    """Labels to read: energy, forces, stress, charges (of atoms), dipole; and total_charge, which a model is told. Where
-    that is missing, charges say it by their sum, and a structure without charges is taken for neutral."""
+    """Labels to read: energy, forces, stress, charges (of atoms), dipole; and what a model is told: total_charge and
+    multiplicity (2S + 1, unit 1). Without the former, charges say it by their sum, and a structure without charges is
+    taken for neutral; one without a multiplicity for a singlet."""
     properties: dict[Name, _Label] = Field(default_factory=dict)
     """Further numbers, one a structure, by the name that a head asks for."""
     atom_properties: dict[Name, _Label] = Field(default_factory=dict)
@@ -214,6 +215,15 @@ def _check_labels(run: MaterialsRun) -> Iterator[Problem]:
                 ("data", "sources"),
                 f"{field} learns {name}, which no source in data.sources has",
                 f"{name} under {'labels' if _is_label(field) else field.removeprefix('model.')} of a source, or no {field}",
+            )
+    told = {"charge": ("total_charge", "charges"), "spin": ("multiplicity",)}
+    for quantity in run.model.electronic_state:
+        if not any(source.labels.keys() & set(told[quantity]) for source in run.data.sources):
+            yield Problem(
+                ("model", "electronic_state"),
+                f"model.electronic_state has {quantity}, and no source in data.sources has {' or '.join(told[quantity])}: "
+                "it would not vary in training, so that its parameters would learn nothing",
+                f"{told[quantity][0]} under labels of a source, or no {quantity} in model.electronic_state",
             )
     for source in run.data.sources:
         if not any(name in _labels_of(source, field) for name, field in wanted.items()):

@@ -29,6 +29,7 @@ BackboneName = Literal[
     "mace",
 ]
 Loss = Literal["mse", "mae", "huber"]
+ElectronicQuantity = Literal["charge", "spin"]
 Positive = Annotated[float, Field(gt=0.0)]
 Weight = Annotated[float, Field(ge=0.0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,63}$"), Words("a name of letters, digits, _ and -")]
@@ -214,6 +215,8 @@ class MaterialsModel(Model):
     """Options of the body dimenet++."""
     mace: MaceOptions = MaceOptions()
     """Options of the body mace."""
+    electronic_state: list[ElectronicQuantity] = Field(default=[])
+    """What all predictions depend on besides the atoms: charge (total, e), spin (unpaired electrons: multiplicity - 1)."""
     attention: GlobalAttention | None = None
     """Attention among all atoms of a structure; null for none."""
     energy: EnergyHead | None = None
@@ -231,6 +234,9 @@ class MaterialsModel(Model):
 
     @model_validator(mode="after")
     def _fits(self) -> MaterialsModel:
+        twice = first_repeated(self.electronic_state)
+        if twice is not None:
+            raise ValueError(f"electronic_state: {twice} is given twice; name each once")
         if not any((self.energy, self.charges, self.dipole, self.properties, self.atom_properties)):
             raise ValueError("the model predicts nothing; give energy, charges, dipole, properties or atom_properties")
         heads = {"attention.heads": self.attention.heads if self.attention else 1}

@@ -119,12 +119,14 @@ class Piece:
 
 def embedding_piece(config: MaterialsModel) -> Piece:
     """Describe what stands before the blocks."""
-    table = (config.max_atomic_number + 1) * config.d_model
+    table, width = (config.max_atomic_number + 1) * config.d_model, config.d_model
+    shared = (Matmul("atom", width, 1), Matmul("atom", 2, width, bias=False), Matmul("atom", width, width, bias=False))
+    state = shared * len(config.electronic_state)
     if config.body != "dimenet++":
-        return Piece((), table)
+        return Piece(state, table)
     ends = Matmul("atom", config.d_model, 2 * config.d_model)
     return Piece(
-        (ends, Matmul("edge", config.n_radial, config.d_model, bias=False)), table, atom_columns=config.d_model
+        (*state, ends, Matmul("edge", config.n_radial, config.d_model, bias=False)), table, atom_columns=config.d_model
     )
 
 

@@ -270,7 +270,8 @@ def empty_batch(like: Mapping[str, Tensor], room: BatchSizes, *, source: int, cu
     All atoms are hydrogen in the last structure, which belongs to the data set of number `source`. Every edge joins one of
     the last atoms to its own image beyond `cutoff` (A).
     """
-    content = {"graph_N": room.graphs - 1, "source_G": source, "species_N": 1, **dict.fromkeys(_WITHOUT_LABELS, 0)}
+    content = {"graph_N": room.graphs - 1, "source_G": source, "species_N": 1, "multiplicity_G": 1}
+    content |= dict.fromkeys(_WITHOUT_LABELS, 0)
     found = {}
     for name, value in like.items():
         if name == "edges_2E":

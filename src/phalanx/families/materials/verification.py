@@ -133,6 +133,7 @@ def _make_structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
         cells_G33=cells_G33,
         source_G=numbers % len(model.branches),
         total_charge_G=(numbers % 2).double(),
+        multiplicity_G=1.0 + (numbers % 3).double(),
         sample_indices=numbers,
         atoms=np.asarray(atoms_G),
         edges=np.asarray(per_graph),

@@ -110,3 +110,32 @@ def test_no_structures_have_no_charges() -> None:
     none = np.empty(0)
     assert total_charges(None, none, none.astype(np.int64), 0).tolist() == []
     assert np.isnan(total_charges(None, None, np.zeros(3, dtype=np.int64), 1)).tolist() == [True]
+
+
+def test_multiplicities_are_read_and_wrong_ones_refused(tmp_path: Path) -> None:
+    """1 where a structure has no label; other numbers than whole ones from 1 on are refused by file and place."""
+    labels = {"energy": "eV", "charges": "e", "multiplicity": {"key": "q", "unit": "1"}}
+    given = np.array([1.0, 2.0, np.nan, 3.0, 1.0, 5.0])
+    data = multiplets(tmp_path / "good", given, labels=labels, missing_labels="allow")
+    prepare_graphs(data, workers=1)
+    sources = open_prepared(data, "train")
+    items = np.arange(len(given))
+    found = Located(items, np.zeros_like(items), items, *sources[0].sizes(items))
+    batch = Collator(sources, graph_columns(sources))(found, (len(items),))
+    assert batch.multiplicity_G is not None and batch.multiplicity_G.tolist() == [1.0, 2.0, 1.0, 3.0, 1.0, 5.0]
+    for number, wrong in enumerate((0.0, 1.5)):
+        bad = multiplets(
+            tmp_path / f"bad{number}", np.where(given == 5.0, wrong, given), labels=labels, missing_labels="allow"
+        )
+        with pytest.raises(
+            DataError, match=f"structure 5.*its multiplicity is {wrong:g}, which is no whole number from 1"
+        ):
+            prepare_graphs(bad, workers=1)
+
+
+def multiplets(folder: Path, multiplicities: np.ndarray, **source: Any) -> GraphData:
+    """A set of neutral structures with these numbers in `q`."""
+    folder.mkdir()
+    write_set(folder / "set.npz", len(multiplicities), q=multiplicities)
+    given = {"name": "set", "path": str(folder / "set.npz"), **source}
+    return graph_data(folder / "prepared", [given], validation_fraction=0.0, test_fraction=0.0)

@@ -363,6 +363,7 @@ def newest_checkpoint(run_dir: Path) -> Path:
         ),
         (lambda atoms: atoms.info.update(charge=None), r'info\["charge"\] is None; give the total charge as a number'),
         (lambda atoms: atoms.info.update(charge=np.nan), r'info\["charge"\] is nan'),
+        (lambda atoms: atoms.info.update(spin=1.5), r'info\["spin"\] is 1.5; give the multiplicity 2S \+ 1'),
         (
             lambda atoms: atoms.set_initial_charges([0.4] + 7 * [0.0]),
             r"adds up to 0.4 e, which is no whole number; give",
@@ -380,6 +381,7 @@ def newest_checkpoint(run_dir: Path) -> Path:
         "one place through the cell",
         "no charge",
         "charge of nan",
+        "half a spin",
         "charges of no whole",
         "charges of nan",
         "two charges",

@@ -27,7 +27,7 @@ STEP = 1e-5
 @pytest.fixture(scope="module")
 def network(request: pytest.FixtureRequest) -> MaterialsNetwork:
     body, extra = request.param
-    return filled_network(small_model(body, **extra))
+    return filled_network(small_model(body, electronic_state=["charge", "spin"], **extra))
 
 
 def energies(network: MaterialsNetwork, structures: list[Structure]) -> np.ndarray:
@@ -39,7 +39,7 @@ def energies(network: MaterialsNetwork, structures: list[Structure]) -> np.ndarr
 
 @every_body
 def test_forces_are_minus_the_numerical_gradient(network: MaterialsNetwork) -> None:
-    structure = random_structure(2, 4, periodic=True, source=1)
+    structure = replace(random_structure(2, 4, periodic=True, source=1), charge=-1.0, multiplicity=2.0)
     ways = [(atom, axis, sign) for atom in (0, 3) for axis in range(3) for sign in (1.0, -1.0)]
     displaced = []
     for atom, axis, sign in ways:
@@ -56,7 +56,7 @@ def test_forces_are_minus_the_numerical_gradient(network: MaterialsNetwork) -> N
 @every_body
 def test_stress_is_the_strain_derivative_over_the_volume(network: MaterialsNetwork) -> None:
     """As in ASE: positive where stretching raises the energy."""
-    structure = random_structure(2, 4, periodic=True, source=1)
+    structure = replace(random_structure(2, 4, periodic=True, source=1), charge=-1.0, multiplicity=2.0)
     stretched = []
     for a, b in [(0, 0), (1, 1), (2, 2), (1, 2), (0, 2), (0, 1)]:
         for sign in (1.0, -1.0):
@@ -77,7 +77,7 @@ def test_stress_is_the_strain_derivative_over_the_volume(network: MaterialsNetwo
 
 @every_body
 def test_forces_of_a_structure_add_up_to_nothing(network: MaterialsNetwork) -> None:
-    graphs = [random_structure(1, 6), random_structure(2, 4, periodic=True, source=1)]
+    graphs = [replace(random_structure(1, 6), charge=2.0), random_structure(2, 4, periodic=True, source=1)]
     batch = batch_of(graphs)
     forces_N3 = network.predict(**batch).forces_N3
     assert forces_N3 is not None and forces_N3.abs().max() > 1e-2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -72,10 +74,10 @@ def test_structures_far_apart_pool_as_they_should(pooling: str) -> None:
 
 def test_charges_add_up_to_the_total_charge() -> None:
     network = filled_network(small_model("painn"))
-    graphs = [random_structure(1, 5), random_structure(2, 3, source=1), random_structure(4, 1)]
     total_G = torch.tensor([0.0, -2.0, 1.0])
-    batch = batch_of(graphs)
-    charges_N = network.predict(**batch, total_charge_G=total_G, forces=False).charges_N
+    graphs = [random_structure(1, 5), random_structure(2, 3, source=1), random_structure(4, 1)]
+    batch = batch_of([replace(one, charge=charge) for one, charge in zip(graphs, total_G.tolist(), strict=True)])
+    charges_N = network.predict(**batch, forces=False).charges_N
     assert charges_N is not None and charges_N.std() > 1e-3
     sums_G = torch.zeros(3, dtype=torch.float64).index_add(0, batch["graph_N"], charges_N)
     torch.testing.assert_close(sums_G, total_G.double(), rtol=0, atol=1e-12)

@@ -26,15 +26,15 @@ every_body = pytest.mark.parametrize("network", KINDS, ids=NAMES, indirect=True)
 @pytest.fixture(scope="module")
 def network(request: pytest.FixtureRequest) -> MaterialsNetwork:
     body, extra = request.param
-    return filled_network(small_model(body, **extra))
+    return filled_network(small_model(body, electronic_state=["charge", "spin"], **extra))
 
 
 def structures() -> list[Structure]:
     return [
         random_structure(1, 5),
-        random_structure(2, 4, periodic=True, source=1),
-        random_structure(3, 1),
-        random_structure(4, 7, source=1),
+        replace(random_structure(2, 4, periodic=True, source=1), charge=-1.0, multiplicity=2.0),
+        replace(random_structure(3, 1), charge=2.0),
+        replace(random_structure(4, 7, source=1), multiplicity=3.0),
     ]
 
 

@@ -27,6 +27,7 @@ _FIELDS = {
     "charges": "charges_N",
     "dipole": "dipole_G3",
     "total_charge": "total_charge_G",
+    "multiplicity": "multiplicity_G",
 }
 LABELS = ("energy_G", "forces_N3", "stress_G33", "charges_N", "dipole_G3", "properties_GP", "atom_properties_NP")
 """Fields of a batch that a model may learn. None where no source of the stream has it, which is then so on every rank
@@ -56,6 +57,8 @@ class GraphBatch:
     """int64: number of the source."""
     total_charge_G: Tensor | None
     """float32; see `total_charge`, and 0 where that does not know. None where no source has charges."""
+    multiplicity_G: Tensor | None
+    """float32: 2S + 1, and 1 where no label says. None where no source has it."""
     energy_G: Tensor | None
     """float64."""
     forces_N3: Tensor | None
@@ -213,7 +216,9 @@ class Collator:
             totals = total_charges(given, charges, arrays["graph_N"], len(found.numbers))
             # A sum may round to -0.
             arrays["total_charge_G"] = (np.nan_to_num(totals) + 0.0).astype(LABEL_DTYPES["total_charge"])
-        tensors: dict[str, Any] = dict.fromkeys(("total_charge_G", *LABELS))
+        if "multiplicity_G" in arrays:
+            arrays["multiplicity_G"] = np.nan_to_num(arrays["multiplicity_G"], nan=1.0)
+        tensors: dict[str, Any] = dict.fromkeys(("total_charge_G", "multiplicity_G", *LABELS))
         tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
         batch = GraphBatch(
             **tensors,

@@ -6,8 +6,8 @@ A shard holds G structures with N atoms and E edges in all (units eV, A, e):
     species [N], positions [N, 3], cells [G, 3, 3], periodic [G, 3]
     source [E], target [E]                         atoms counted within their structure
     images [E, 3]                                  absent in a shard without a periodic structure
-    energy [G], forces [N, 3], stress [G, 3, 3], charges [N], dipole [G, 3], total_charge [G], properties [G, P],
-    atom_properties [N, P]                         NaN where missing; those that the source has
+    energy [G], forces [N, 3], stress [G, 3, 3], charges [N], dipole [G, 3], total_charge [G], multiplicity [G],
+    properties [G, P], atom_properties [N, P]      NaN where missing; those that the source has
     origin [G, 2]                                  number of the file and of the structure in it
 """
 
@@ -47,7 +47,9 @@ from phalanx.families.materials.data.neighbours import Edges
 from phalanx.families.materials.data.structures import Structure
 from phalanx.remote_files import local_copy, local_path, remote_file
 
-LABEL_DTYPES = {"energy": "f8", "forces": "f4", "stress": "f4", "charges": "f4", "dipole": "f4", "total_charge": "f4"}
+LABEL_DTYPES = {"energy": "f8"} | dict.fromkeys(
+    ("forces", "stress", "charges", "dipole", "total_charge", "multiplicity"), "f4"
+)
 """Total energies keep float64: a float32 resolves one of 10^5 eV to 8 meV only."""
 
 

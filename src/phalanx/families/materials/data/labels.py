@@ -5,6 +5,7 @@ forces   [N, 3]  eV/A      minus the gradient of the energy
 stress   [3, 3]  eV/A^3    derivative of the energy by strain over the volume: tension is positive, as in ASE
 charges  [N]     e         of atoms
 dipole   [3]     e*A       of a structure
+multiplicity [ ] 1         2S + 1 of a structure: unpaired electrons and one
 a property       any unit  one number a structure, under a name of its own
 
 A unit is written as symbols joined by `*` and `/`, each with an optional `^power`: "Ha/bohr", "eV/A^3", "kcal/mol".
@@ -87,6 +88,7 @@ KINDS: dict[str, Kind] = {
     "charges": Kind(True, (), CHARGE),
     "dipole": Kind(False, (3,), DIPOLE),
     "total_charge": Kind(False, (), CHARGE),
+    "multiplicity": Kind(False, (), (0, 0, 0, 0)),
 }
 _PROPERTY = Kind(False, (), None)
 _ATOM_PROPERTY = Kind(True, (), None)

@@ -162,11 +162,18 @@ _RADII[1:97] = np.array([int(word) for word in _RADII_PM.split()]) / 100.0
 
 
 def check_structure(structure: Structure, edges: Edges, source: GraphSource, cutoff: float) -> None:
-    """Refuse atoms on one place, no edges unless allowed, charges that make no whole, and forces that hint at a wrong unit.
+    """Refuse atoms on one place, no edges unless allowed, charges and multiplicities that make no whole, and forces that
+    hint at a wrong unit.
 
     Raises DataError."""
     wrong = structure.raw.wrong
     check_charges(structure, source)
+    multiplicity = float(structure.labels.get("multiplicity", np.nan))
+    if multiplicity < 1.0 or multiplicity % 1.0 > 0.0:
+        raise wrong(
+            f"its multiplicity is {multiplicity:g}, which is no whole number from 1 on; it is 2S + 1, the number of "
+            "unpaired electrons and one: correct the label"
+        )
     if len(edges) == 0:
         if source.no_edges == "refuse":
             raise wrong(

@@ -51,7 +51,9 @@ _NEUTRAL_E = 1e-6
 class PhalanxCalculator(Calculator):
     """Energy (eV), forces (eV/A), stress (eV/A^3, tension positive, of fully periodic cells); charges (e) and dipole (e*A)
     where the model predicts them. One evaluation of the network gives all of them. The structure's total charge is
-    `atoms.info["charge"]`, without it what `atoms.get_initial_charges()` adds up to, which is 0 where nobody set them.
+    `atoms.info["charge"]`, without it what `atoms.get_initial_charges()` adds up to, which is 0 where nobody set them; its
+    multiplicity is `atoms.info["spin"]`, as in OMol25, and 1 without it. Energies depend on both where the model's
+    `electronic_state` names them.
 
     A dipole along a periodic direction depends on the images that atoms are written as: it is NaN there, and refused where
     no component is left.
@@ -109,10 +111,12 @@ class PhalanxCalculator(Calculator):
             self.implemented_properties += [f"{name}{_UNCERTAINTY}" for name in uncertain]
 
     def check_state(self, atoms: Atoms, tol: float = 1e-15) -> list[str]:
-        """Tell ASE what has changed since results were computed: the total charge counts, too."""
+        """Tell ASE what has changed since results were computed: the total charge and the multiplicity count, too."""
         changes: list[str] = super().check_state(atoms, tol)
         if self.atoms is not None and _total_charge(atoms) != _total_charge(self.atoms):
             changes.append("charge")
+        if self.atoms is not None and _multiplicity(atoms) != _multiplicity(self.atoms):
+            changes.append("spin")
         return changes
 
     def get_property(self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True) -> Any:
@@ -212,6 +216,7 @@ class PhalanxCalculator(Calculator):
             "cells_G33": cells_G33,
             "source_G": torch.full((1,), self._branch, device=device),
             "total_charge_G": torch.full((1,), _total_charge(atoms), dtype=torch.float64, device=device),
+            "multiplicity_G": torch.full((1,), _multiplicity(atoms), dtype=torch.float64, device=device),
             "max_atoms": len(atoms),
             "forces": "energy" not in self._untaught,
             "stress": "energy" not in self._untaught and bool(atoms.pbc.all()),
@@ -319,3 +324,17 @@ def _total_charge(atoms: Atoms) -> float:
             'atoms.info["charge"], and initial charges that add up to it or none'
         )
     return total
+
+
+def _multiplicity(atoms: Atoms) -> float:
+    """Return the multiplicity 2S + 1. Raises DataError for what is no whole number from 1 on."""
+    given = atoms.info.get("spin", 1)
+    try:
+        multiplicity = float(given)
+    except (TypeError, ValueError):
+        multiplicity = float("nan")
+    if not (multiplicity >= 1.0 and multiplicity.is_integer()):
+        raise DataError(
+            f'atoms.info["spin"] is {given!r}; give the multiplicity 2S + 1, the number of unpaired electrons and one'
+        )
+    return multiplicity

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
 from phalanx.families.materials.model.dimenet import DimeNetBlock, DimeNetEmbedding
+from phalanx.families.materials.model.electronic_state import ElectronicState
 from phalanx.families.materials.model.equivariant_backbones import EgnnBlock, PaiNNBlock
 from phalanx.families.materials.model.geometry import Geometry, find_triplets
 from phalanx.families.materials.model.invariant_backbones import (
@@ -34,10 +35,11 @@ class AtomEmbedding(nn.Module):
         super().__init__()
         self.vectors = vectors
         self.elements = ElementTable(config.max_atomic_number, config.d_model)
+        self.state = ElectronicState(config)
 
     def forward(self, geometry: Geometry) -> Atoms:
         """Return atoms before the first block."""
-        scalars_NC: Tensor = self.elements(geometry.species_N, geometry.radial_ER.dtype)
+        scalars_NC: Tensor = self.state(self.elements(geometry.species_N, geometry.radial_ER.dtype), geometry)
         if not self.vectors:
             return Atoms(scalars_NC)
         return Atoms(scalars_NC, scalars_NC.new_zeros((scalars_NC.shape[0], 3, self.vectors)))

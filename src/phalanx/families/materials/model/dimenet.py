@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.families.materials.model.electronic_state import ElectronicState
 from phalanx.families.materials.model.geometry import Geometry
 from phalanx.families.materials.model.layers import Atoms, ElementTable, Mlp, silu
 from phalanx.families.materials.model.messages import sum_messages
@@ -26,12 +27,13 @@ class DimeNetEmbedding(nn.Module):
         super().__init__()
         width = config.d_model
         self.elements = ElementTable(config.max_atomic_number, width)
+        self.state = ElectronicState(config)
         self.ends = Linear(width, 2 * width, bias=True)
         self.distance = Linear(config.n_radial, width, bias=False)
 
     def forward(self, geometry: Geometry) -> Atoms:
         """Return atoms and edges before the first block."""
-        x_NC = self.elements(geometry.species_N, geometry.radial_ER.dtype)
+        x_NC = self.state(self.elements(geometry.species_N, geometry.radial_ER.dtype), geometry)
         from_NC, to_NC = self.ends(x_NC).chunk(2, dim=-1)
         from_MC = geometry.exchange.atoms(from_NC)
         seen_EC = from_MC.index_select(0, geometry.source_E) + to_NC.index_select(0, geometry.target_E)

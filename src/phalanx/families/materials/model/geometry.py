@@ -107,6 +107,10 @@ class Geometry(NamedTuple):
     """Edges whose messages are held at once; None for all."""
     exchange: Exchange = NO_EXCHANGE
     """Where the atoms are that messages come from."""
+    total_charge_G: Tensor | None = None
+    """Elementary charges; None is 0."""
+    multiplicity_G: Tensor | None = None
+    """2S + 1; None is 1."""
 
     @property
     def atoms(self) -> int:

@@ -40,9 +40,7 @@ class Heads(nn.Module):
         if config.dipole is not None and channels:
             self.dipole_vectors = DipoleVectors(config.d_model, channels)
 
-    def forward(
-        self, atoms: Atoms, geometry: Geometry, positions_N3: Tensor, branch_G: Tensor, total_charge_G: Tensor | None
-    ) -> Predictions:
+    def forward(self, atoms: Atoms, geometry: Geometry, positions_N3: Tensor, branch_G: Tensor) -> Predictions:
         """Predict everything but forces and stress. Sums over atoms are float64."""
         graph_N, graphs, exchange = geometry.graph_N, geometry.graphs, geometry.exchange
         branch_N = branch_G.index_select(0, graph_N)
@@ -52,7 +50,7 @@ class Heads(nn.Module):
             for name, module in self.named_children()
             if isinstance(module, DatasetMlp)
         }
-        found = self._charges(raw, atoms, geometry, positions_N3, total_charge_G)
+        found = self._charges(raw, atoms, geometry, positions_N3)
         if "energy" in raw:
             energy_N = raw["energy"].squeeze(1) * self.units.energy_scale(branch_N)
             energy_N = energy_N + self.units.reference_energy(geometry.species_N, branch_N)
@@ -87,16 +85,11 @@ class Heads(nn.Module):
                 yield module
 
     def _charges(
-        self,
-        raw: dict[str, Tensor],
-        atoms: Atoms,
-        geometry: Geometry,
-        positions_N3: Tensor,
-        total_charge_G: Tensor | None,
+        self, raw: dict[str, Tensor], atoms: Atoms, geometry: Geometry, positions_N3: Tensor
     ) -> dict[str, Tensor]:
         """Return charges and dipoles, as far as there are heads for them."""
         graph_N, graphs, exchange = geometry.graph_N, geometry.graphs, geometry.exchange
-        atoms_G = exchange.atoms_by_graph(graph_N, graphs)
+        atoms_G, total_charge_G = exchange.atoms_by_graph(graph_N, graphs), geometry.total_charge_G
         found: dict[str, Tensor] = {}
         if self.config.charges is not None:
             charges_N = raw["charges"].squeeze(1)

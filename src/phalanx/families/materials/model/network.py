@@ -37,6 +37,8 @@ class AtomGraphs(TypedDict):
     """int64: the branch of each graph."""
     total_charge_G: NotRequired[Tensor | None]
     """Elementary charges; None is 0."""
+    multiplicity_G: NotRequired[Tensor | None]
+    """2S + 1; None is 1."""
     max_atoms: NotRequired[int | None]
     """Atoms of the largest graph, where known; spares global attention a wait for the device."""
 
@@ -172,10 +174,10 @@ class MaterialsNetwork(nn.Module):
             max_atoms=graphs.get("max_atoms"),
             chunk=self.edge_chunk,
             exchange=exchange,
-        )
+        )._replace(total_charge_G=graphs.get("total_charge_G"), multiplicity_G=graphs.get("multiplicity_G"))
         # Positions beyond those of the atoms at hand were needed for edge vectors alone.
         atoms, positions_N3 = self.features(geometry), graphs["positions_N3"][: geometry.atoms]
-        predicted: Predictions = self.head(atoms, geometry, positions_N3, source_G, graphs.get("total_charge_G"))
+        predicted: Predictions = self.head(atoms, geometry, positions_N3, source_G)
         if not (forces or stress):
             return predicted
         return with_derivatives(
