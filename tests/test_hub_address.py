@@ -7,7 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -18,23 +18,25 @@ from phalanx import remote_files
 from phalanx.errors import DataError
 from phalanx.families.language.data.open_tokens import open_source, token_path
 from phalanx.remote_files import use_cache
+from range_server import RangeHandler
 from token_data import write_token_folder
 
 NAME = "someone/text"
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(RangeHandler):
     """One data set: what it is, the files that it holds, and their bytes, by the Hub's HTTP interface."""
 
     def __init__(self, folder: Path, *arguments: object) -> None:
         self.folder = folder
         super().__init__(*arguments)  # type: ignore[arg-type]
 
-    def do_GET(self) -> None:
+    def answer(self) -> None:
+        """Send what the path asks for."""
         path = self.path.partition("?")[0]
         files = f"/datasets/{NAME}/resolve/main/"
         if path.startswith(files) and (found := self.folder / path.removeprefix(files)).is_file():
-            self._send_range(found.read_bytes())
+            self.send_range(found.read_bytes())
         elif path.startswith(f"/api/datasets/{NAME}/tree/main"):
             self._send_json([self._describe(file) for file in sorted(self.folder.iterdir())])
         elif path in (f"/api/datasets/{NAME}", f"/api/datasets/{NAME}/revision/main"):
@@ -49,23 +51,10 @@ class Hub(BaseHTTPRequestHandler):
         content = file.read_bytes()
         return {"type": "file", "path": file.name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
 
-    def _send_range(self, content: bytes) -> None:
-        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
-        self.send_response(206)
-        self._send(content[int(first) : int(last) + 1 if last else None])
-
     def _send_json(self, answer: object) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
-        self._send(json.dumps(answer).encode())
-
-    def _send(self, body: bytes) -> None:
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Requests are no news."""
+        self.send_body(json.dumps(answer).encode())
 
 
 @pytest.fixture
