@@ -120,8 +120,8 @@ class Piece:
 def embedding_piece(config: MaterialsModel) -> Piece:
     """Describe what stands before the blocks."""
     table, width = (config.max_atomic_number + 1) * config.d_model, config.d_model
-    shared = (Matmul("atom", width, 1), Matmul("atom", 2, width, bias=False), Matmul("atom", width, width, bias=False))
-    state = shared * len(config.electronic_state)
+    sizes = ((width, 1), (2, width), (width, width))
+    state = tuple(Matmul("atom", a, b, bias=False) for a, b in sizes) * len(config.electronic_state)
     if config.body != "dimenet++":
         return Piece(state, table)
     ends = Matmul("atom", config.d_model, 2 * config.d_model)

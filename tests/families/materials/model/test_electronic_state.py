@@ -30,7 +30,7 @@ def predict(network: MaterialsNetwork, structures: list[Structure]) -> tuple[Ten
 
 @every_body
 def test_each_state_has_energies_and_forces_of_its_own(network: MaterialsNetwork) -> None:
-    one = random_structure(1, 5)
+    one = random_structure(6, 5)
     states = [(0.0, 1.0), (1.0, 1.0), (-1.0, 1.0), (2.0, 1.0), (0.0, 2.0), (0.0, 3.0), (1.0, 2.0)]
     energy_G, forces_N3 = predict(network, [replace(one, charge=q, multiplicity=m) for q, m in states])
     for values_G in (energy_G[:, None], forces_N3.view(len(states), -1)):

@@ -43,7 +43,8 @@ class SharedQuantity(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.share = Linear(width, 1, bias=True)
+        # Without a bias: one that all atoms share hardly changes their parts.
+        self.share = Linear(width, 1, bias=False)
         self.inward = Linear(2, width, bias=False)
         self.outward = Linear(width, width, bias=False)
 
