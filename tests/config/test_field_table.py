@@ -22,7 +22,7 @@ def test_mappings_of_names_in_words() -> None:
     fields = all_fields(find_family("materials").run)
     assert fields["data.sources.N.labels"].default == "{}"
     assert fields["data.sources.N.labels"].allowed.startswith(
-        "a mapping of energy, forces, stress, charges, dipole and"
+        "a mapping of energy, forces, stress, charges, dipole, total_charge and"
     )
     assert fields["data.sources.N.labels.NAME.unit"].required
 
