@@ -1,8 +1,16 @@
-"""How much of a step's communication nothing ran beside, from a profile of the step."""
+"""How much of a step's communication nothing ran beside, from a profile of the step.
+
+    python benchmarks/exposed_communication.py runs/RUN/profile/TRACE.json ...
+
+prints it for traces that `training.profile` wrote, in all and for each kind of kernel that communicates. NCCL's SendRecv is
+the exchange of an all-to-all.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -31,7 +39,7 @@ def communication(run: Callable[[], Any], *, keep: bool = True) -> dict[str, flo
 
 
 def communication_in(trace: Path) -> dict[str, float]:
-    """The same of a profiler's trace of a step, as `training.profile` writes it."""
+    """The same of a profiler's trace of a step, as `training.profile` writes it, and of each kind of kernel by itself."""
     events = json.loads(trace.read_text())["traceEvents"]
     on_device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
     busy: dict[Any, float] = {}
@@ -39,20 +47,27 @@ def communication_in(trace: Path) -> dict[str, float]:
         busy[event["args"].get("stream")] = busy.get(event["args"].get("stream"), 0.0) + event["dur"]
     main = max(busy, key=lambda stream: busy[stream], default=None)
 
-    def communicates(event: dict[str, Any]) -> bool:
-        name = event["name"].lower()
+    def kind(event: dict[str, Any]) -> str | None:
+        collective = re.search(r"[nr]cclDevKernel_(?:Generic_)?([A-Za-z]+)|([nr]ccl)", event["name"], re.IGNORECASE)
+        if collective:
+            return collective[1] or collective[2]
         # Copies between devices and the barriers before them have a stream of their own.
-        return "nccl" in name or "rccl" in name or event["args"].get("stream") != main
+        return "copies" if event["args"].get("stream") != main else None
 
-    sent, computed = (
-        _union((e["ts"], e["ts"] + e["dur"]) for e in on_device if communicates(e) is kind) for kind in (True, False)
-    )
+    spans: dict[str | None, list[tuple[float, float]]] = {}
+    for event in on_device:
+        spans.setdefault(kind(event), []).append((event["ts"], event["ts"] + event["dur"]))
+    computed = _union(spans.pop(None, []))
+    sent = _union(span for of_kind in spans.values() for span in of_kind)
     both = _union([*sent, *computed])
+    exposed = {name: _length(_union([*computed, *of_kind])) - _length(computed) for name, of_kind in spans.items()}
     return {
         "communicating_ms": _length(sent) / 1e3,
         "exposed_ms": (_length(both) - _length(computed)) / 1e3,
         "busy_ms": _length(both) / 1e3,
         "span_ms": (both[-1][1] - both[0][0]) / 1e3 if both else 0.0,
+        **{f"exposed_ms of {name}": exposed[name] / 1e3 for name in sorted(exposed, key=str)},
+        **{f"communicating_ms of {name}": _length(_union(spans[name])) / 1e3 for name in sorted(spans, key=str)},
     }
 
 
@@ -68,3 +83,15 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _length(spans: list[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in spans)
+
+
+def main() -> None:
+    """Print the figures of traces as JSON, one line each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", type=Path, nargs="+")
+    for trace in parser.parse_args().traces:
+        print(json.dumps({"trace": trace.name, **{name: round(ms, 2) for name, ms in communication_in(trace).items()}}))
+
+
+if __name__ == "__main__":
+    main()
