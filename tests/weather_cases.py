@@ -22,6 +22,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "rollout": {**SIZE, "n_layers": 2, "prediction": "change"},
     "orbit": {
         **SIZE,
+        # Whose last patches reach beyond the grid.
+        "n_lat": 3,
+        "n_lon": 15,
         "aggregation": "hierarchical",
         "aggregation_groups": 3,
         "aggregation_queries": 2,

@@ -64,8 +64,7 @@ def test_reads_lists_as_run_files_hold_them() -> None:
     ("changes", "said"),
     [
         ({"n_heads": 5}, "n_heads=5 does not divide d_model=32"),
-        ({"patch_size": 3}, "patch_size=3 does not divide n_lat=8 and n_lon=12"),
-        ({"patch_size": 8}, "patch_size=8 does not divide n_lat=8 and n_lon=12"),
+        ({"patch_size": 9}, "patch_size=9 is more than n_lat=8 or n_lon=12"),
         ({"d_model": 30, "n_heads": 3}, "multiple of 4 as d_model, not 30"),
         ({"inputs": ["ozone"]}, "inputs names ozone, which is not among variables"),
         ({"outputs": ["ozone"]}, "outputs names ozone"),
@@ -90,6 +89,11 @@ def test_reads_lists_as_run_files_hold_them() -> None:
 def test_refuses(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said.replace("(", r"\(")):
         small(**changes)
+
+
+def test_patches_cover_grids_that_they_do_not_divide() -> None:
+    era5 = small(n_lat=721, n_lon=1440, patch_size=4)
+    assert (era5.patch_rows, era5.patch_columns, era5.n_locations) == (181, 360, 181 * 360)
 
 
 def test_grids_with_rows_on_the_poles_span_the_globe() -> None:

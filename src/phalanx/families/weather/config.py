@@ -60,7 +60,8 @@ class WeatherModel(BlockModel):
     n_lon: Width
     """Columns of the grid."""
     patch_size: Width
-    """Edge of a square patch in grid points; it divides n_lat and n_lon."""
+    """Edge of a square patch in grid points. Where it does not divide n_lat or n_lon, the last row or column is repeated
+    to whole patches, and what is predicted there is left out."""
     first_latitude: Latitude | None = None
     """Latitude of the first row's points in degrees; null, with last_latitude, is a grid whose cells span the globe."""
     last_latitude: Latitude | None = None
@@ -111,10 +112,10 @@ class WeatherModel(BlockModel):
     def _shape_fits(self) -> WeatherModel:
         if self.d_model % self.n_heads:
             raise ValueError(f"n_heads={self.n_heads} does not divide d_model={self.d_model}; change one")
-        if self.n_lat % self.patch_size or self.n_lon % self.patch_size:
+        if self.patch_size > min(self.n_lat, self.n_lon):
             raise ValueError(
-                f"patch_size={self.patch_size} does not divide n_lat={self.n_lat} and n_lon={self.n_lon}; both must be "
-                "multiples of it"
+                f"patch_size={self.patch_size} is more than n_lat={self.n_lat} or n_lon={self.n_lon}; a patch lies "
+                "within the grid"
             )
         if self.position_embedding == "learned" and self.d_model % 4:
             raise ValueError(
@@ -200,9 +201,19 @@ class WeatherModel(BlockModel):
         return self.outputs or self.variables
 
     @property
+    def patch_rows(self) -> int:
+        """Return the rows of patches; the last one may reach beyond the grid."""
+        return -(-self.n_lat // self.patch_size)
+
+    @property
+    def patch_columns(self) -> int:
+        """Return the columns of patches; the last one may reach beyond the grid."""
+        return -(-self.n_lon // self.patch_size)
+
+    @property
     def n_locations(self) -> int:
         """Return the number of patches of the grid."""
-        return (self.n_lat // self.patch_size) * (self.n_lon // self.patch_size)
+        return self.patch_rows * self.patch_columns
 
     @property
     def n_tokens(self) -> int:

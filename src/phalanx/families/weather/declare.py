@@ -37,13 +37,12 @@ class DeclaredWeather(DeclaredModel):
         As published: matrices normal with `init_std`, tables of variables and positions as waves, a single query zero.
         Several queries that are all zero would give equal tokens, so these start normal.
         """
-        columns = self.model.n_lon // self.model.patch_size
         single = self.model.aggregation == "flat" and self.model.aggregation_queries == 1
         return [
             ("*norm.weight", InitRule.constant(1.0)),
             ("*.bias", InitRule.constant(0.0)),
             ("embedding.variables", InitRule.of_index(sine_table)),
-            ("embedding.positions", InitRule.of_index(partial(grid_table, columns))),
+            ("embedding.positions", InitRule.of_index(partial(grid_table, self.model.patch_columns))),
             ("embedding.*queries", InitRule.constant(0.0) if single else InitRule.normal(self.model.init_std)),
             ("*", InitRule.normal(self.model.init_std)),
         ]

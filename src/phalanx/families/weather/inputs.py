@@ -104,7 +104,7 @@ class WeatherInputs(TrainableModel):
         # Of equal number too: a table in another order would give each variable the weights of another one.
         if before.variables != model.variables:
             rows = match_rows(before.variables, model.variables, "variables")
-        grids = [(one.n_lat // one.patch_size, one.n_lon // one.patch_size) for one in (before, model)]
+        grids = [(one.patch_rows, one.patch_columns) for one in (before, model)]
         changed = {
             "embedding.patches.weight": chain_resizes(reads, rows),
             "embedding.patches.bias": rows,

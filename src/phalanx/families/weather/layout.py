@@ -89,8 +89,7 @@ class WeatherStage(Stage):
     def _predict_fields(self, hidden: Tensor, positions: Positions, fields_BVHW: Tensor) -> Tensor:
         """Return whole predicted fields [B, V, H, W], on every rank of `tp`."""
         patches = self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields_BVHW)
-        config = self.part.config
-        return fields_of(gather_parts(patches, self.share.tp, _LOCATIONS), config.n_lat, config.patch_size)
+        return fields_of(gather_parts(patches, self.share.tp, _LOCATIONS), self.part.config)
 
     def example_input(self, samples: int) -> Tensor:
         """Return input fields without content."""

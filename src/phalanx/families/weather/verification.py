@@ -58,6 +58,8 @@ class WeatherVerification(VerifiableModel):
         # width and columns of the small model are multiples of.
         heads = math.gcd(model.n_heads, world_size)
         patch = min(model.patch_size, 2)
+        # Where patches reach beyond the grid, those of the small one do too.
+        beyond = [patch - 1 if points % model.patch_size else 0 for points in (model.n_lat, model.n_lon)]
         names = _few_variables(model)
         inputs = [name for name in model.input_names if name in names]
         outputs = [name for name in model.output_names if name in names]
@@ -67,8 +69,8 @@ class WeatherVerification(VerifiableModel):
             "d_model": _HEAD_SIZE * heads,
             "n_heads": heads,
             "d_ff": 4 * _HEAD_SIZE * heads,
-            "n_lat": 3 * patch,
-            "n_lon": 2 * heads * patch,
+            "n_lat": 3 * patch - beyond[0],
+            "n_lon": 2 * heads * patch - beyond[1],
             "patch_size": patch,
             "variables": names,
             "inputs": inputs,

@@ -276,5 +276,16 @@ def test_patches_and_back(size: int) -> None:
     fields = random_fields(SMALL, 2, 3)
     patches = patches_of(fields, size)
     assert patches.shape == (2, 8 * 12 // size**2, 3, size**2)
-    assert torch.equal(fields_of(patches, 8, size), fields)
+    assert torch.equal(fields_of(patches, small(patch_size=size)), fields)
     assert torch.equal(patches[1, 12 // size + 1, 2], fields[1, 2, size : 2 * size, size : 2 * size].flatten())
+
+
+def test_patches_beyond_the_grid_repeat_its_edge_and_are_dropped() -> None:
+    fields = random_fields(SMALL, 2, 3)[..., :7, :10]
+    patches = patches_of(fields, 4)
+    assert patches.shape == (2, 2 * 3, 3, 16)
+    corner = patches[1, -1, 2].view(4, 4)
+    assert torch.equal(corner[:3, :2], fields[1, 2, 4:, 8:])
+    assert (corner[3] == corner[2]).all() and (corner[:, 2:] == corner[:, 1:2]).all()
+    assert torch.equal(fields_of(patches, small(n_lat=7, n_lon=10, patch_size=4)), fields)
+    assert patches_of(fields, 4, beyond=torch.nan).isnan().sum() == 2 * 3 * (8 * 12 - 7 * 10)

@@ -68,3 +68,14 @@ def test_patches_lie_on_the_sphere_and_cover_it() -> None:
     # Neighbours across the date line are as close as any others of the row.
     first, last, second = places[64, :3], places[79, :3], places[65, :3]
     assert (first - last).norm() == pytest.approx(float((first - second).norm()))
+
+
+def test_patches_that_reach_beyond_the_grid_count_as_far_as_it_goes() -> None:
+    whole, cut = (small(n_lat=n_lat, n_lon=n_lon, patch_size=4) for n_lat, n_lon in ((32, 64), (31, 62)))
+    places = patch_places(cut, CPU)
+    assert places.shape == patch_places(whole, CPU).shape
+    assert places[:, 3].sum() == pytest.approx(4 * math.pi)
+    # Half as wide as its neighbour, and three rows of four high.
+    assert places[15, 3] == pytest.approx(float(places[14, 3]) / 2)
+    edge = 180 / 31 * 3
+    assert places[-16, 3] == pytest.approx((1 - math.cos(math.radians(edge))) * 2 * math.pi * 4 / 62)

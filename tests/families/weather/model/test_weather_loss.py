@@ -12,6 +12,8 @@ from published_climax import published_loss
 from small_forecasters import EVERYTHING, SMALL, random_forecaster, random_inputs, small
 
 CPU = torch.device("cpu")
+EDGES = EVERYTHING.model_copy(update={"n_lat": 7, "n_lon": 11})
+"""The last patches reach beyond the grid."""
 
 
 def test_missing_targets_are_left_out_of_sum_count_and_gradient() -> None:
@@ -68,13 +70,13 @@ def test_a_loss_of_bfloat16_predictions_is_summed_in_float32() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("config", [SMALL, EVERYTHING])
+@pytest.mark.parametrize("config", [SMALL, EVERYTHING, EDGES])
 def test_the_loss_is_that_of_the_predicted_fields(config: WeatherModel) -> None:
     model = random_forecaster(config)
     fields, _, hours = random_inputs(config)
     hidden = model.hidden(fields, model.all_positions(CPU), lead_hours_B=hours)
-    predicted = fields_of(model.head(hidden, None, fields_BVHW=fields), config.n_lat, config.patch_size)
+    predicted = fields_of(model.head(hidden, None, fields_BVHW=fields), config)
     assert model.head(hidden, predicted, fields_BVHW=fields).tolist() == [0.0]
     off_by_one = model.head(hidden, predicted + 1.0, fields_BVHW=fields)
     weight = sum(config.loss_weights or [1.0] * len(config.output_names))
-    assert off_by_one.tolist() == pytest.approx([2 * 8 * 12 * weight])
+    assert off_by_one.tolist() == pytest.approx([2 * config.n_lat * config.n_lon * weight])

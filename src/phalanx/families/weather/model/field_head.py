@@ -69,7 +69,8 @@ class FieldHead(nn.Module):
         if targets_BVHW is None:
             return predicted_BLVP
         size = self.config.patch_size
-        targets_BLVP = self._located(patches_of(targets_BVHW, size), rows_S, 1)
+        # Beyond the grid there is nothing to predict.
+        targets_BLVP = self._located(patches_of(targets_BVHW, size, beyond=torch.nan), rows_S, 1)
         row_H = row_weights(self.config, x_BSD.device)
         weight_HW = row_H[:, None].expand(-1, self.config.n_lon)
         # Weights are patched as targets are, so that each point keeps its own.

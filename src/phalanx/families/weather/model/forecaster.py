@@ -86,7 +86,7 @@ class Forecaster(nn.Module):
         """Return fields [B, V, H, W] of `config.output_names` predicted for `lead_hours_B` hours on; dropout is off."""
         hidden = self.hidden(fields_BVHW, self.all_positions(fields_BVHW.device), lead_hours_B=lead_hours_B)
         patches_BLVP = self.head(hidden, None, fields_BVHW=fields_BVHW)
-        return fields_of(patches_BLVP, self.config.n_lat, self.config.patch_size)
+        return fields_of(patches_BLVP, self.config)
 
     def next_inputs(self, fields_BVHW: Tensor, predicted_BVHW: Tensor) -> Tensor:
         """Return the inputs of the next step of a roll-out: these inputs with the predicted fields in them."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from math import pi
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.families.weather.config import WeatherModel
@@ -35,19 +36,29 @@ _MOLECULES = ("o3", "co2", "ch4", "no2", "so2", "hno3")
 _NO_LEVEL = frozenset((*_ABOVE_GROUND, *_SOIL, *_SUMS, *_MOLECULES))
 
 
-def patches_of(fields_BVHW: Tensor, patch_size: int) -> Tensor:
+def patches_of(fields_BVHW: Tensor, patch_size: int, *, beyond: float | None = None) -> Tensor:
     """Cut fields [B, V, H, W] into patches [B, L, V, P]: locations row by row from the first latitude, points of a
-    patch too."""
+    patch too.
+
+    beyond: value of points that the last patches have beyond the grid; None repeats the last row and column there.
+    """
+    rows, columns = fields_BVHW.shape[-2:]
+    missing = (0, -columns % patch_size, 0, -rows % patch_size)
+    # Not called without need: it would copy, and 721 rows are the exception.
+    if any(missing):
+        filled = {"mode": "replicate"} if beyond is None else {"value": beyond}
+        fields_BVHW = F.pad(fields_BVHW, missing, **filled)
     tiles = fields_BVHW.unflatten(-1, (-1, patch_size)).unflatten(-3, (-1, patch_size))
     patches_BLVP: Tensor = tiles.permute(0, 2, 4, 1, 3, 5).flatten(4, 5).flatten(1, 2)
     return patches_BLVP
 
 
-def fields_of(patches_BLVP: Tensor, n_lat: int, patch_size: int) -> Tensor:
-    """Join patches [B, L, V, P] into fields [B, V, H, W] of `n_lat` rows: the inverse of `patches_of`."""
-    tiles = patches_BLVP.unflatten(3, (patch_size, patch_size)).unflatten(1, (n_lat // patch_size, -1))
+def fields_of(patches_BLVP: Tensor, config: WeatherModel) -> Tensor:
+    """Join patches [B, L, V, P] into fields [B, V, H, W]: the inverse of `patches_of`. What lies beyond is dropped."""
+    size = config.patch_size
+    tiles = patches_BLVP.unflatten(3, (size, size)).unflatten(1, (config.patch_rows, config.patch_columns))
     fields_BVHW: Tensor = tiles.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
-    return fields_BVHW
+    return fields_BVHW[..., : config.n_lat, : config.n_lon]
 
 
 def row_latitudes(config: WeatherModel, device: torch.device) -> Tensor:
@@ -86,16 +97,21 @@ def row_weights(config: WeatherModel, device: torch.device) -> Tensor:
 def patch_places(config: WeatherModel, device: torch.device) -> Tensor:
     """Return for each patch, float64 [L, 4], its centre as a point (x, y, z) of the unit sphere, and its area in steradians.
 
-    Longitudes go round the globe in even steps. The centre halves the area.
+    Longitudes go round the globe in even steps. The centre halves the area. Of a patch that reaches beyond the grid, the
+    part within counts.
     """
-    rows, columns = config.n_lat // config.patch_size, config.n_lon // config.patch_size
-    edges = torch.sin(cell_edges(config, device)[:: config.patch_size] * (pi / 180.0))
+    rows, columns = (
+        torch.arange(patches + 1, device=device).mul(config.patch_size).clamp(max=points)
+        for patches, points in ((config.patch_rows, config.n_lat), (config.patch_columns, config.n_lon))
+    )
+    edges = torch.sin(cell_edges(config, device)[rows] * (pi / 180.0))
     height = torch.asin((edges[1:] + edges[:-1]) / 2)
-    turn = (torch.arange(columns, dtype=torch.float64, device=device) + 0.5) * (2 * pi / columns)
+    turns = columns.double() * (2 * pi / config.n_lon)
+    turn = (turns[1:] + turns[:-1]) / 2
     ring = torch.cos(height)[:, None]
-    area = edges.diff().abs() * (2 * pi / columns)
-    parts = (ring * torch.cos(turn), ring * torch.sin(turn), torch.sin(height)[:, None], area[:, None])
-    return torch.stack([part.expand(rows, columns) for part in parts], dim=-1).flatten(0, 1)
+    area = edges.diff().abs()[:, None] * turns.diff()
+    parts = (ring * torch.cos(turn), ring * torch.sin(turn), torch.sin(height)[:, None], area)
+    return torch.stack([part.expand_as(area) for part in parts], dim=-1).flatten(0, 1)
 
 
 def input_places(config: WeatherModel) -> list[int]:
