@@ -28,6 +28,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "charges": {},
         "branches": [{"name": "first"}, {"name": "second", "energy_scale": 2.0, "weight": 0.5}],
     },
+    "mace": {
+        "body": "mace",
+        "mace": {"degree": 2, "hidden_degree": 1, "correlation": 3, "radial_width": 8},
+        "n_layers": 3,
+        "energy": {"loss": "mae", "force_weight": 1.0, "stress_weight": 20.0},
+        "electronic_state": ["spin"],
+    },
     # No energy: sharded block by block.
     "gatv2": {
         "body": "gatv2",
@@ -38,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "painn": [{"cp": 4}, {"cp": 2, "dp_shard": 2, "recompute": "full"}, {"cp": 2, "dp_replicate": 2, "zero": 0}],
+    "mace": [{"cp": 4}],
     "gatv2": [{"cp": 2, "dp_shard": 2}],
 }
 
