@@ -160,8 +160,8 @@ def random_faults(bench: Bench) -> dict[str, Any]:
     """Inject faults of all usual kinds into a compiled run sharded over two ranks (G01, G02, G11, G12)."""
     return run_chaos(
         bench, "chaos", "layout.dp_shard=2", "--faults", "kill,segfault,abort,error,hang,stop,save,damage,kill,kill",
-        "--faults-per-run", "6", "--count", "12", "--seed", "3", "--minutes", "0.6", "training.steps=120",
-        limit_s=150,
+        "--faults-per-run", "10", "--count", "20", "--seed", "3", "--minutes", "5", "training.steps=120",
+        limit_s=300,
     )  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def memory_events(bench: Bench) -> dict[str, Any]:
     words = [
         "model.n_layers=2", "model.d_model=1024", "model.n_heads=16", "model.n_kv_heads=16", "model.d_ff=4096",
         "layout.global_batch=4096", "training.steps=14", "training.compile=false", "checkpoint.every=null",
-        "training.deterministic=false",
+        "optimizer.lr=1e-4", "training.deterministic=false",
     ]  # fmt: skip
     if bench.small:
         words = [*words, "model.n_layers=1", "model.d_model=64", "model.n_heads=4", "model.n_kv_heads=4", "model.d_ff=64",
@@ -296,7 +296,7 @@ def checkpoint_stall(bench: Bench) -> dict[str, Any]:
             stderr=subprocess.STDOUT,
         )
         try:
-            process.wait(110)
+            process.wait(240)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
