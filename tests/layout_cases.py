@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "dropout": 0.1,
     },
     "mpt": {**SIZE, "positions": "alibi", "norm": "layernorm", "mlp": "gelu"},
+    "wide": {**SIZE, "d_model": 64, "n_kv_heads": 4, "dropout": 0.1},
 }
 
 MIXTURES: dict[str, dict[str, Any]] = {
@@ -54,6 +55,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
             "balance": "global_batch",
             "balance_weight": 0.1,
         },
+    },
+    "wide mixture": {
+        **SIZE,
+        "d_model": 64,
+        "n_kv_heads": 4,
+        "experts": {"count": 4, "active": 2, "d_ff": 64, "shared": 1, "shared_d_ff": 64, "balance_weight": 0.1},
     },
     "sliced": {
         **SIZE,

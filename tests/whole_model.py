@@ -82,14 +82,15 @@ def values_of(parameters: dict[str, nn.Parameter], splits: TensorSplits) -> dict
 
 
 def joined(ranks: list[dict[str, Box]]) -> dict[str, Tensor]:
-    """Whole tensors of the parts of all ranks; NaN where no rank has any, and an error where two disagree."""
+    """Whole tensors of the parts of all ranks; NaN (255 of bytes) where no rank has any, and an error where two disagree."""
     whole: dict[str, Tensor] = {}
     for parts in ranks:
         for name, (offsets, shape, elements) in parts.items():
-            target = whole.setdefault(name, torch.full(shape, torch.nan, dtype=elements.dtype))
+            absent = torch.nan if elements.is_floating_point() else 255
+            target = whole.setdefault(name, torch.full(shape, absent, dtype=elements.dtype))
             for dim, (start, length) in enumerate(zip(offsets, elements.shape, strict=True)):
                 target = target.narrow(dim, start, length)
-            known = ~target.isnan()
+            known = ~target.isnan() if elements.is_floating_point() else target != absent
             torch.testing.assert_close(elements[known], target[known], rtol=1e-9, atol=1e-12)
             target.copy_(elements)
     return whole

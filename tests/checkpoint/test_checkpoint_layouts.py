@@ -133,9 +133,23 @@ SPREAD_EXPERTS = {
     "each expert replicated": ResolvedLayout(8, dp_replicate=2, dp_shard=2, ep=2, zero=0),
     "in a pipeline": ResolvedLayout(8, pp=2, dp_shard=2, ep=2, zero=1),
 }
+EIGHT_BITS: Fields = {
+    "optimizer.name": "adamw8bit",
+    "model.d_model": 80,
+    "model.head_dim": 32,
+    "model.d_ff": 64,
+    "model.experts": {"count": 2, "active": 1, "d_ff": 64, "dense_layers": 1},
+}
+"""Changes that keep scales of blocks of 32 columns, some rows of which end within a block."""
+UNCUT_BLOCKS = {
+    "tp and fsdp": ResolvedLayout(8, tp=2, dp_shard=2, ep=2, reshard_after_forward=True),
+    "parts of experts": ResolvedLayout(8, dp_shard=4, ep=2, expert_tp=2, zero=2),
+    "in a pipeline": ResolvedLayout(8, pp=2, cp=2, zero=1),
+}
 CHAINS: dict[str, tuple[Fields, dict[str, ResolvedLayout], tuple[int, ResolvedLayout]]] = {
     "gpt": (GPT, FOUR_RANKS, (3, ResolvedLayout(9, dp_shard=3))),
     "mixture": (MIXTURE, SPREAD_EXPERTS, (4, ResolvedLayout(8, cp=2, dp_shard=2, ep=4))),
+    "moments in 8 bits": (EIGHT_BITS, UNCUT_BLOCKS, (3, ResolvedLayout(9, dp_shard=3))),
 }
 """Models with their layouts on four ranks, and the ranks and layout that go on after one rank."""
 
@@ -203,6 +217,14 @@ def test_biases_of_experts_were_moved_and_saved(visits: dict[str, dict[str, Any]
     state = visits["mixture"]["checkpoints"][0]
     biases = [tensor for name, tensor in state.items() if name.endswith("router.bias")]
     assert biases and all(bool((bias != 0).any()) for bias in biases)
+
+
+def test_moments_in_8_bits_have_a_scale_for_each_block(visits: dict[str, dict[str, Any]]) -> None:
+    state = visits["moments in 8 bits"]["checkpoints"][0]
+    for what, columns, blocks in (("gate_up", 80, 3), ("down", 64, 2)):
+        codes, scales = (state[f"optimizer.blocks.0.mlp.{what}.weight.{of}"] for of in ("exp_avg", "exp_avg_scale"))
+        assert codes.shape[1] == columns and codes.dtype == torch.uint8
+        assert scales.shape == (len(codes), blocks) and bool((scales > 0).all())
 
 
 def test_the_state_is_the_models_and_was_trained(visits: dict[str, dict[str, Any]]) -> None:

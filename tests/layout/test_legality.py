@@ -107,6 +107,38 @@ RULES: dict[str, tuple[Fields, Fields, int, list[str]]] = {
             "nearest legal: dp_shard=2 tp=1, or dp_replicate=2 tp=1",
         ],
     ),
+    "moments in 8 bits with one scale": (
+        {"tp": 2},
+        {"model.d_ff": 96, "model.head_dim": 32, "optimizer.name": "adamw8bit"},
+        2,
+        [
+            "optimizer.name=adamw8bit: layout.tp=2 gives ranks 48 of the 96 features of model.d_ff, which is no multiple of "
+            "the 32 that share a scale",
+            "nearest legal: optimizer.name=adamw",
+        ],
+    ),
+    "moments of parts of an expert": (
+        {"dp_shard": 8, "ep": 4, "expert_tp": 2},
+        {
+            "optimizer.name": "adamw8bit",
+            "model.experts": {"count": 4, "active": 2, "d_ff": 32},
+        },
+        8,
+        [
+            "optimizer.name=adamw8bit: layout.expert_tp=2 cuts model.experts.d_ff within the 32 features that share a scale",
+            "nearest legal: expert_tp=1, or optimizer.name=adamw",
+        ],
+    ),
+    "moments in 8 bits of streamed matrices": (
+        {"dp_shard": 2, "gather": "stream"},
+        {"optimizer.name": "adamw8bit"},
+        2,
+        [
+            "layout.gather=stream cuts matrices where features end, and with optimizer.name=adamw8bit 32 of them share a "
+            "scale",
+            "nearest legal: gather=layer, or optimizer.name=adamw",
+        ],
+    ),
     "8-bit numbers in chunks": (
         {"dp_shard": 2, "gather": "stream", "precision": "fp8-row"},
         {},

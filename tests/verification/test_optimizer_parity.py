@@ -1,8 +1,8 @@
-"""Muon and Lion in layouts of every kind give the gradients and parameters of one rank.
+"""Muon, Lion and AdamW with moments in 8 bits give the gradients and parameters of one rank in layouts of every kind.
 
 Muon gathers whole matrices over FSDP shards of every ZeRO level, replicas, tensor-parallel, context-parallel and
-expert-parallel ranks, one pipeline stage at a time; a dense model and a mixture of experts. Two steps: the
-second adds to momenta that the first has left.
+expert-parallel ranks, one pipeline stage at a time; a dense model and a mixture of experts. Moments in 8 bits have scales of
+blocks, which no layout cuts. Two steps: the second adds to momenta that the first has left.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.optimizers.adamw8bit import ADAMW8BIT
 from phalanx.optimizers.lion import LION
 from phalanx.optimizers.muon import MUON
 from phalanx.verification.family import VerifiableModel
@@ -35,9 +36,10 @@ from phalanx.verification.verify_run import Verdict, Verifier
 OPTIMIZERS = {
     "muon": {"name": "muon", "adamw_lr_ratio": 0.5, "weight_decay": 0.1},
     "lion": {"name": "lion", "betas": (0.9, 0.98), "lr": 1e-3},
+    "adamw8bit": {"name": "adamw8bit", "weight_decay": 0.1},
 }
 CASES = [(4, "muon", "llama"), (4, "muon", "deepseek"), (4, "lion", "llama")]
-CASES += [(4, "muon", "sliced")]
+CASES += [(4, "muon", "sliced"), (4, "adamw8bit", "wide"), (4, "adamw8bit", "wide mixture")]
 CASES += [(8, "muon", "llama"), (8, "muon", "deepseek")]
 LIMIT = 1e-9
 """Largest relative error of any gradient or parameter, in float64."""
@@ -48,15 +50,25 @@ def optimizer_pairs(layout: ResolvedLayout) -> set[tuple[str, ...]]:
 
     How context is exchanged and when parameters are gathered again changes no gradient, so nothing that an optimizer sees.
     """
-    kept = {"cp" if name.startswith("cp ") else name for name in features(layout)}
-    held = sorted(name for name in kept if name != "reshard" and not name.startswith("recompute"))
+    held = sorted(name for (name,) in kept_features(layout))
     return {pair for count in (1, 2) for pair in combinations(held, count)}
+
+
+def kept_features(layout: ResolvedLayout) -> set[tuple[str, ...]]:
+    """The same features alone."""
+    kept = {"cp" if name.startswith("cp ") else name for name in features(layout)}
+    return {(name,) for name in kept if name != "reshard" and not name.startswith("recompute")}
 
 
 def layouts_of(world: int, optimizer: str, model: str) -> list[ResolvedLayout]:
     """Layouts with every pair of features on four ranks, in one schedule; two with many features on eight."""
     if model == "sliced":
         return sliced_cases(world)[::3]
+    if optimizer == "adamw8bit":
+        # Columns that `tp` splits in more than two are within a block. One layout for each feature, alone.
+        found = spread_layouts(model, world) if model == "wide mixture" else plain_layouts(model, world)
+        whole = [x for x in found if x.schedule == "1f1b" and x.recompute == "none" and x.tp <= 2]
+        return [in_few_microbatches(layout, others=False) for layout in covering(whole, count=kept_features)]
     if world < 8 and model == "deepseek":
         # What is computed again changes no gradient, so nothing that an optimizer sees.
         spread = [x for x in spread_layouts(model, world) if x.schedule == "1f1b" and x.recompute == "none"]
@@ -72,8 +84,8 @@ def layouts_of(world: int, optimizer: str, model: str) -> list[ResolvedLayout]:
 
 def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
     """On one of `world` ranks: verdicts by optimizer and model."""
-    # Neither says how far rounding may move a parameter (a sign jumps); here parameters are compared all the same.
-    for kind in (MUON, LION):
+    # None says how far rounding may move a parameter (a sign or a code jumps); here parameters are compared all the same.
+    for kind in (MUON, LION, ADAMW8BIT):
         kind.update_gain = lambda config: 1e6  # type: ignore[method-assign]
     verdicts, groups = {}, Groups()
     for _, optimizer, model in (case for case in CASES if case[0] == world):

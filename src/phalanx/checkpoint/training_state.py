@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from phalanx.errors import CheckpointError
-from phalanx.layout.place import Place, TensorSplits, place_of
+from phalanx.layout.place import Place, TensorSplit, TensorSplits, place_of
 from phalanx.torch_compat.common import full_name
 
 
@@ -99,7 +100,8 @@ def placed_tensors(
 ) -> dict[str, Place]:
     """Return the tensors of a model in any layout, by names in the whole model, as `collect_tensors` does for one rank.
 
-    Each comes as this rank's part and its place in the whole; so does optimizer state that is shaped like its parameter.
+    Each comes as this rank's part and its place in the whole; so does optimizer state that is shaped like its parameter, or
+    that has one value for each block of its columns.
     """
     placed = {f"model.{name}": place_of(tensor, splits.get(name)) for name, tensor in tensors.items()}
     for name, parameter in tensors.items():
@@ -108,10 +110,23 @@ def placed_tensors(
             key = f"optimizer.{name}.{what}"
             if not isinstance(value, Tensor):
                 raise CheckpointError(f"{key} is a {type(value).__name__}, not a tensor; it would not be restored")
-            # A step counter, or a factored moment, is no part of the parameter and has no place in it.
-            like_parameter = value.shape == parameter.shape and value.dim() > 0
-            placed[key] = place_of(value, splits.get(name) if like_parameter else None)
+            placed[key] = place_of(value, _split_of_state(value, parameter, splits.get(name)))
     return placed
+
+
+def _split_of_state(value: Tensor, parameter: Tensor, split: TensorSplit | None) -> TensorSplit | None:
+    """Return which part of its whole `value` is, optimizer state of a part of a parameter that is cut by `split`."""
+    # A step counter, or a factored moment, is no part of the parameter and has no place in it.
+    if split is None or value.dim() != parameter.dim() or value.shape[:-1] != parameter.shape[:-1]:
+        return None
+    if value.shape == parameter.shape:
+        return split
+    # One value for each block of columns, such as a scale; a split of columns cuts between blocks.
+    across = _split_of_state(value, parameter, split.across)
+    if split.dim != parameter.dim() - 1:
+        return replace(split, across=across)
+    columns = parameter.shape[-1] // value.shape[-1]
+    return TensorSplit(split.dim, split.start // columns, -(-split.whole // columns), across)
 
 
 _TWISTER_WORDS = 624

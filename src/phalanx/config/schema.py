@@ -146,16 +146,18 @@ class Layout(Section):
         return "fp8" in self.precision
 
 
-OWN_OPTIMIZERS = ("adamw", "lion", "muon")
+OWN_OPTIMIZERS = ("adamw", "adamw8bit", "lion", "muon")
 """Optimizers of Phalanx itself: `optimizer.name` is known to be one without loading it."""
+MOMENT_BLOCK = 32
+"""Columns of a parameter whose moments in 8 bits share a scale, and which no layout cuts (optimizer.name=adamw8bit)."""
 
 
 class Optimizer(Section):
     """The optimizer and its learning-rate schedule."""
 
     name: str = "adamw"
-    """Optimizer: adamw, lion, muon (matrices by Muon, the rest by AdamW), or one that an installed package adds (entry
-    points `phalanx.optimizers`)."""
+    """Optimizer: adamw, adamw8bit (AdamW with moments in 8 bits), lion, muon (matrices by Muon, the rest by AdamW), or one
+    that an installed package adds (entry points `phalanx.optimizers`)."""
     options: Options = Field(default_factory=dict)
     """Settings of an optimizer that a package adds, by the names that it gives them."""
     lr: Annotated[float, Field(gt=0.0)]

@@ -38,13 +38,14 @@ class OptimizerKind(ABC):
     must be tensors, and must come into being in the first `step`.
     """
 
-    state_values: int
-    """Values kept for each parameter, in the format of the main parameters: 2 for AdamW's two moments."""
+    state_values: float
+    """Values kept for each parameter, in the format of the main parameters: 2 for AdamW's two moments; less than one for
+    what is kept in fewer bits."""
     value_passes: int
     """Values that an update reads or writes for each parameter, gradient included: 7 for AdamW."""
 
     @property
-    def matrix_state_values(self) -> int:
+    def matrix_state_values(self) -> float:
         """Values kept for each element of a matrix that is updated whole (see `matrix_flops`); by default as for others."""
         return self.state_values
 
@@ -115,7 +116,7 @@ def find_optimizer(config: Optimizer) -> OptimizerKind:
     return OPTIMIZERS.get(config.name, "optimizer.name")
 
 
-def kept_values(run: Run, *, matrix: bool = False) -> int:
+def kept_values(run: Run, *, matrix: bool = False) -> float:
     """Return the values that a run keeps for each parameter beside it: optimizer state, and the average of the weights.
 
     matrix: for each element of a matrix that is updated whole; else of any other parameter.

@@ -1,4 +1,5 @@
-"""Plans of Muon and dry runs of the code that trains with it hold the same bytes and send as many for whole matrices."""
+"""Plans of Muon and dry runs of the code that trains with it hold the same bytes and send as many for whole matrices; those
+of moments in 8 bits hold the same bytes."""
 
 from __future__ import annotations
 
@@ -35,6 +36,18 @@ def muon_model(experts: dict[str, Any] | None = None, **words: Any) -> TracedMod
     model = bind(run_with(sizes, **{"global_batch": 8, "recompute": "full", **words}), TracedModel)
     model.loads = BALANCED  # type: ignore[attr-defined]
     return model
+
+
+def test_memory_of_moments_in_8_bits_is_that_of_the_code() -> None:
+    words: dict[str, Any] = {"dp_shard": 1, "dp_replicate": WORLD, "global_batch": WORLD, "recompute": "full"}
+    model = bind(run_with(SIZES | {"optimizer.name": "adamw8bit"}, **words), TracedModel)
+    layout = resolve_layout(bind(model.run), WORLD)
+    rank = rank_memory(model, layout, "full", Kernels("flash", compiled=False))[0]
+    found = dry_run(model, layout, 0, build_full_step, accelerator=True, devices_per_node=None)
+    assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
+    # A byte an element and 4 bytes for 32, of each moment.
+    of_parameters = found.categories["optimizer"] / found.categories["parameters"]
+    assert of_parameters == pytest.approx(2.25 / 4, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,44 @@
-"""Rules about recipes that multiply in 8 bits: what shares a scale stays together, and gradients come from one node."""
+"""Rules about numbers in 8 bits: what shares a scale stays together, and gradients of their products come from one node."""
 
 from __future__ import annotations
 
-from phalanx.config.schema import SCALED_TOGETHER
+import numpy as np
+
+from phalanx.config.schema import MOMENT_BLOCK, SCALED_TOGETHER
 from phalanx.layout.legality.rule import Fix, Requirements, Rule
-from phalanx.layout.spec import Bools, LayoutTable, ResolvedLayout
+from phalanx.layout.spec import Bools, LayoutTable
 
 _WHOLE_MATRICES: Fix = {"layout.gather": "layer"}
 _BF16: Fix = {"layout.precision": "bf16"}
 
 
+_WHOLE_MOMENTS: Fix = {"optimizer.name": "adamw"}
+
+
+def _scaled_together(needs: Requirements) -> dict[str, int]:
+    """Return how many features share a scale, by the field that has them in 8 bits."""
+    precision, optimizer = needs.run.layout.precision, needs.run.optimizer.name
+    found = {}
+    if precision in SCALED_TOGETHER:
+        found[f"layout.precision={precision}"] = SCALED_TOGETHER[precision]
+    if optimizer == "adamw8bit":
+        found[f"optimizer.name={optimizer}"] = MOMENT_BLOCK
+    return found
+
+
 def _cut_blocks(needs: Requirements, tp: int) -> list[str]:
     """Return what is said of each matrix whose blocks of numbers with one scale `tp` ranks would cut."""
-    size = SCALED_TOGETHER.get(needs.run.layout.precision)
-    if size is None or tp == 1:
+    sizes = _scaled_together(needs)
+    if not sizes or tp == 1:
         return []
-    found = needs.model.split_features()
-    if found is None:
+    features = needs.model.split_features()
+    if features is None:
         return [f"models of family {needs.run.model.family} do not say which features layout.tp={tp} splits"]
     return [
-        f"layout.tp={tp} gives ranks {one.count / tp:g} of the {one.count} features of {one.field}, which is no multiple of "
-        f"the {size} that share a scale"
-        for one in found
+        f"{field}: layout.tp={tp} gives ranks {one.count / tp:g} of the {one.count} features of {one.field}, which is no "
+        f"multiple of the {size} that share a scale"
+        for field, size in sizes.items()
+        for one in features
         if one.count % (tp * size)
     ]
 
@@ -34,17 +51,32 @@ def _cuts_blocks(needs: Requirements, layouts: LayoutTable) -> Bools | bool:
     return broken
 
 
-def _explain_blocks(needs: Requirements, layout: ResolvedLayout) -> str:
-    name = needs.run.layout.precision
-    return "\n".join(f"layout.precision={name}: {reason}" for reason in _cut_blocks(needs, layout.tp))
+def _cuts_moments(needs: Requirements, layouts: LayoutTable) -> Bools:
+    hidden = needs.expert_slices.count * needs.expert_slices.together
+    cut = (layouts.expert_tp > 1) & (hidden % (layouts.expert_tp * MOMENT_BLOCK) != 0)
+    return np.asarray((needs.run.optimizer.name == "adamw8bit") & cut)
 
 
 PRECISION_RULES = (
     Rule(
         reads=("tp",),
         broken=_cuts_blocks,
-        message=_explain_blocks,
-        fixes=({"layout.precision": "fp8-row"}, _BF16),
+        message=lambda needs, x: "\n".join(_cut_blocks(needs, x.tp)),
+        fixes=({"layout.precision": "fp8-row"}, _BF16, _WHOLE_MOMENTS),
+    ),
+    Rule(
+        reads=("expert_tp",),
+        broken=_cuts_moments,
+        message="optimizer.name={needs.run.optimizer.name}: layout.expert_tp={x.expert_tp} cuts "
+        f"{{needs.expert_slices.field}} within the {MOMENT_BLOCK} features that share a scale",
+        fixes=({"layout.expert_tp": 1}, _WHOLE_MOMENTS),
+    ),
+    Rule(
+        reads=("gather",),
+        broken=lambda needs, t: t.has("gather", "stream") & (needs.run.optimizer.name == "adamw8bit"),
+        message="layout.gather=stream cuts matrices where features end, and with optimizer.name={needs.run.optimizer.name} "
+        f"{MOMENT_BLOCK} of them share a scale",
+        fixes=(_WHOLE_MATRICES, _WHOLE_MOMENTS),
     ),
     Rule(
         reads=("gather",),

@@ -46,9 +46,9 @@ class MemoryState:
     """Bytes of a parameter as it is computed with."""
     master: int
     """Bytes of a parameter as it is kept, of its gradient, and of each value that the optimizer keeps for it."""
-    optimizer_values: int
+    optimizer_values: float
     """Values that the optimizer keeps for each parameter: 2 for AdamW's moments."""
-    matrix_values: int
+    matrix_values: float
     """The same for each element of a matrix."""
     sharded: Mask
     """Whether FSDP2 has the parameters: more than one data- or context-parallel rank."""
