@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 from ase.calculators.singlepoint import SinglePointCalculator
 
-from graph_files import write_set
+from graph_files import graph_data, write_set
 from phalanx.errors import DataError, PhalanxError
 from phalanx.families.materials.config import GraphSource
+from phalanx.families.materials.data.graph_batches import Collator, graph_columns
+from phalanx.families.materials.data.graph_shards import Located, open_prepared
 from phalanx.families.materials.data.labels import labels_of
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.materials.data.structure_files import StructureFile, find_files, open_structures
 from phalanx.families.materials.data.structures import convert_structure
 
@@ -64,6 +67,42 @@ def write(folder: Path, kind: str) -> Path:
 
 def read_all(file: StructureFile, source: GraphSource) -> list[Any]:
     return [convert_structure(raw, labels_of(source), 1.0, missing_allowed=False) for raw in file.read(0, len(file))]
+
+
+def write_ions(path: Path, charges: list[int], multiplicities: list[int]) -> None:
+    """Hydrogen molecules with what OMol25 calls `charge` and `spin`, where its files and extended XYZ have them."""
+    for charge, spin in zip(charges, multiplicities, strict=True):
+        told = {"charge": charge, "spin": spin}
+        atoms = ase.Atoms("H2", [[0.0, 0.0, 0.0], [0.0, 0.0, 0.8]], info=told)
+        # Guesses that a calculation began with are no label.
+        atoms.set_initial_charges([3.0, 3.0])
+        atoms.set_initial_magnetic_moments([2.0, 2.0])
+        if path.suffix == ".extxyz":
+            ase.io.write(path, atoms, format="extxyz", append=True)
+        else:
+            with ase.db.connect(path) as database:
+                database.write(atoms, data=told)
+
+
+@pytest.mark.parametrize("kind", ["extxyz", "db", "aselmdb"])
+def test_charge_and_spin_of_omol25_are_read_from_every_format(kind: str, tmp_path: Path) -> None:
+    path, charges, multiplicities = tmp_path / f"ions.{kind}", [0, 1, -2, 1], [1, 2, 1, 4]
+    write_ions(path, charges, multiplicities)
+    labels = {"total_charge": {"key": "charge", "unit": "e"}, "multiplicity": {"key": "spin", "unit": "1"}}
+    source = {"name": "ions", "path": str(path), "labels": labels}
+    data = graph_data(tmp_path / "prepared", [source], validation_fraction=0.0, test_fraction=0.0)
+    statistics = prepare_graphs(data, workers=1)["ions"].statistics
+    assert statistics.total_charges == {0: 1, 1: 2, -2: 1} and statistics.taken_for_neutral == 0
+    sources, items = open_prepared(data, "train"), np.arange(len(charges))
+    batch = Collator(sources, graph_columns(sources))(
+        Located(items, np.zeros_like(items), items, *sources[0].sizes(items)), (len(items),)
+    )
+    assert batch.total_charge_G is not None and batch.total_charge_G.tolist() == charges
+    assert batch.multiplicity_G is not None and batch.multiplicity_G.tolist() == multiplicities
+    # A structure without a label is refused by file and place.
+    unlabelled = {**source, "labels": labels | {"multiplicity": {"key": "mult", "unit": "1"}}}
+    with pytest.raises(DataError, match=rf'ions\.{kind}: .*multiplicity "mult"'):
+        prepare_graphs(graph_data(tmp_path / "other", [unlabelled]), workers=1)
 
 
 @pytest.mark.parametrize("kind", ["npz", "extxyz", "db", "aselmdb"])
