@@ -56,6 +56,7 @@ def test_help_lists_the_verbs_in_order_of_use(call: Call) -> None:
         "evaluate",
         "generate",
         "ensemble",
+        "select",
         "forecast",
         "errors",
         "report",

@@ -220,6 +220,13 @@ SUBCOMMANDS = (
         ),
     ),
     Subcommand(
+        "select",
+        "models.select",
+        "models",
+        "Choose structures to label next, by an ensemble.",
+        ("phalanx select ensembles/xtb 'md/*.extxyz' --top 200 --out next.extxyz",),
+    ),
+    Subcommand(
         "forecast",
         "models.forecast",
         "models",

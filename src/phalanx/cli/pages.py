@@ -29,6 +29,7 @@ _OF_SUBCOMMANDS = {
     "evaluate": "guides/generate_evaluate.md",
     "generate": "guides/generate_evaluate.md",
     "ensemble": "guides/ensembles.md",
+    "select": "guides/ensembles.md",
     "forecast": "guides/weather.md",
     "errors": "guides/materials.md",
     "report": "guides/watch.md",

@@ -1,1 +1,1 @@
-"""Subcommands for trained models: evaluate, generate, forecast, errors, ensemble, report, convert."""
+"""Subcommands for trained models: evaluate, generate, forecast, errors, ensemble, select, report, convert."""

@@ -205,6 +205,32 @@ class ErrorsArguments:
 
 
 @dataclass(frozen=True)
+class SelectArguments:
+    """Find the structures whose labels would teach an ensemble most: those its members are farthest apart about.
+
+    They are written as extended XYZ, the widest spread first, for a calculation to label and prepare-graphs to read.
+    Structures with an element that a member was not trained on are left out, and counted.
+    """
+
+    ensemble: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that phalanx ensemble wrote.")]
+    pools: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help="Files of structures (positions in angstrom), or patterns of such."),
+    ]
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The chosen structures, extended XYZ.")]
+    top: Annotated[int, typer.Option(min=1, metavar="N", help="Choose this many.")] = 100
+    by: Annotated[
+        Literal["forces", "energy"],
+        typer.Option(help="The largest spread of an atom's force, or that of the energy by atom."),
+    ] = "forces"
+    branch: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The data set that is meant, of models with several.")
+    ] = None
+    device: Device = "auto"
+    as_json: Json = False
+
+
+@dataclass(frozen=True)
 class ForecastArguments:
     """Forecast from every time of a split, score all lead times, and write a page with curves and maps.
 

@@ -40,6 +40,8 @@ class Uncertain:
     std: dict[str, Tensor]
     """Calibrated standard deviation by quantity (energy in eV, not per atom), in the shape of the prediction; of those that
     validation had labels of."""
+    spread: dict[str, Tensor]
+    """Standard deviation among the members as they are, alike, of every quantity."""
 
 
 class LoadedEnsemble:
@@ -81,6 +83,7 @@ class LoadedEnsemble:
             sources = [sources[int(source_G[0])]]
         means: dict[str, Tensor] = {}
         stds: dict[str, Tensor] = {}
+        spreads: dict[str, Tensor] = {}
         atoms_G = torch.bincount(graph_N, minlength=len(source_G))
         for name, value in vars(found).items():
             if value is None:
@@ -88,15 +91,18 @@ class LoadedEnsemble:
             mean, spread = self._moments(value)
             means[name] = mean.to(value.dtype)
             quantity = next((known for known, label in _LABELS.items() if label == name), None)
+            if quantity is None:
+                continue
+            spreads[quantity] = spread
             # Of a branch with several data sets, the first that has labels of the quantity is calibrated on.
-            entries = [self.document.label(source, quantity) for source in sources] if quantity else []
+            entries = [self.document.label(source, quantity) for source in sources]
             entry = next((one for one in entries if one is not None), None)
-            if quantity is not None and entry is not None:
+            if entry is not None:
                 # Energies are calibrated per atom, and stated as a whole.
                 share = spread / atoms_G.clamp(min=1) if quantity == "energy" else spread
                 std = torch.from_numpy(entry.calibration.std(share.numpy(force=True))).to(spread.device)
                 stds[quantity] = std * atoms_G if quantity == "energy" else std
-        return Uncertain(Predictions(**means), stds)
+        return Uncertain(Predictions(**means), stds, spreads)
 
     def _moments(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation among members, float64; see `residuals.weighted_moments`."""

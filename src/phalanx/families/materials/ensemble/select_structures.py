@@ -1,0 +1,199 @@
+"""Structures that the members of an ensemble disagree about most: those whose labels would teach them most (active
+learning by query by committee: Seung, Opper and Sompolinsky, COLT 1992)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import ase.io
+import numpy as np
+import torch
+from ase import Atoms
+
+from phalanx.errors import ConfigError, DataError
+from phalanx.families.materials.config import GraphSource
+from phalanx.families.materials.data.labels import labels_of
+from phalanx.families.materials.data.neighbours import Edges, find_edges
+from phalanx.families.materials.data.structure_files import find_files, open_structures
+from phalanx.families.materials.data.structures import Structure, check_structure, convert_structure
+from phalanx.families.materials.data.trained_elements import trained_elements
+from phalanx.families.materials.ensemble.joint_predictions import LoadedEnsemble
+
+_BATCH_ATOMS = 1024
+"""Atoms that are computed together, at least: devices wait less, and members beside each other still fit."""
+_TOLD = {"total_charge": {"key": "charge", "unit": "e"}, "multiplicity": {"key": "spin", "unit": "1"}}
+"""What a structure says of its electrons, under the names of OMol25 and of the calculator."""
+
+Criterion = Literal["forces", "energy"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far members are apart about one structure."""
+
+    structure: Structure
+    energy: float
+    """Standard deviation of the energy, eV/atom."""
+    forces: float
+    """Largest of any atom, eV/A: the root of the mean squared distance of members' forces from their mean, as DP-GEN ranks
+    (Zhang et al. 2019, Phys. Rev. Materials 3, 023804)."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The structures chosen of a pool, the widest spread first."""
+
+    chosen: list[Spread]
+    ranked: int
+    """Structures that were compared."""
+    median: float
+    """Of all their spreads, in the unit of the criterion."""
+    unknown: dict[int, int]
+    """Structures left out, by the atomic number that some member was not trained on."""
+
+
+def select_structures(
+    folder: Path,
+    pools: Sequence[str],
+    *,
+    top: int,
+    by: Criterion = "forces",
+    branch: str | None = None,
+    device: torch.device,
+) -> Selection:
+    """Return the `top` structures of `pools` that members are farthest apart about.
+
+    folder: of an ensemble. pools: files of structures or patterns, in angstrom; labels are not looked at. branch: as of the
+    calculator. Structures with an element that a member was not trained on are left out, since there it answers at random.
+
+    Raises DataError for a structure that cannot be computed, and where none is left; ConfigError for an ensemble without
+    energies or whose members cannot differ.
+    """
+    ensemble = LoadedEnsemble(folder, device)
+    if ensemble.members[0].run.model.energy is None:
+        raise ConfigError(f"{folder}: its models have no energy, and so no forces, to disagree about")
+    if int((ensemble.weights_K > 0.0).sum()) < 2:
+        raise ConfigError(
+            f"{folder}: all weight is on one member; build the ensemble with --weights equal, or of others"
+        )
+    ranking = _Ranking(ensemble, branch)
+    spreads: list[float] = []
+
+    def widths() -> Iterator[Spread]:
+        for found in ranking.measure(pools):
+            spreads.append(getattr(found, by))
+            yield found
+
+    # A pool may be larger than memory: only the best so far are kept.
+    chosen = heapq.nlargest(top, widths(), key=lambda found: float(getattr(found, by)))
+    if not chosen:
+        raise DataError(
+            f"{', '.join(pools)}: no structure is left to choose from; all have elements that a member was not trained on"
+        )
+    return Selection(chosen, len(spreads), float(np.median(spreads)), ranking.unknown)
+
+
+def write_selection(selection: Selection, out: Path) -> None:
+    """Write the structures as extended XYZ, each with where it comes from and how far members were apart.
+
+    Raises OSError where it cannot be written.
+    """
+    frames = []
+    for found in selection.chosen:
+        raw = found.structure.raw
+        atoms = Atoms(raw.species, raw.positions, cell=raw.cell, pbc=raw.periodic)
+        atoms.info.update({key: raw.values[key] for key in ("charge", "spin") if key in raw.values})
+        atoms.info.update(
+            file=raw.file, place=raw.place, energy_spread_per_atom=found.energy, forces_spread=found.forces
+        )
+        frames.append(atoms)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    ase.io.write(out, frames, format="extxyz")
+
+
+class _Ranking:
+    """Spreads of structures, batch by batch."""
+
+    def __init__(self, ensemble: LoadedEnsemble, branch: str | None) -> None:
+        self.ensemble = ensemble
+        first = ensemble.members[0]
+        self.run, self._branch = first.run, first.branch(branch)
+        models = [member.run.model for member in ensemble.members]
+        self._known = set(range(1, min(model.max_atomic_number for model in models) + 1))
+        for member in ensemble.members:
+            trained = trained_elements(member.where)
+            if trained is not None:
+                self._known &= trained.of(first.run.model.branches[self._branch].name)
+        self.unknown: dict[int, int] = {}
+
+    def measure(self, pools: Sequence[str]) -> Iterator[Spread]:
+        """Yield the spread of every structure that members know the elements of."""
+        waiting: list[tuple[Structure, Edges]] = []
+        for structure in self._read(pools):
+            source = self._source(structure.raw.file)
+            edges = find_edges(
+                structure.positions,
+                structure.cell,
+                structure.periodic,
+                self.run.model.cutoff,
+                self.run.data.max_neighbours,
+            )
+            check_structure(structure, edges, source, self.run.model.cutoff)
+            waiting.append((structure, edges))
+            if sum(len(one.species) for one, _ in waiting) >= _BATCH_ATOMS:
+                yield from self._compare(waiting)
+                waiting = []
+        if waiting:
+            yield from self._compare(waiting)
+
+    def _read(self, pools: Sequence[str]) -> Iterator[Structure]:
+        for path in (path for pool in pools for path in find_files(pool)):
+            source = self._source(str(path))
+            file, labels = open_structures(path, source), labels_of(source)
+            for raw in file.read(0, len(file)):
+                strange = set(np.unique(raw.species).tolist()) - self._known
+                for element in strange:
+                    self.unknown[element] = self.unknown.get(element, 0) + 1
+                if not strange:
+                    yield convert_structure(raw, labels, 1.0, missing_allowed=True)
+
+    def _source(self, path: str) -> GraphSource:
+        return GraphSource.model_validate({"name": "pool", "path": path, "labels": _TOLD, "no_edges": "allow"})
+
+    def _compare(self, pairs: Sequence[tuple[Structure, Edges]]) -> Iterator[Spread]:
+        """Yield the spreads of a batch."""
+        structures, device = [structure for structure, _ in pairs], self.ensemble.weights_K.device
+        atoms_G = torch.tensor([len(one.species) for one in structures])
+        starts = np.cumsum([0, *atoms_G[:-1].tolist()])
+        edges_2E = [
+            np.stack((edges.source, edges.target)) + start for (_, edges), start in zip(pairs, starts, strict=True)
+        ]
+        cells_G33 = np.stack([one.cell for one in structures]).astype(np.float64)
+        shifts_E3 = [edges.images @ cell_33 for (_, edges), cell_33 in zip(pairs, cells_G33, strict=True)]
+        told = {name: [float(one.labels[name]) for one in structures] for name in _TOLD}
+        inputs: dict[str, Any] = {
+            "positions_N3": torch.from_numpy(np.concatenate([one.positions for one in structures])).double(),
+            "graph_N": torch.arange(len(structures)).repeat_interleave(atoms_G),
+            "edges_2E": torch.from_numpy(np.concatenate(edges_2E, axis=1)),
+            "shifts_E3": torch.from_numpy(np.concatenate(shifts_E3)),
+            "cells_G33": torch.from_numpy(cells_G33),
+            "source_G": torch.full((len(structures),), self._branch),
+            # As the calculator takes those that say nothing: neutral singlets.
+            "total_charge_G": torch.tensor(told["total_charge"], dtype=torch.float64).nan_to_num(0.0),
+            "multiplicity_G": torch.tensor(told["multiplicity"], dtype=torch.float64).nan_to_num(1.0),
+        }
+        species_N = torch.from_numpy(np.concatenate([one.species for one in structures]).astype(np.int64))
+        placed = {name: value.to(device) for name, value in inputs.items()}
+        spread = self.ensemble.predict(species_N.to(device), **placed, forces=True, stress=False).spread
+        energy_G = spread["energy"].cpu() / atoms_G
+        forces_N = spread["forces"].norm(dim=1).cpu()
+        zeros_G = torch.zeros(len(structures), dtype=forces_N.dtype)
+        forces_G = zeros_G.scatter_reduce(0, inputs["graph_N"], forces_N, "amax")
+        for structure, energy, forces in zip(structures, energy_G.tolist(), forces_G.tolist(), strict=True):
+            if not np.isfinite(energy) or not np.isfinite(forces):
+                raise structure.raw.wrong("a member predicts no finite number; leave the structure out")
+            yield Spread(structure, energy, forces)
