@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from distributed_ranks import run_ranks
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
+from phalanx.families.materials.evaluation.network_predictions import split_errors
+from phalanx.families.materials.evaluation.prediction_errors import GraphErrors
 from phalanx.training.start import train
 
 if TYPE_CHECKING:
@@ -38,6 +44,21 @@ def test_errors_are_those_of_the_evaluation_in_training(call: Call, run_dir: Pat
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
     for row, expected in zip(found["errors"], wanted["errors"], strict=True):
         assert row == {**expected, "mae": pytest.approx(expected["mae"]), "rmse": pytest.approx(expected["rmse"])}
+
+
+def _share(run_dir: Path) -> GraphErrors:
+    return split_errors(run_dir, "validation", torch.device("cpu"), ranks=dist.get_world_size())[1]
+
+
+def test_ranks_that_share_the_structures_all_get_the_errors_of_one(run_dir: Path) -> None:
+    where, whole = split_errors(run_dir, "validation", torch.device("cpu"))
+    assert where.parent == run_dir / "checkpoints"
+    for found in run_ranks(_share, 3, run_dir):
+        assert (found.structures, found.untrained) == (whole.structures, whole.untrained)
+        assert found.loss == pytest.approx(whole.loss, rel=1e-5)
+        for row, expected in zip(found.rows, whole.rows, strict=True):
+            near = {"mae": pytest.approx(expected.mae, rel=1e-5), "rmse": pytest.approx(expected.rmse, rel=1e-5)}
+            assert asdict(row) == {**asdict(expected), **near}
 
 
 def test_a_person_reads_units(call: Call, run_dir: Path) -> None:

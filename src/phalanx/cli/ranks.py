@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+import torch
 import typer
 
 from phalanx.errors import ConfigError
+from phalanx.hardware.device import choose_device
 from phalanx.launch.local_launch import launch_ranks
 from phalanx.launch.parent import GRACE_S
-from phalanx.layout.mesh import ranks_from_environment
+from phalanx.layout.mesh import Ranks, join_process_group, ranks_from_environment
 
 
 def start_ranks(words: Sequence[str], nproc: int, *, grace_s: float = GRACE_S) -> None:
@@ -23,6 +25,21 @@ def start_ranks(words: Sequence[str], nproc: int, *, grace_s: float = GRACE_S) -
     code = launch_ranks(words, nproc, grace_s=grace_s)
     if code:
         raise typer.Exit(code)
+
+
+def start_or_join_ranks(nproc: int | None, device: str) -> tuple[Ranks, torch.device]:
+    """Join the ranks that torchrun, srun or this very command started; return which this is, and its device.
+
+    nproc: ranks to start; they run the command in place of this process, which ends with them. None: it is a rank itself,
+    and leaves the group when its work is done (`leave_process_group`).
+    """
+    if nproc is not None:
+        start_ranks(words_without_nproc(), nproc)
+        raise typer.Exit
+    ranks = ranks_from_environment()
+    own = choose_device(device, ranks.local_rank)
+    join_process_group(ranks, own)
+    return ranks, own
 
 
 def require_no_ranks(nproc: int) -> None:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from phalanx.cli.console import print_json, print_lines, print_pairs
 from phalanx.cli.options.models import ErrorsArguments
+from phalanx.cli.ranks import start_or_join_ranks
 from phalanx.families.materials.data.trained_elements import untrained_in_words
 from phalanx.families.materials.evaluation.network_predictions import split_errors
-from phalanx.hardware.device import choose_device
+from phalanx.layout.mesh import leave_process_group
 
 
 def run_errors(asked: ErrorsArguments) -> None:
     """Run the subcommand."""
+    ranks, device = start_or_join_ranks(asked.nproc, asked.device)
     where, found = split_errors(
         asked.checkpoint,
         asked.split,
-        choose_device(asked.device),
+        device,
         samples=asked.samples,
         overrides=asked.overrides or (),
+        ranks=ranks.world_size,
     )
+    leave_process_group()
+    if not ranks.first:
+        return
     if asked.as_json:
         print_json({"checkpoint": str(where), "split": asked.split, **found.as_dict()})
         return

@@ -7,14 +7,14 @@ import time
 
 from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_pairs, print_table
 from phalanx.cli.options.models import EvaluateArguments
-from phalanx.cli.ranks import start_ranks, words_without_nproc
+from phalanx.cli.ranks import start_or_join_ranks
 from phalanx.errors import ConfigError
 from phalanx.families.language.evaluation.held_out import Scores, Sharing, score_model
 from phalanx.families.language.evaluation.icl_tasks import load_tasks
 from phalanx.families.language.evaluation.in_context import score_tasks
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
 from phalanx.hardware.device import choose_device
-from phalanx.layout.mesh import join_process_group, leave_process_group, ranks_from_environment
+from phalanx.layout.mesh import leave_process_group
 from phalanx.nn.precision import find_number_format
 from phalanx.report.task_scores import SCORE_COLUMNS
 
@@ -85,12 +85,7 @@ def _print_scores(loaded: LoadedModel, scores: Scores) -> None:
 
 def _run_tasks(asked: EvaluateArguments) -> None:
     tasks = load_tasks(asked.tasks or [], asked.shots)
-    if asked.nproc is not None:
-        start_ranks(words_without_nproc(), asked.nproc)
-        return
-    ranks = ranks_from_environment()
-    device = choose_device(asked.device, ranks.local_rank)
-    join_process_group(ranks, device)
+    ranks, device = start_or_join_ranks(asked.nproc, asked.device)
     dtype = find_number_format(asked.precision, "--precision")
     loaded = load_for_inference(asked.checkpoint, device, dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema)
     start = time.perf_counter()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_table
 from phalanx.cli.options.models import ForecastArguments
-from phalanx.cli.ranks import start_ranks, words_without_nproc
+from phalanx.cli.ranks import start_or_join_ranks
 from phalanx.families.weather.evaluation.compare_forecasts import ScoreRow, skill_in_words
 from phalanx.families.weather.evaluation.forecast_page import render_forecasts
 from phalanx.families.weather.evaluation.forecast_split import (
@@ -16,19 +16,13 @@ from phalanx.families.weather.evaluation.forecast_split import (
 )
 from phalanx.files import write_atomically
 from phalanx.formatting import format_number
-from phalanx.hardware.device import choose_device
-from phalanx.layout.mesh import join_process_group, leave_process_group, ranks_from_environment
+from phalanx.layout.mesh import leave_process_group
 from phalanx.report.table import Column
 
 
 def run_forecast(asked: ForecastArguments) -> None:
     """Run the subcommand."""
-    if asked.nproc is not None:
-        start_ranks(words_without_nproc(), asked.nproc)
-        return
-    ranks = ranks_from_environment()
-    device = choose_device(asked.device, ranks.local_rank)
-    join_process_group(ranks, device)
+    ranks, device = start_or_join_ranks(asked.nproc, asked.device)
     loaded = load_forecaster(asked.checkpoint, device, asked.overrides or [])
     begin = time.perf_counter()
     with make_progress_bar() as bar:

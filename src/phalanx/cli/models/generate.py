@@ -6,10 +6,11 @@ import sys
 
 from phalanx.cli.console import make_safe_for_terminal, print_json
 from phalanx.cli.options.models import GenerateArguments
+from phalanx.cli.ranks import start_or_join_ranks
 from phalanx.errors import ConfigError
 from phalanx.families.language.evaluation.generation import Generation, Sampling, generate_text
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
-from phalanx.hardware.device import choose_device
+from phalanx.layout.mesh import leave_process_group
 from phalanx.nn.precision import find_number_format
 
 _MOST_BYTES = 2**24
@@ -19,11 +20,12 @@ _MOST_BYTES = 2**24
 def run_generate(asked: GenerateArguments) -> None:
     """Run the subcommand."""
     sampling = Sampling(asked.temperature, asked.top_k, asked.top_p)
+    if asked.nproc is not None and asked.prompt == "-":
+        raise ConfigError("--nproc starts ranks that cannot share standard input; give the text by --prompt TEXT")
     text = _read_prompt(asked.prompt)
     dtype = find_number_format(asked.precision, "--precision")
-    loaded = load_for_inference(
-        asked.checkpoint, choose_device(asked.device), dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema
-    )
+    ranks, device = start_or_join_ranks(asked.nproc, asked.device)
+    loaded = load_for_inference(asked.checkpoint, device, dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema)
     # Several continuations come at once, and would be mixed up.
     streaming = asked.count == 1 and not asked.as_json
 
@@ -37,8 +39,13 @@ def run_generate(asked: GenerateArguments) -> None:
         sampling=sampling,
         seed=asked.seed,
         count=asked.count,
+        rank=ranks.rank,
+        ranks=ranks.world_size,
         show=print_piece if streaming else lambda index, piece: None,
     )
+    leave_process_group()
+    if not ranks.first:
+        return
     if asked.as_json:
         print_json(_summarise_generation(loaded, text, sampling, generation))
     elif streaming:

@@ -89,6 +89,9 @@ class GenerateArguments:
     count: Annotated[int, typer.Option(min=1, help="Continuations to write, with seeds SEED, SEED+1, ...")] = 1
     tokenizer: TokenizerPath = None
     ema: AveragedWeights = False
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Share the continuations among N ranks of this machine.")
+    ] = None
     device: Device = "auto"
     precision: PrecisionName = None
     as_json: Json = False
@@ -186,7 +189,7 @@ class EnsembleArguments:
 
 @dataclass(frozen=True)
 class ErrorsArguments:
-    """Errors of a materials model on structures it has not been trained on, on one device.
+    """Errors of a materials model on structures it has not been trained on.
 
     Energies count per atom; components of forces, stresses and dipoles count one each. Structures with an element that no
     training structure of their branch had are counted, and said.
@@ -199,6 +202,9 @@ class ErrorsArguments:
     split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which part of the data.")] = "test"
     samples: Annotated[
         int | None, typer.Option(min=1, help="Take this many structures, spread evenly over the split; by default all.")
+    ] = None
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Share the structures among N ranks of this machine.")
     ] = None
     device: Device = "auto"
     as_json: Json = False

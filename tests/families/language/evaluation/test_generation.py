@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from distributed_ranks import run_ranks
 from phalanx.errors import ConfigError
-from phalanx.families.language.evaluation.generation import Sampling, generate_text, generate_tokens
+from phalanx.families.language.evaluation.generation import Continuation, Sampling, generate_text, generate_tokens
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
 from small_models import READER, byte_tokenizer, random_decoder, save_run
 
@@ -40,6 +42,20 @@ def test_each_continuation_has_a_seed_of_its_own(loaded: LoadedModel) -> None:
     assert [c.seed for c in three] == [5, 6, 7]
     assert three[1] == alone[0]
     assert len({c.text for c in three}) == 3
+
+
+def _write_share(folder: Path) -> list[Continuation]:
+    loaded = load_for_inference(folder, torch.device("cpu"))
+    return generate_text(
+        loaded, "def f", max_tokens=20, sampling=Sampling(), seed=5, count=3, rank=dist.get_rank(), ranks=2
+    ).continuations
+
+
+def test_ranks_that_share_the_continuations_all_get_those_of_one(loaded: LoadedModel, tmp_path: Path) -> None:
+    whole = generate_text(loaded, "def f", max_tokens=20, sampling=Sampling(), seed=5, count=3).continuations
+    assert run_ranks(_write_share, 2, tmp_path) == [whole, whole]
+    with pytest.raises(ConfigError, match="count=1 leaves some of 2 ranks nothing to write; start at most 1 ranks"):
+        generate_text(loaded, "def f", max_tokens=20, sampling=Sampling(), seed=5, rank=0, ranks=2)
 
 
 def test_the_default_length_leaves_room_for_the_prompt(loaded: LoadedModel) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -71,26 +73,32 @@ def generate_text(
     sampling: Sampling,
     seed: int,
     count: int = 1,
+    rank: int = 0,
+    ranks: int = 1,
     show: Callable[[int, str], None] = lambda index, piece: None,
 ) -> Generation:
     """Continue `prompt` `count` times; continuation i is drawn with seed + i, whatever `count` is.
 
-    max_tokens: tokens to write at most; None stands for 128, or for fewer where the model has no more positions. show: is
-    called with the number of a continuation and its next piece of text as soon as there is one, the prompt first.
+    max_tokens: tokens to write at most; None stands for 128, or for fewer where the model has no more positions. rank,
+    ranks: this rank among those of the process group, which share the continuations; each gets all. show: is called with the
+    number of a continuation, among those of this rank, and its next piece of text as soon as there is one, the prompt first.
 
-    Raises ConfigError where the model came without a tokenizer, and as `generate_batch` does.
+    Raises ConfigError for fewer continuations than ranks, where the model came without a tokenizer, and as `generate_batch`
+    does.
     """
     if count < 1:
         raise ConfigError(f"count={count} must be at least 1")
+    if count < ranks:
+        raise ConfigError(f"count={count} leaves some of {ranks} ranks nothing to write; start at most {count} ranks")
     if loaded.tokenizer is None:
         raise ConfigError(f"{loaded.where} came without a tokenizer; give one with --tokenizer")
     prompt_ids = loaded.tokenizer.encode_prompt(prompt)
     # A default that asks for more than the model's positions would fail for long prompts.
     room = loaded.model.config.max_positions - len(prompt_ids)
     # Numbered seeds: continuation i is the same however many are asked for.
-    seeds = [seed + index for index in range(count)]
+    seeds = [seed + index for index in range(rank, count, ranks)]
     streams = [TextStream(loaded.tokenizer, prompt_ids) for _ in seeds]
-    texts = [""] * count
+    texts = [""] * len(seeds)
     tokens: list[list[int]] = [[] for _ in seeds]
 
     def add(index: int, piece: str) -> None:
@@ -109,7 +117,7 @@ def generate_text(
         ends=loaded.tokenizer.special.end,
     )
     # Shown only now: an error of the prompt comes first.
-    for index in range(count):
+    for index in range(len(seeds)):
         show(index, prompt)
     for step in steps:
         for index, token in enumerate(step):
@@ -119,6 +127,10 @@ def generate_text(
     for index, stream in enumerate(streams):
         add(index, stream.finish())
     written = [Continuation(s, text, ids, len(ids) < limit) for s, text, ids in zip(seeds, texts, tokens, strict=True)]
+    if ranks > 1:
+        parts = [written] * ranks
+        dist.all_gather_object(parts, written)
+        written = sorted(itertools.chain.from_iterable(parts), key=lambda continuation: continuation.seed)
     return Generation(len(prompt_ids), written, time.perf_counter() - start)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
 from phalanx.layout.layout_model import LayoutModel
-from phalanx.layout.mesh import ONE_RANK
+from phalanx.layout.mesh import build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ONE_RANK_FIELDS
 from phalanx.nn.precision import PRECISIONS
@@ -97,24 +97,35 @@ def load_network(path: Path, device: torch.device, dtype: torch.dtype | None = N
 
 
 def split_errors(
-    path: Path, split: Split, device: torch.device, *, samples: int | None = None, overrides: Sequence[str] = ()
+    path: Path,
+    split: Split,
+    device: torch.device,
+    *,
+    samples: int | None = None,
+    overrides: Sequence[str] = (),
+    ranks: int = 1,
 ) -> tuple[Path, GraphErrors]:
     """Return the checkpoint that was found at `path`, and its errors on a split of the prepared data of its run.
 
     samples: structures to take, spread evenly over the split; None takes all. overrides: fields of its run file to change.
+    ranks: ranks of the process group, which share the structures, each with the whole model; all call it and get all errors.
 
     Raises CheckpointError as `load_network` does, DataError where data are not prepared or the split is empty.
     """
     newest, run = _open_checkpoint(path, overrides)
     # Whatever layout trained it: errors are those of one rank.
-    run = run.model_copy(update={"layout": run.layout.model_copy(update=ONE_RANK_FIELDS)})
+    run = _with_layout(run, ONE_RANK_FIELDS)
+    if ranks > 1:
+        microbatch = resolve_layout(bind(run, LayoutModel), 1).microbatch
+        run = _with_layout(run, {"dp_replicate": ranks, "microbatch": microbatch, "global_batch": ranks * microbatch})
     training, sources = open_prepared(run.data, "train"), open_prepared(run.data, split)
     if not any(len(source) for source in sources):
         raise DataError(
             f"the {split} split in {run.data.prepared} is empty; prepare with data.{split}_fraction above 0"
         )
     model = bind(run, LayoutModel)
-    applied = apply_layout(model, resolve_layout(model, 1), ONE_RANK, device, AttentionChoice("sdpa"), fill=False)
+    layout = resolve_layout(model, ranks)
+    applied = apply_layout(model, layout, build_mesh(layout, device), device, AttentionChoice("sdpa"), fill=False)
     load_weights(newest.path, applied)
     applied.refresh()
     evaluator = GraphEvaluator(run, sources, columns_of(run, training), device, samples)
@@ -124,6 +135,10 @@ def split_errors(
         found, names = spread_evenly(sources, samples), [branch.name for branch in run.model.branches]
         untrained = untrained_by_source(sources, found, names, [trained])
     return newest.path, replace(evaluator.errors(Executor(applied)), untrained=untrained)
+
+
+def _with_layout(run: MaterialsRun, fields: Mapping[str, int | str]) -> MaterialsRun:
+    return run.model_copy(update={"layout": run.layout.model_copy(update=fields)})
 
 
 def _open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:
