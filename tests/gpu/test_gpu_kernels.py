@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from device_runs import accelerator, relative_error
+from phalanx.config.schema import Optimizer
 from phalanx.kernels import LARGE
 from phalanx.kernels.flash4 import flash4_attention, import_flash4
 from phalanx.kernels.parts_sum import sum_parts
 from phalanx.kernels.swiglu import swiglu_backward, swiglu_backward_reference
+from phalanx.optimizers import build_optimizer
 from phalanx.optimizers.adamw import AdamW
+from phalanx.optimizers.adamw8bit import ADAMW8BIT
 from phalanx.torch_compat import common as compat
 
 pytestmark = pytest.mark.gpu
@@ -74,6 +77,22 @@ def test_adamw_of_large_parameters(elements: int) -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         torch.testing.assert_close(optimizer.state[ours][name].double(), plain.state[exact][name], rtol=1e-5, atol=1e-6)
     assert float(optimizer.state[ours]["step"]) == 3.0
+
+
+def test_moments_in_8_bits_are_those_of_the_cpu() -> None:
+    """Codes may fall to the other side where rounding decides."""
+    config = Optimizer.model_validate({"name": "adamw8bit", "lr": 1e-2})
+    start = random(3000, 1500, dtype=torch.float32, seed=5)
+    found = []
+    for device in (accelerator(), torch.device("cpu")):
+        weight = nn.Parameter(start.clone().to(device))
+        optimizer = build_optimizer({"w": weight}, config, lambda name: "matrix")
+        for seed in (6, 7, 8):
+            weight.grad = random(3000, 1500, dtype=torch.float32, seed=seed).to(device)
+            ADAMW8BIT.update(optimizer, torch.tensor(2.0, device=device), torch.tensor(0.0, device=device))
+        found.append([weight.detach().cpu(), *(value.cpu() for value in optimizer.state[weight].values())])
+    for here, there in zip(*found, strict=True):
+        assert float((here.double() - there.double()).abs().gt(1e-5 * there.double().abs()).double().mean()) < 1e-3
 
 
 def test_flash4_or_why_not() -> None:
