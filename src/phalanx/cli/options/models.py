@@ -192,13 +192,20 @@ class ErrorsArguments:
     """Errors of a materials model on structures it has not been trained on.
 
     Energies count per atom; components of forces, stresses and dipoles count one each. Structures with an element that no
-    training structure of their branch had are counted, and said.
+    training structure of their branch had are counted, and said. With --matbench, predictions of any model are scored.
     """
 
     checkpoint: Annotated[
         Path, typer.Argument(metavar="MODEL", help="Run directory (its newest whole checkpoint), or one checkpoint.")
     ]
     overrides: Overrides = None
+    matbench: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="WBM.csv",
+            help="MODEL is a CSV of formation energies instead: Matbench Discovery's metrics, beside its table of crystals.",
+        ),
+    ] = None
     split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Which part of the data.")] = "test"
     samples: Annotated[
         int | None, typer.Option(min=1, help="Take this many structures, spread evenly over the split; by default all.")
