@@ -10,7 +10,7 @@ moments then span the same range, and no element is divided by epsilon alone bec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.config.schema import MOMENT_BLOCK, Optimizer
-from phalanx.optimizers.optimizer_kind import Group, HeldParameters, OptimizerKind, local_part, refuse_options
+from phalanx.optimizers.optimizer_kind import (
+    Group,
+    HeldParameters,
+    OptimizerKind,
+    ScaledUpdates,
+    local_part,
+    refuse_options,
+)
 
 _ELEMENTS_AT_ONCE = 1 << 22
 """Elements that are decoded together: a few tensors of 16 MiB, where the moments of a large model take gigabytes."""
@@ -48,7 +55,7 @@ class AdamW8bitKind(OptimizerKind):
 ADAMW8BIT = AdamW8bitKind()
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(ScaledUpdates):
     """See the module. State of a parameter: `step`, and codes and scales of `exp_avg` and of `exp_avg_sq`'s root."""
 
     def __init__(self, groups: Sequence[Group], config: Optimizer) -> None:
@@ -59,21 +66,8 @@ class AdamW8bit(torch.optim.Optimizer):
             "exp_avg_sq_root": unsigned,
         }
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update with the gradients as they are."""
-        assert closure is None
-        one = torch.ones((), device=self.param_groups[0]["params"][0].device)
-        self.update(one, torch.zeros_like(one))
-
-    @torch.no_grad()
-    def update(self, divisor: Tensor, skip: Tensor) -> None:
-        """Update with every gradient divided by `divisor`, or not at all where `skip` is 1 (both float32, 0-dim)."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update_parameter(parameter, group, divisor, skip)
-
-    def _update_parameter(self, parameter: Tensor, group: dict[str, Any], divisor: Tensor, skip: Tensor) -> None:
+    def update_parameter(self, parameter: Tensor, group: dict[str, Any], divisor: Tensor, skip: Tensor) -> None:
+        """See `ScaledUpdates`."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), device=parameter.device)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.config.schema import Optimizer
-from phalanx.optimizers.optimizer_kind import Group, HeldParameters, OptimizerKind, local_part, refuse_options
+from phalanx.optimizers.optimizer_kind import (
+    Group,
+    HeldParameters,
+    OptimizerKind,
+    ScaledUpdates,
+    local_part,
+    refuse_options,
+)
 
 
 class LionKind(OptimizerKind):
@@ -33,27 +40,14 @@ class LionKind(OptimizerKind):
 LION = LionKind()
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(ScaledUpdates):
     """Algorithm 2 of the paper, with decoupled weight decay; state of a parameter is its momentum, `exp_avg`."""
 
     def __init__(self, groups: Sequence[Group], *, lr: float, betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update with the gradients as they are."""
-        assert closure is None
-        one = torch.ones((), device=self.param_groups[0]["params"][0].device)
-        self.update(one, torch.zeros_like(one))
-
-    @torch.no_grad()
-    def update(self, divisor: Tensor, skip: Tensor) -> None:
-        """Update with every gradient divided by `divisor`, or not at all where `skip` is 1 (both float32, 0-dim)."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update_parameter(parameter, group, divisor, skip)
-
-    def _update_parameter(self, parameter: Tensor, group: dict[str, Any], divisor: Tensor, skip: Tensor) -> None:
+    def update_parameter(self, parameter: Tensor, group: dict[str, Any], divisor: Tensor, skip: Tensor) -> None:
+        """See `ScaledUpdates`."""
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter)

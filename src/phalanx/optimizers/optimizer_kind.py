@@ -91,6 +91,28 @@ class OptimizerKind(ABC):
         return ()
 
 
+class ScaledUpdates(torch.optim.Optimizer):
+    """An optimizer that updates one parameter after the other, and reads on the device what divides gradients."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Update with the gradients as they are."""
+        assert closure is None
+        one = torch.ones((), device=self.param_groups[0]["params"][0].device)
+        self.update(one, torch.zeros_like(one))
+
+    @torch.no_grad()
+    def update(self, divisor: Tensor, skip: Tensor) -> None:
+        """Update with every gradient divided by `divisor`, or not at all where `skip` is 1 (both float32, 0-dim)."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update_parameter(parameter, group, divisor, skip)
+
+    def update_parameter(self, parameter: Tensor, group: dict[str, Any], divisor: Tensor, skip: Tensor) -> None:
+        """Update one parameter that has a gradient, with the settings of its group."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class HeldParameters:
     """How a rank holds its parameters, beside their values."""
