@@ -114,11 +114,7 @@ def prepare_once(
             finally:
                 # Where one worker fails, the others are ended in the midst of a file: what they hold of a full disk goes.
                 clear_halves(work)
-            # Within one file system, so each file appears whole; the manifest comes after all of them.
-            for file in files:
-                file.replace(out / file.name)
-            manifest.write(out)
-            shutil.rmtree(work, ignore_errors=True)
+            _publish_results(out, work, manifest, files)
             return manifest
     except OSError as error:
         remedy = "make room" if error.errno in _NO_ROOM else "put that right"
@@ -149,6 +145,15 @@ def _claim_work_folder(out: Path, plan: str, results: Sequence[str], option: str
     work.mkdir()
     write_atomically(marker, plan)
     return work
+
+
+def _publish_results(out: Path, work: Path, manifest: PlannedManifest, files: Sequence[Path]) -> None:
+    """Move `files` from the work folder into `out`, write the manifest that completes it, and remove the work folder."""
+    # Both folders lie in one file system, so each file appears whole; the manifest comes after all of them.
+    for file in files:
+        file.replace(out / file.name)
+    manifest.write(out)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def write_manifest(folder: Path, manifest: Part) -> None:

@@ -34,7 +34,7 @@ def grouped_product_kernel(
     TILE_O: tl.constexpr,
     TILE_I: tl.constexpr,
 ) -> None:
-    """One tile of `out`: rows of one group times a part of that group's matrix, whose strides are given."""
+    """Compute one tile of `out`: rows of one group times a part of that group's matrix, whose strides are given."""
     tiles_out = tl.cdiv(out_features, TILE_O)
     # Programs that follow each other read the same rows.
     tile = tl.program_id(0) // tiles_out
@@ -72,7 +72,7 @@ def grouped_gradient_kernel(
     TILE_O: tl.constexpr,
     TILE_I: tl.constexpr,
 ) -> None:
-    """One tile of one group's gradient: the rows of the group, TILE_R at a time, in their order."""
+    """Compute one tile of one group's gradient: the rows of the group, TILE_R at a time, in their order."""
     group = tl.program_id(1)
     tiles_in = tl.cdiv(in_features, TILE_I)
     o = (tl.program_id(0) // tiles_in) * TILE_O + tl.arange(0, TILE_O)

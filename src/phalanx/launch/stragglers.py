@@ -108,7 +108,7 @@ class StragglerWatch:
         started = time.monotonic()
         if started < self._next or len(self._ranks) < 2:
             return None
-        report = self._compare(time.monotonic())
+        report = self._compare()
         if report is not None:
             # A reader meets the old file or the new one. The folder may be going already.
             with suppress(OSError):
@@ -119,7 +119,8 @@ class StragglerWatch:
         self._next = started + max(_LOOK_S, took / _COST)
         return report
 
-    def _compare(self, now: float) -> RankReport | None:
+    def _compare(self) -> RankReport | None:
+        """Return what the ranks did since the last look; None while one has not begun, or some do something else."""
         beats = {rank: read_beat(beat_file(self._folder, rank)) for rank in self._ranks}
         known = {rank: beat for rank, beat in beats.items() if beat is not None and beat.step_seconds > 0.0}
         if len(known) < len(self._ranks):

@@ -29,7 +29,7 @@ def split_layers(n_layers: int, n_stages: int, first_cost: float, last_cost: flo
     extra[0] += first_cost
     extra[-1] += last_cost
 
-    limit = _least_limit(n_layers, n_stages, extra)
+    limit = _least_limit(n_layers, extra)
 
     @cache
     def best(stage: int, start: int) -> tuple[float, float, tuple[int, ...]]:
@@ -70,7 +70,7 @@ _ROUNDING = 1e-9
 """Far below any cost, far above the rounding of one."""
 
 
-def _least_limit(n_layers: int, n_stages: int, extra: list[float]) -> float:
+def _least_limit(n_layers: int, extra: list[float]) -> float:
     """Return what the costliest stage costs at least: the smallest limit that filling the stages one after another keeps."""
     # The costliest stage costs a whole number of layers and what one of the ends adds: no other limit can be least.
     for limit in sorted({layers + more for layers in range(1, n_layers + 1) for more in extra}):

@@ -117,7 +117,7 @@ def draw_run(run: RunFigures, room: Room, *, quiet_s: float = 0.0, faults: Seque
     """
     log, summary = run.log, run.summary
     head = [
-        _write_head(log.run_dir.resolve().name, *_name_state(log, summary, quiet_s), room),
+        _write_head(log.run_dir.resolve().name, *_name_state(log, summary, quiet_s)),
         *_wrap(" · ".join(run.facts), room, "dim", most=room.most_pieces),
     ]
     body = [*_write_rows(_list_run_rows(log, summary, faults), room), *_write_notes(run.notes, room)]
@@ -133,7 +133,7 @@ def draw_search(summary: Row, room: Room) -> list[Text]:
     ranked = sorted(summary["trials"], key=lambda row: (row["step_s"] is None, row["step_s"] or row["number"]))
     best = summary["best"]
     return _draw_study(
-        _write_head(name_search(summary), *_name_study_state(summary), room),
+        _write_head(name_search(summary), *_name_study_state(summary)),
         [
             *list_search_tiles(summary),
             *_tell_running(summary),
@@ -156,7 +156,7 @@ def draw_tune(summary: Row, room: Room) -> list[Text]:
     ]
     choice = [] if best is None else [Tile("choice", "Best choice", format_choice(best["values"]))]
     return _draw_study(
-        _write_head(f"{summary['model']}: least {summary['metric']}", *_name_study_state(summary), room),
+        _write_head(f"{summary['model']}: least {summary['metric']}", *_name_study_state(summary)),
         [*list_tune_tiles(summary), *_tell_running(summary), *choice, *bars],
         [summary["unfinished"]] if summary["unfinished"] else [],
         (f"{summary['metric']}, by trial", summary["trials"], values),
@@ -168,7 +168,7 @@ def draw_tune(summary: Row, room: Room) -> list[Text]:
 def draw_message(name: str, words: str, room: Room, events: Sequence[Event] = ()) -> list[Text]:
     """Return the lines that say why there is nothing to draw yet, and the last of what has happened."""
     table = _write_table(EVENT_COLUMNS, events[: -_UNBOUNDED_ROWS - 1 : -1], room)
-    return _fit([_write_head(name, "waiting", "yellow", "", room), *_wrap(words, room), Text(), *table], room)
+    return _fit([_write_head(name, "waiting", "yellow", ""), *_wrap(words, room), Text(), *table], room)
 
 
 # --- a run -------------------------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ class Raster:
         return found
 
 
-def _write_head(name: str, state: str, style: str, rest: str, room: Room) -> Text:
+def _write_head(name: str, state: str, style: str, rest: str) -> Text:
     head = Text.assemble((_clean(name), "bold"), "  ", (_clean(state), f"bold {style}"))
     return head.append(f"  {_clean(rest)}" if rest else "")
 

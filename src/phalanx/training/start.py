@@ -33,7 +33,7 @@ from phalanx.printable import write_stderr
 from phalanx.torch_compat.common import is_rocm
 from phalanx.torch_compat.flight import last_collectives, record_collectives
 from phalanx.training.callbacks import Callback, CallbackList, build_callbacks, build_recorders
-from phalanx.training.checkpointing import require_checkpoint, restore_run
+from phalanx.training.checkpointing import Restored, require_checkpoint, restore_run
 from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.logs import RunLog, check_trackers, open_sinks
 from phalanx.training.metrics import StepMeter, find_peaks
@@ -148,7 +148,6 @@ def _train_in_directory(
 
     spared: samples by which micro-batches are smaller than the run file says, since memory ran out before.
     """
-    run, ranks, device = model.run, place.ranks, place.device
     trainer: Trainer | None = None
 
     def name_moment() -> str:
@@ -156,73 +155,96 @@ def _train_in_directory(
 
     def save_memory() -> str:
         layout = place.layout if trainer is None else trainer.parts.step.applied.layout
-        advise = partial(advise_remedies, model, layout, device_kind(device_name(device)))
+        advise = partial(advise_remedies, model, layout, device_kind(device_name(place.device)))
         return note_out_of_memory(directory.path, layout, advise)
 
     # Closed in the reverse order: the store may still write events while it finishes its last save.
-    explained = explain_failures(ranks, place.stage_words, directory.path, name_moment, save_memory)
+    explained = explain_failures(place.ranks, place.stage_words, directory.path, name_moment, save_memory)
     with explained, ExitStack() as opened:
         opened.callback(directory.close)
-        attention = _agree_on_attention(model, place)
-        store = opened.enter_context(_open_store(run, directory))
-        applied = apply_layout(model, place.layout, place.mesh, device, attention)
-        step = build_step(model, applied, device)
-        restored = restore_run(model, store, step, inputs)
-        first_step = restored.step
-        # Loading filled the main parameters; what the model computes with follows them.
-        applied.refresh()
-        inputs.stream.seek(first_step + restored.safeguards.skipped_batches)
-        inputs.watch(applied)
-        peaks = find_peaks(model, device)
-        # Metrics are those of the first rank.
-        energy = open_energy_meter(device, ranks.ranks_per_node or ranks.world_size) if ranks.first else None
-        machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
-        describe = partial(directory.describe_run, run, machine, inputs.write)
-        if ranks.first:
-            for text in directory.rewind(first_step):
-                _warn_user(directory, text)
-            describe()
-            if spared:
-                now = place.layout
-                directory.event(
-                    "less_memory", first_step, microbatch=now.microbatch, accumulation=now.accumulation, spared=spared
-                )
-            words = place.layout.in_words(run.layout)
-            directory.event(
-                "resume" if first_step else "start",
-                first_step,
-                attention=attention.name,
-                layout=words,
-                redone_seconds=round(directory.redone_seconds, 3),
-            )
-        log = RunLog(directory, open_sinks(model, directory.path, first_step) if ranks.first else [])
-        opened.callback(log.close)
-        if first_step < run.training.steps:
-            for line in _opening_lines(model, place, attention, inputs, first_step):
-                log.note(line)
-            for line in describe_transfer(model, restored.transfer):
-                log.note(line)
-        recorders = build_recorders(run.training, device, log.note)
-        parts = RunParts(
-            model=model,
-            place=place,
-            attention=attention,
-            step=step,
-            inputs=inputs,
-            store=store,
-            directory=directory,
-            describe=describe,
-            meter=StepMeter(model, place.layout, device, peaks, log.note, step.noise, energy),
-            log=log,
-            callbacks=CallbackList(recorders | callbacks, directory.path, ranks.rank),
-            heartbeat=heartbeat,
-        )
-        step.report_to(heartbeat)
-        heartbeat.begin(first_step)
+        parts, restored = _build_parts(model, place, directory, inputs, callbacks, heartbeat, spared, opened)
+        parts.step.report_to(heartbeat)
+        heartbeat.begin(restored.step)
         trainer = Trainer(parts, restored, until)
         # Here as well: before anything is closed, which may take long where other ranks wait for this one.
         with report_failure(heartbeat):
             trainer.train()
+
+
+def _build_parts(
+    model: TrainableModel,
+    place: Placement,
+    directory: RunDirectory,
+    inputs: Inputs,
+    callbacks: dict[str, Callback],
+    heartbeat: Heartbeat,
+    spared: int,
+    opened: ExitStack,
+) -> tuple[RunParts, Restored]:
+    """Return the parts of the run on this rank, filled from what it resumes from, and that state.
+
+    opened: closes the store and the log when training ends. spared: as `_train_in_directory` has it.
+    """
+    run, ranks, device = model.run, place.ranks, place.device
+    attention = _agree_on_attention(model, place)
+    store = opened.enter_context(_open_store(run, directory))
+    applied = apply_layout(model, place.layout, place.mesh, device, attention)
+    step = build_step(model, applied, device)
+    restored = restore_run(model, store, step, inputs)
+    # Loading filled the main parameters; what the model computes with follows them.
+    applied.refresh()
+    inputs.stream.seek(restored.step + restored.safeguards.skipped_batches)
+    inputs.watch(applied)
+    peaks = find_peaks(model, device)
+    # Metrics are those of the first rank.
+    energy = open_energy_meter(device, ranks.ranks_per_node or ranks.world_size) if ranks.first else None
+    machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
+    describe = partial(directory.describe_run, run, machine, inputs.write)
+    if ranks.first:
+        for text in directory.rewind(restored.step):
+            _warn_user(directory, text)
+        describe()
+        _record_start(run, directory, place.layout, attention, restored.step, spared)
+    # Opened after the rewind, which cuts what an interrupted run wrote beyond the step that this one resumes from.
+    log = RunLog(directory, open_sinks(model, directory.path, restored.step) if ranks.first else [])
+    opened.callback(log.close)
+    if restored.step < run.training.steps:
+        opening = _opening_lines(model, place, attention, inputs, restored.step)
+        for line in (*opening, *describe_transfer(model, restored.transfer)):
+            log.note(line)
+    recorders = build_recorders(run.training, device, log.note)
+    parts = RunParts(
+        model=model,
+        place=place,
+        attention=attention,
+        step=step,
+        inputs=inputs,
+        store=store,
+        directory=directory,
+        describe=describe,
+        meter=StepMeter(model, place.layout, device, peaks, log.note, step.noise, energy),
+        log=log,
+        callbacks=CallbackList(recorders | callbacks, directory.path, ranks.rank),
+        heartbeat=heartbeat,
+    )
+    return parts, restored
+
+
+def _record_start(
+    run: Run, directory: RunDirectory, layout: ResolvedLayout, attention: AttentionChoice, first_step: int, spared: int
+) -> None:
+    """Write the event that the run starts or resumes, after that of a smaller micro-batch where it has one."""
+    if spared:
+        directory.event(
+            "less_memory", first_step, microbatch=layout.microbatch, accumulation=layout.accumulation, spared=spared
+        )
+    directory.event(
+        "resume" if first_step else "start",
+        first_step,
+        attention=attention.name,
+        layout=layout.in_words(run.layout),
+        redone_seconds=round(directory.redone_seconds, 3),
+    )
 
 
 def _agree_on_attention(model: TrainableModel, place: Placement) -> AttentionChoice:

@@ -52,7 +52,7 @@ def calibrate_machines(
 
 
 def calibrate(groups: Sequence[MeasuredGroup], most: int = MOST_ROWS, prior: NamedProfile | None = None) -> Calibration:
-    """A profile for the machine that all of `groups` ran on.
+    """Return a profile, fitted to `groups`, of the machine that all of them ran on.
 
     prior: what the fit begins with and is held near, by default that of the device. One that was measured keeps what was
     measured of single operations and of collectives.

@@ -123,7 +123,7 @@ def compare(
 
 
 def _memory(run: MeasuredRun, peak: float | None) -> dict[str, Any]:
-    """What is known of a run's memory, and what is predicted of it. peak: predicted bytes, None where there are none."""
+    """Return the measured and predicted memory of a run, as fields of its row. peak: predicted bytes, None where unknown."""
     known: dict[str, Any] = {} if run.memory is None else {"measured_memory_gb": run.memory.gib}
     if peak is None:
         return known
@@ -170,7 +170,7 @@ def run_of(run: MeasuredRun) -> Run | None:
 
 
 def summarise_check(rows: Sequence[CheckedRun], runs: Sequence[MeasuredRun]) -> list[CheckedGroup]:
-    """One line for each group with predicted times, in order of first appearance, and one for `all`."""
+    """Return a line for each group with predicted times, in order of first appearance, and one for `all`."""
     pairs = list(zip(rows, runs, strict=True))
     names = dict.fromkeys(row.group for row in rows if row.used)
     groups = {name: [(row, run) for row, run in pairs if row.group == name] for name in names}
@@ -199,7 +199,7 @@ def _summary(name: str, every: Sequence[tuple[CheckedRun, MeasuredRun]]) -> Chec
 
 
 def _rank_correlation(rates: Floats) -> float | None:
-    """Spearman's: of equal rates each has the mean of their ranks."""
+    """Return Spearman's rank correlation; None where all of a column are equal. Equal rates have the mean of their ranks."""
     if not np.all(np.ptp(rates, axis=0)):
         return None
     return float(np.corrcoef(_ranks(rates[:, 0]), _ranks(rates[:, 1]))[0, 1])

@@ -76,6 +76,6 @@ def preset_sizes(name: str) -> dict[str, Any]:
 
 
 def _usual_width(fields: dict[str, Any]) -> int:
-    """Four times the width, or for three matrices two thirds of that, up to the next multiple of 256."""
+    """Return the usual width of an MLP: four times the model's, or for three matrices two thirds of that, rounded up to 256."""
     four: int = 4 * fields["d_model"]
     return -(-four * 2 // 3 // 256) * 256 if fields["mlp"] == "swiglu" else four

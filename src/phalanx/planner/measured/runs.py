@@ -164,7 +164,7 @@ def _recompute_of(row: Row) -> Recompute:
 
 
 def _memory_of(row: Row) -> Memory | None:
-    """What one device held, in units of 2^30 bytes, which is what PyTorch and the vendors' tools mean by GB too."""
+    """Return the peak memory of one device, in units of 2^30 bytes, which PyTorch and the vendors' tools call GB too."""
     value = row.number("mem_per_gpu")
     return Memory(value, "") if value is not None and row.text("mem_unit") in ("GB", "GiB") else None
 

@@ -89,7 +89,7 @@ def simulate(table: ScheduleTable, times: StageTimes) -> Simulation:
 
 
 def makespans(table: ScheduleTable, times: StageTimes) -> FloatArray:
-    """The makespan of each candidate in `times`, [candidates]; seconds. As exact as `simulate`, and without its detail."""
+    """Return the makespan of each candidate in `times`, seconds, [candidates]: that of `simulate`, without its detail."""
     program = _compile_one(table)
     costs = _action_costs(program, [times])
     results = []
@@ -101,7 +101,7 @@ def makespans(table: ScheduleTable, times: StageTimes) -> FloatArray:
 
 
 def makespans_together(pipelines: Sequence[tuple[ScheduleTable, StageTimes]]) -> list[FloatArray]:
-    """`makespans` of each. Side by side they take little longer than the longest of them alone."""
+    """Return the `makespans` of each pipeline. Several take little longer to simulate than the longest of them alone."""
     found: dict[int, FloatArray] = {}
     for lot in _lots(pipelines):
         if len(lot) == 1:
@@ -220,7 +220,7 @@ def _actions(table: ScheduleTable, start: int, first_stage: int, none: int) -> t
 
 
 def _sources(table: ScheduleTable) -> IntArray:
-    """The action of another stage that each action waits for, by place in the flattened table; its size where none."""
+    """Return the action of another stage which each one waits for: its place in the flattened table, or the size for none."""
     ranks = table.rank_of_stage[None, :, None]
     place = positions(table)
     flat = np.where(place >= 0, ranks * table.kind.shape[1] + place, table.kind.size)
@@ -236,7 +236,7 @@ def _sources(table: ScheduleTable) -> IntArray:
 
 
 def _groups(tables: Sequence[ScheduleTable], waits_for: IntArray) -> Iterator[IntArray]:
-    """One action of every rank that can go on, again and again; asserts that some rank always can."""
+    """Yield, until all are done, the next action of every rank whose inputs are there; asserts that some rank has one."""
     each = np.repeat([table.kind.shape[1] for table in tables], [table.pp for table in tables])
     left = len(waits_for)
     none, never = left, left + 1
@@ -273,7 +273,7 @@ class _Costs:
         return self.compute.take(self.program.column[actions], axis=0)
 
     def lots(self, size: int) -> Iterator[_Costs]:
-        """The same for `size` candidates at a time."""
+        """Yield the costs of `size` candidates at a time."""
         for first in range(0, self.compute.shape[1], size):
             some = slice(first, first + size)
             yield _Costs(self.program, np.ascontiguousarray(self.compute[:, some]), self.transfer[:, some])
@@ -294,7 +294,7 @@ def _candidates(times: StageTimes) -> int:
 
 
 def _stage_costs(table: ScheduleTable, times: StageTimes) -> tuple[FloatArray, FloatArray]:
-    """Seconds of each kind in each stage, [candidates, kinds * stages], and of each link, [candidates, stages]."""
+    """Return seconds of each kind in each stage, [candidates, kinds * stages], and of each link, [candidates, stages]."""
     forward, backward = np.atleast_2d(times.forward), np.atleast_2d(times.backward)
     assert times.weight is not None or not table.split_backward, f"{table.schedule} needs the time of weight gradients"
     weight = np.atleast_2d(0.0 if times.weight is None else times.weight)
@@ -309,7 +309,7 @@ def _stage_costs(table: ScheduleTable, times: StageTimes) -> tuple[FloatArray, F
 
 
 def _per_rank(table: ScheduleTable, times: StageTimes) -> FloatArray:
-    """`after`, [1 or candidates, ranks]."""
+    """Return the seconds after the last action of each rank, [1 or candidates, ranks]."""
     after = np.atleast_2d(np.asarray(times.after, dtype=np.float64))
     return np.broadcast_to(after, (len(after), table.pp))
 

@@ -72,7 +72,7 @@ class ScheduleTable:
         return bool((self.kind == Pass.WEIGHT).any())
 
     def actions(self, rank: int) -> list[Action]:
-        """What `rank` computes, in order."""
+        """Return the actions of `rank`, in order."""
         columns = zip(self.kind[rank], self.stage[rank], self.microbatch[rank], strict=True)
         return [Action(Pass(kind), int(stage), int(microbatch)) for kind, stage, microbatch in columns]
 
@@ -113,7 +113,7 @@ class ScheduleTable:
         return np.asarray(self.in_flight.sum(axis=2).max(axis=1))
 
     def peak_activations(self, per_microbatch: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """The most that the activations of each rank take, [ranks], in the unit of `per_microbatch`.
+        """Return the peak of the activations that each rank holds, [ranks], in the unit of `per_microbatch`.
 
         per_microbatch: what one micro-batch's activations take in each stage, [stages]: bytes, say. Exact where a rank's
         stages differ, since it weighs what is in flight at the same time.
@@ -123,13 +123,13 @@ class ScheduleTable:
 
 
 def table_of(layout: ResolvedLayout) -> ScheduleTable:
-    """The table that the pipeline ranks of a legal layout follow."""
+    """Return the table that the pipeline ranks of a legal layout follow."""
     return schedule_table(layout.schedule, layout.pp, layout.stages_per_rank, layout.accumulation)
 
 
 @lru_cache(maxsize=16)
 def schedule_table(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> ScheduleTable:
-    """The table of a schedule, by its name in the run file, for a legal number of stages and micro-batches.
+    """Return the table of a schedule, by its name in the run file, for a legal number of stages and micro-batches.
 
     Of 1f1b there may be fewer micro-batches than stages, which PyTorch refuses and other frameworks run. One rank computes
     its micro-batches one after another, whatever the schedule says. The table is complete: every stage computes every
@@ -155,7 +155,10 @@ def schedule_table(schedule: str, pp: int, stages_per_rank: int, microbatches: i
 
 
 def _all_forward_all_backward(pp: int, microbatches: int) -> IntArray:
-    """GPipe (Huang et al., arXiv:1811.06965, section 2.3): columns kind, stage, micro-batch, each [ranks, actions]."""
+    """Return the columns kind, stage and micro-batch of GPipe, each [ranks, actions].
+
+    Huang et al., arXiv:1811.06965, section 2.3.
+    """
     kind = np.repeat([Pass.FORWARD, Pass.BACKWARD], microbatches)
     microbatch = np.tile(np.arange(microbatches), 2)
     return _same_on_every_rank(pp, kind, microbatch)
@@ -229,7 +232,7 @@ def _check_complete(table: ScheduleTable) -> None:
 
 
 def positions(table: ScheduleTable) -> IntArray:
-    """Where each action stands in its rank's order, [kinds, stages, micro-batches]; -1 where there is none."""
+    """Return where each action stands in its rank's order, [kinds, stages, micro-batches]; -1 where there is none."""
     place = np.full((len(Pass), table.n_stages, table.microbatches), -1, dtype=np.int64)
     place[table.kind, table.stage, table.microbatch] = np.arange(table.kind.shape[1])
     return place

@@ -31,7 +31,7 @@ class Buffer:
     role: Role = "made"
 
     def bytes(self, scale: Scale) -> int:
-        """Its size."""
+        """Return its size in the micro-batch that `scale` leads to, bytes."""
         return scale(self.elements) * self.itemsize
 
 
@@ -71,7 +71,7 @@ class Step:
     collective: Collective | None = None
 
     def scaled(self, scale: Scale) -> Step:
-        """The same in the micro-batch that `scale` leads to."""
+        """Return the same step in the micro-batch that `scale` leads to."""
         return replace(
             self,
             reads=[replace(access, elements=scale(access.elements)) for access in self.reads],
@@ -131,7 +131,7 @@ class Costs:
         return sum(op.flops * op.times for op in self._of(phases) if op.kind in ("matmul", "attention"))
 
     def traffic(self, *phases: Phase) -> int:
-        """Bytes read and written by kernels in these phases (all of them if none is named); collectives not counted."""
+        """Return the bytes read and written by kernels, but not collectives, in these phases, or in all of them if none is named."""
         return sum((op.bytes_read + op.bytes_written) * op.times for op in self._of(phases) if op.kind != "collective")
 
     def collectives(self, *phases: Phase) -> list[Collective]:
@@ -163,7 +163,7 @@ class Timeline:
     """Whether further micro-batches add these at once to what the first has made, as autograd does on its own."""
 
     def new(self, name: str, elements: int, itemsize: int, role: Role = "made") -> int:
-        """Number of a new buffer."""
+        """Add a buffer; return its number."""
         self.buffers.append(Buffer(name, elements, itemsize, role))
         return len(self.buffers) - 1
 
@@ -252,7 +252,7 @@ class Timeline:
 
 
 def _flops(matmul: Matmul | None, attention: Attention | None, work: Sequence[int], scale: Scale) -> int:
-    """Floating-point operations of a step."""
+    """Return the floating-point operations of a step."""
     if matmul is not None:
         return matmul.flops
     return sum(scale(elements) for elements in work) if attention is None else attention.flops

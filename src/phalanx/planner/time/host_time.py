@@ -29,7 +29,7 @@ class HostWaits:
 
     @classmethod
     def of(cls, steps: Steps, times: PartTimes, profile: Profile) -> HostWaits | None:
-        """Of these steps; None where nothing is sharded so that micro-batches exchange it."""
+        """Return the waits of these steps; None where no micro-batch gathers or reduces shards."""
         layouts = steps.layouts
         sharded = layouts.data_ranks * layouts.cp > 1
         if not np.any(sharded & (layouts.zero >= 2)):

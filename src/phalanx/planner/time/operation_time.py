@@ -95,14 +95,14 @@ class OperationTable:
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[float]]) -> OperationTable:
-        """From one tuple a row, in the order of the fields; `times` is 1 where it is left out."""
+        """Return a table of one tuple a row, in the order of the fields; `times` is 1 where it is left out."""
         count = len(fields(cls))
         rows = [row if len(row) == count else (*row, 1) for row in rows]
         return cls.of_matrix(np.asarray(rows, np.float64).reshape(-1, count))
 
     @classmethod
     def of_matrix(cls, rows: Floats) -> OperationTable:
-        """From an array of [operations, fields]."""
+        """Return a table of an array of [operations, fields]."""
         names, columns = [field.name for field in fields(cls)], rows.T
         kinds = {"weight": np.bool_, "flops": np.float64, "bytes": np.float64}
         return cls(
@@ -113,23 +113,23 @@ class OperationTable:
         return len(self.part)
 
     def take(self, which: npt.ArrayLike) -> OperationTable:
-        """Those at these positions, or where this mask is true."""
+        """Return the operations at these positions, or where this mask is true."""
         return OperationTable(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
 
     def shifted(self, parts: int) -> OperationTable:
-        """The same, of parts numbered from `parts` on."""
+        """Return the same operations, of parts numbered from `parts` on."""
         return replace(self, part=self.part + parts)
 
     @classmethod
     def joined(cls, tables: Sequence[OperationTable]) -> OperationTable:
-        """All entries of several tables."""
+        """Return the operations of several tables, one after the other."""
         return cls(
             **{field.name: np.concatenate([getattr(table, field.name) for table in tables]) for field in fields(cls)}
         )
 
 
 def compute_seconds(table: OperationTable, profile: Profile) -> Floats:
-    """Seconds of each operation on the device, all its times together, [operations]; 0 for collectives."""
+    """Return the seconds of each operation on the device, all its times together, [operations]; 0 for collectives."""
     seconds = _by_curves(table, profile)
     if profile.measured:
         for kind, which in _measurable(table, {point.kind for point in profile.measured}):
@@ -141,7 +141,7 @@ def compute_seconds(table: OperationTable, profile: Profile) -> Floats:
 
 
 def _measurable(table: OperationTable, timed: Collection[Kind]) -> Iterable[tuple[Kind, npt.NDArray[np.bool_]]]:
-    """The kinds of operations that are timed one by one, and where they stand. timed: those that were."""
+    """Yield the kinds of operations that can be timed one by one, and a mask of those in `table`. timed: kinds that were."""
     product = table.form == Form.PRODUCT
     halves = table.width == 2
     yield "matmul", product & halves
@@ -163,7 +163,7 @@ def _measurable(table: OperationTable, timed: Collection[Kind]) -> Iterable[tupl
 
 
 def _whole(table: OperationTable) -> npt.NDArray[np.bool_]:
-    """Where attention computes all scores: twice as much as where half of them is masked."""
+    """Return where attention computes all scores: twice as much as where half of them is masked."""
     products = np.where(np.isin(table.form, (Form.ATTENTION_BACKWARD, Form.BIASED_BACKWARD)), 5.0, 2.0)
     return np.asarray(table.flops > 1.5 * products * table.batch * table.m * table.n * table.k)
 
@@ -205,7 +205,7 @@ _ALIGNED = 128
 
 
 def _odd(size: Ints, aligned: Ints) -> Floats:
-    """How far a side is from a multiple of `aligned`: 0 for one, nearly 1 for an odd number."""
+    """Return how far a side is from a multiple of `aligned`: 0 for one, nearly 1 for an odd number."""
     return np.asarray(1.0 / np.gcd(size, aligned) - 1.0 / aligned)
 
 
@@ -223,7 +223,7 @@ _COMPONENTS = {"attention": PartBreakdown.ATTENTION, "matmul": PartBreakdown.MAT
 
 
 def _row_of(part: int, op: Operation, *, biased: bool, eager: bool) -> tuple[float, ...]:
-    """The fields of an `OperationTable` before `times`."""
+    """Return the fields of an `OperationTable` before `times`."""
     direction = Direction.FORWARD if op.phase == "forward" else Direction.BACKWARD
     traffic = op.bytes_read + op.bytes_written
     if op.collective is not None:

@@ -62,7 +62,7 @@ class Parts:
 
     @classmethod
     def joined(cls, several: Sequence[Parts]) -> Parts:
-        """All parts of several lists, one after the other."""
+        """Return the parts of several lists, one after the other."""
         starts = np.cumsum([0, *(parts.count for parts in several)])
         tables = [parts.operations.shifted(int(start)) for parts, start in zip(several, starts, strict=False)]
         return cls(
@@ -88,7 +88,7 @@ class PartTimes:
 
 
 def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], framework: FrameworkProfile) -> Parts:
-    """The parts in `wanted`: name, setting, samples of a micro-batch."""
+    """Return the parts in `wanted`, each of name, setting, samples of a micro-batch."""
     rows = [_rows_of(*part, framework) for part in wanted]
     tp, cp, ep = (
         np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64) for axis in ("tp", "cp", "ep")
@@ -102,7 +102,7 @@ def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], framework: Framewo
 
 @cache
 def _rows_of(name: PartName, setting: Setting, microbatch: int, framework: FrameworkProfile) -> Floats:
-    """The operations of one part, as part 0, [operations, fields of an OperationTable]."""
+    """Return the operations of one part, as part 0, [operations, fields of an OperationTable]."""
     operations = framework.part_operations(name, setting, microbatch)
     eager = name in BLOCKS and not setting.compile
     rows = operation_rows(0, operations, biased=_biased(setting), eager=eager)
@@ -110,7 +110,7 @@ def _rows_of(name: PartName, setting: Setting, microbatch: int, framework: Frame
 
 
 def _biased(setting: Setting) -> bool:
-    """Whether attention adds a bias to the scores, which is what these kernels are chosen for."""
+    """Return whether attention adds a bias to the scores, which is what these kernels are chosen for."""
     return setting.attention == "flex" or (setting.attention in ("efficient", "math") and setting.precision != "fp32")
 
 
@@ -124,7 +124,7 @@ _COLLECTIVES = {
 
 
 def in_training(constants: Constants, profile: Profile) -> Constants:
-    """How collectives do beside everything else a training step does."""
+    """Return the constants of collectives that share links, network and device with the rest of a training step."""
     return replace(
         constants,
         efficiency=constants.efficiency * profile.link_share,
@@ -133,7 +133,7 @@ def in_training(constants: Constants, profile: Profile) -> Constants:
 
 
 def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Profile) -> PartTimes:
-    """Seconds of every part on `machine`. constants: of its collectives, alone."""
+    """Return the seconds of every part on `machine`. constants: of its collectives when nothing else runs."""
     table, count = parts.operations, parts.count
     seconds = compute_seconds(table, profile)
     seconds = seconds + _collective_seconds(parts, machine, in_training(constants, profile), profile)
@@ -155,7 +155,8 @@ def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Pr
 
 
 def slower_of(device: Floats, host: Floats) -> Floats:
-    """Seconds of something that takes the device and the host so long; where both take alike, each waits now and then."""
+    """Return the seconds of work that takes the device and the host so long: a little over the longer where both are alike,
+    since each then waits for the other now and then."""
     longest = np.maximum(np.maximum(device, host), 1e-12)
     return np.asarray(longest * ((device / longest) ** _TOGETHER + (host / longest) ** _TOGETHER) ** (1 / _TOGETHER))
 
@@ -197,6 +198,6 @@ def _collective_seconds(parts: Parts, machine: Machine, constants: Constants, pr
 
 
 def at(columns: Columns, which: Ints) -> Columns:
-    """Of a dataclass of arrays, [rows], the rows at these positions."""
+    """Return the rows at these positions of a dataclass of arrays, [rows]."""
     names = (field.name for field in fields(cast(Any, columns)))
     return type(columns)(**{name: getattr(columns, name)[which] for name in names})

@@ -102,7 +102,7 @@ class Profile:
             assert np.isfinite(value) and value >= 0, f"{name}={value}"
 
     def scaled(self, factors: Mapping[str, float]) -> Profile:
-        """With these constants multiplied; shares stay at most 1."""
+        """Return the profile with these constants multiplied; shares stay at most 1."""
         values = {name: getattr(self, name) * factor for name, factor in factors.items()}
         return replace(self, **{name: min(value, 1.0) if name in SHARES else value for name, value in values.items()})
 
@@ -144,7 +144,7 @@ class NamedProfile:
     """Measured bytes beside the tensors: `context`, and `communicator` for each group; None where they were not."""
 
     def collectives_on(self, machine: Machine) -> Constants:
-        """The constants of collectives on `machine`: what was measured inside a node, and between nodes if it was.
+        """Return the constants of collectives on `machine`: what was measured inside a node, and between nodes if it was.
 
         Raises ConfigError as `default_constants` does.
         """
@@ -159,7 +159,7 @@ class NamedProfile:
 
 
 def default_profile(device: str) -> NamedProfile:
-    """What is expected of a device that nothing was measured on. Raises ConfigError for an unknown one, or the CPU."""
+    """Return what is expected of a device on which nothing was measured. Raises ConfigError for an unknown one or a CPU."""
     facts = device_facts(device)
     ratios = _ratios(device)
     rate = _rate(facts, ratios)
@@ -198,7 +198,7 @@ def _rate(facts: DeviceFacts, ratios: Mapping[str, float]) -> float:
 
 
 def _wider(facts: DeviceFacts) -> tuple[float, float]:
-    """(rate of 32-bit products, that of 64-bit ones), over the rate of 16-bit ones: as the nominal peaks are."""
+    """Return the rates of 32-bit and 64-bit products over that of 16-bit ones, in proportion to the nominal peaks."""
     peaks = facts.peak_tflops
     half = peaks.get("bf16") or peaks.get("fp16")
     if half is None:
@@ -245,26 +245,26 @@ def shipped_profiles() -> tuple[str, ...]:
 
 
 def profile_beside(machine: Machine, cluster: str) -> Path | None:
-    """The file that `phalanx calibrate` wrote for `machine`: in the folder of its description `cluster`, or here."""
+    """Return the file that `phalanx calibrate` wrote for `machine`: in the folder of its description `cluster`, or here."""
     described = Path(cluster).parent if "/" in cluster or cluster.endswith((".yaml", ".yml")) else Path()
     folders = dict.fromkeys((described, Path()))
     return next((path for folder in folders if (path := folder / measured_name(machine.name)).is_file()), None)
 
 
 def measured_name(name: str) -> str:
-    """What the file of a measured profile is called."""
+    """Return the name of the file of a measured profile."""
     return f"{name}.profile.yaml"
 
 
 def profile_for(machine: Machine) -> NamedProfile:
-    """The best known for `machine`: the shipped profile of its name, else the default of its device."""
+    """Return the best profile known for `machine`: the shipped profile of its name, else the default of its device."""
     if machine.name in shipped_profiles():
         return load_profile(machine.name)
     return default_profile(machine.node.device)
 
 
 def choose_profile(machine: Machine, cluster: str, asked: str | None = None) -> NamedProfile:
-    """The profile that is asked for, else the one beside the description `cluster` of the machine, else the best known.
+    """Return the profile that is asked for, else the one beside the machine's description `cluster`, else the best known.
 
     Raises ConfigError as `load_profile` does, and for one of another device than the machine has.
     """
@@ -283,7 +283,7 @@ def choose_profile(machine: Machine, cluster: str, asked: str | None = None) -> 
 
 
 def load_profile(name: str) -> NamedProfile:
-    """A shipped profile by its name, or one from a file (anything with a slash or ending in .yaml or .yml).
+    """Return a shipped profile by its name, or one from a file (anything with a slash or ending in .yaml or .yml).
 
     Raises ConfigError for an unknown name, an unreadable file, and constants that are missing, unknown or no numbers.
     """
@@ -328,7 +328,7 @@ def _parse(text: str, name: str) -> NamedProfile:
 
 
 def _completed(constants: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """With the defaults of `device` for constants that were thought of after the profile was written."""
+    """Return `constants` with defaults of `device` for those that were introduced after the profile was written."""
     added = {name: _ratios(device)[name] for name in _NEWER - set(constants) if name not in RATES}
     single: Any = constants.get("matmul32_flop_s")
     if "matmul64_flop_s" not in constants and _is_number(single):
@@ -347,7 +347,7 @@ def _completed(constants: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def _numbers(values: Any, name: str, part: str, wanted: Sequence[str]) -> dict[str, float] | None:
-    """One part of a profile: exactly the numbers in `wanted`. Raises ConfigError."""
+    """Return one part of a profile: exactly the numbers in `wanted`. Raises ConfigError."""
     if values is None:
         return None
     if not isinstance(values, dict) or set(values) != set(wanted):
@@ -388,7 +388,7 @@ def save_profile(path: Path, named: NamedProfile) -> None:
 
 
 def profile_text(named: NamedProfile) -> str:
-    """The file of a profile."""
+    """Return the text of a profile's file."""
     values: dict[str, Any] = {"name": named.name, "device": named.device, "source": named.source}
     values["constants"] = {name: _rounded(getattr(named.profile, name)) for name in CONSTANTS}
     if named.collectives is not None:

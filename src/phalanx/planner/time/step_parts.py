@@ -74,7 +74,7 @@ class Streams:
 
     @classmethod
     def of(cls, blocks: Sequence[PartCosts], recompute: Ints, random_drops: bool) -> Streams:
-        """Of these blocks, each with its choice of recompute. random_drops: whether dropout follows the last chain."""
+        """Return what of each of `blocks` is streamed. random_drops: whether dropout follows the last chain."""
         rows = []
         for block, choice in zip(blocks, recompute.tolist(), strict=True):
             chains = block.chains
@@ -96,7 +96,7 @@ class Streams:
         return cls(*np.asarray(rows, np.float64).reshape(-1, len(fields(cls))).T)
 
     def take(self, which: Ints) -> Streams:
-        """Those at these positions."""
+        """Return those at these positions."""
         return Streams(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
 
 
@@ -110,14 +110,14 @@ class Steps:
     """Positions in `parts`, as those of block and head."""
     block: Ints
     leading: Ints
-    """A first block of another kind; the block where there is none."""
+    """A leading block; the block where there is none."""
     head: Ints
     n_leading: Floats
-    """Such blocks of the first stage."""
+    """Leading blocks of the first stage."""
     n_layers: Ints
     """Blocks of the model."""
     leading_layers: Ints
-    """Its first ones of another kind."""
+    """Leading blocks of the model: dense ones of a mixture of experts."""
     end_costs: Floats
     """Costs of the embedding and of the head, in blocks, by which stages are split, [layouts, 2]."""
     layers: RankLayers
@@ -129,7 +129,7 @@ class Steps:
     """Elements on one rank before data parallelism shares them out."""
     embedding_parameters: Floats
     leading_parameters: Floats
-    """What the blocks in `n_leading` have more than as many others; less than 0 where it is less."""
+    """Parameters that the leading blocks have more than as many others; less than 0 where these have more."""
     expert_parameters: Floats
     """Of a block's, those of experts that ranks share out."""
     head_parameters: Floats
@@ -154,14 +154,14 @@ class Steps:
         return len(self.layouts)
 
     def of_start(self, column: Floats) -> Floats:
-        """What the embedding has of something, with what the first blocks have more than as many others, [layouts].
+        """Return `column` of the embedding, plus what leading blocks have more of it than as many others, [layouts].
 
-        column: of each part.
+        column: a time, a size or a count of each part.
         """
         return column[self.embedding] + self.n_leading * (column[self.leading] - column[self.block])
 
     def take(self, which: Ints) -> Steps:
-        """Those at these positions."""
+        """Return those at these positions."""
         values: dict[str, object] = {"parts": self.parts}
         for field in fields(self):
             column = getattr(self, field.name)
@@ -175,7 +175,7 @@ class Steps:
 
     @classmethod
     def joined_up(cls, several: Sequence[Steps]) -> Steps:
-        """The steps of several lists, one after the other."""
+        """Return the steps of several lists, one after the other."""
         starts = np.cumsum([0, *(steps.parts.count for steps in several)])
         kinds = np.cumsum([0, *(int(steps.alike.max(initial=-1)) + 1 for steps in several)])
         moved = [
@@ -215,7 +215,7 @@ def steps_of(
     chunk_tokens: Mapping[int, int] | None = None,
     gather_blocks: int = 1,
 ) -> Steps:
-    """The steps of `layouts` of one model.
+    """Return the steps of `layouts` of one model.
 
     setting: the model and how it is computed; degrees, context exchange and recompute are those of each layout.
     chunk_tokens: tokens whose logits are held at once, by tensor-parallel degree; else those of `setting`. gather_blocks:
@@ -223,7 +223,8 @@ def steps_of(
     that the description of the machine does not have.
     """
     plain = replace(setting, compile=setting.compile and framework.compiled)
-    keys = _keys(layouts)
+    # Many layouts compute the parts of the model alike: each distinct setting is traced once.
+    keys = _setting_keys(layouts)
     first, which = distinct_rows(keys)
     distinct = np.stack([key[first] for key in keys], axis=1)
     settings = [_setting_at(plain, key, chunk_tokens) for key in distinct.tolist()]
@@ -231,23 +232,14 @@ def steps_of(
     wanted = [(name, one, size) for one, size in settings for name in kinds]
     sizes, blocks = _part_sizes(settings, framework)
     sizes = sizes.take(which)
-    alone = layouts.pp == 1
+    one_stage = layouts.pp == 1
+    ends = framework.end_costs(plain)
     layers, joined = rank_layers(plain, layouts, framework)
     unit = np.minimum(gather_blocks, np.ceil(layers.most / layouts.stages_per_rank).astype(np.int64))
-    samples, positions = layouts.microbatch, setting.length // layouts.cp
     width = setting.model.d_model * PRECISIONS[setting.precision].compute_dtype.itemsize
-    shards = layouts.shards
-    world = layouts.world_size
-    shards_lie, like_shards = _placed(machine, shards, layouts.tp)
-    replicas_lie, like_replicas = _placed(machine, layouts.replicas, layouts.tp * shards)
-    pipelines_lie, _ = _placed(machine, layouts.pp, world // layouts.pp)
-    _, like_parts = distinct_rows([layouts.tp, layouts.cp, layouts.ep, layouts.streamed, alone])
-    experts_lie, like_expert_shards = _placed(machine, np.where(layouts.ep > 1, layouts.expert_shards, 1), layouts.ep)
-    stride = layouts.ep * layouts.expert_shards
-    copies_lie, like_expert_copies = _placed(machine, np.where(layouts.ep > 1, layouts.expert_replicas, 1), stride)
-    first_stage = [
-        stage_layer_counts(plain.model.n_layers, n, *framework.end_costs(plain))[0] for n in layouts.n_stages
-    ]
+    _, like_parts = distinct_rows([layouts.tp, layouts.cp, layouts.ep, layouts.streamed, one_stage])
+    groups, like_groups = _place_groups(machine, layouts)
+    first_stage = [stage_layer_counts(plain.model.n_layers, n, *ends)[0] for n in layouts.n_stages]
     n_leading = np.minimum(np.asarray(first_stage, np.float64), plain.model.leading_layers)
     return Steps(
         layouts=layouts,
@@ -259,7 +251,7 @@ def steps_of(
         n_leading=n_leading,
         n_layers=np.full(len(layouts), plain.model.n_layers),
         leading_layers=np.full(len(layouts), plain.model.leading_layers),
-        end_costs=np.tile(framework.end_costs(plain), (len(layouts), 1)),
+        end_costs=np.tile(ends, (len(layouts), 1)),
         layers=layers,
         unit=unit,
         joined=joined,
@@ -268,16 +260,12 @@ def steps_of(
         leading_parameters=n_leading * (sizes.leading - sizes.block),
         expert_parameters=sizes.experts,
         # One rank that holds both ends has the shared table once.
-        head_parameters=sizes.head - np.where(alone, sizes.shared, 0.0),
+        head_parameters=sizes.head - np.where(one_stage, sizes.shared, 0.0),
         tensors=sizes.tensors,
         streams=Streams.of(blocks, distinct[:, 3], part_tracer(setting).random_drops()).take(which),
-        alike=distinct_rows([like_parts, like_shards, like_replicas, like_expert_shards, like_expert_copies, unit])[1],
-        hidden_bytes=samples * positions * width / layouts.tp,
-        shards=shards_lie,
-        replicas=replicas_lie,
-        expert_shards=experts_lie,
-        expert_replicas=copies_lie,
-        pipeline=pipelines_lie,
+        alike=distinct_rows([like_parts, *like_groups, unit])[1],
+        hidden_bytes=layouts.microbatch * (setting.length // layouts.cp) * width / layouts.tp,
+        **groups,
     )
 
 
@@ -285,12 +273,12 @@ _PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
 
 
 def _part_names(setting: Setting) -> tuple[PartName, ...]:
-    """The parts of a model that differ."""
+    """Return the names of the parts of a model that differ."""
     return (*_PARTS, "leading") if setting.model.leading_layers else _PARTS
 
 
-def _keys(layouts: LayoutTable) -> list[Ints]:
-    """What decides how the parts of a model are computed."""
+def _setting_keys(layouts: LayoutTable) -> list[Ints]:
+    """Return the columns that decide how the parts of a model are computed."""
     context = layouts.context * (layouts.cp > 1)
     return [
         layouts.tp,
@@ -306,7 +294,7 @@ def _keys(layouts: LayoutTable) -> list[Ints]:
 
 
 def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, int] | None) -> tuple[Setting, int]:
-    """`plain` in layouts with these `_keys`, and samples of a micro-batch."""
+    """Return `plain` in layouts with these `_setting_keys`, and the samples of a micro-batch."""
     tp, cp, context, recompute, microbatch, streamed, apart, ep, lone = key
     one = replace(plain, tp=tp, cp=cp, context=CONTEXTS[context], recompute=RECOMPUTES[recompute], streamed=streamed)
     if streamed > 1:
@@ -317,6 +305,31 @@ def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, i
         casts = bool(lone) and PRECISIONS[one.precision].copies_parameters
         one = replace(one, ep=ep, casts_experts=casts)
     return one if chunk_tokens is None else replace(one, chunk_tokens=chunk_tokens[tp]), microbatch
+
+
+def _place_groups(machine: Machine, layouts: LayoutTable) -> tuple[dict[str, Placement], list[Ints]]:
+    """Return where the groups of ranks lie, as fields of `Steps`, and columns that tell data-parallel groups apart.
+
+    Layouts with equal numbers in such a column have groups of that kind that lie alike. Raises ConfigError as `steps_of`.
+    """
+    experts = layouts.ep > 1
+    sizes_and_strides = {
+        "shards": (layouts.shards, layouts.tp),
+        "replicas": (layouts.replicas, layouts.tp * layouts.shards),
+        "expert_shards": (np.where(experts, layouts.expert_shards, 1), layouts.ep),
+        "expert_replicas": (np.where(experts, layouts.expert_replicas, 1), layouts.ep * layouts.expert_shards),
+        "pipeline": (layouts.pp, layouts.world_size // layouts.pp),
+    }
+    placed: dict[str, Placement] = {}
+    alike: list[Ints] = []
+    for name, (size, stride) in sizes_and_strides.items():
+        # A group of one rank lies the same whatever its stride.
+        used_stride = np.where(size > 1, stride, 1)
+        first, which = distinct_rows([size, used_stride])
+        placed[name] = at(place_groups(machine, size[first], used_stride[first]), which)
+        if name != "pipeline":
+            alike.append(which)
+    return placed, alike
 
 
 @dataclass(frozen=True)
@@ -362,22 +375,28 @@ def _part_sizes(
 
 
 def rank_layers(setting: Setting, layouts: LayoutTable, framework: FrameworkProfile) -> tuple[RankLayers, Floats]:
-    """(blocks of the ranks, 1 where the first rank holds the head too) of each layout."""
+    """Return the blocks of the ranks of each layout, and 1 where its first rank holds the head too, else 0."""
     schedule = np.where(layouts.pp > 1, layouts.schedule, 0)
     keys = [layouts.pp, layouts.stages_per_rank, schedule]
     rows, which = distinct_rows(keys)
     extra = framework.end_costs(setting)
     blocks = setting.model.n_layers
     distinct = zip(*(key[rows].tolist() for key in keys), strict=True)
-    table = np.asarray([_layers_of(blocks, extra, pp, each, SCHEDULES[name] == "zbv") for pp, each, name in distinct])
+    table = np.asarray(
+        [_count_rank_layers(blocks, extra, pp, each, SCHEDULES[name] == "zbv") for pp, each, name in distinct]
+    )
     first, last, other, joined = table[which].T
     return RankLayers(first, last, other, setting.model.n_layers / layouts.pp), joined
 
 
 @cache
-def _layers_of(
+def _count_rank_layers(
     n_layers: int, extra: tuple[float, float], pp: int, per_rank: int, there_and_back: bool
 ) -> tuple[float, float, float, float]:
+    """Return the blocks of the first, the last and the fullest other rank, and 1 where the first holds the head too.
+
+    there_and_back: stages are placed in a V: down the ranks, then back to the first.
+    """
     stages = stage_layer_counts(n_layers, pp * per_rank, *extra)
     ranks = np.zeros(pp)
     for stage, blocks in enumerate(stages):
@@ -386,10 +405,3 @@ def _layers_of(
     if pp == 1 or (there_and_back and per_rank == 2):
         return ranks[0], 0.0, ranks[1:].max(initial=0.0), 1.0
     return ranks[0], ranks[-1], ranks[1:-1].max(initial=0.0), 0.0
-
-
-def _placed(machine: Machine, size: Ints, stride: Ints) -> tuple[Placement, Ints]:
-    """`place`, computed once for each distinct pair; and which of those each one is."""
-    stride = np.where(size > 1, stride, 1)
-    first, which = distinct_rows([size, stride])
-    return at(place_groups(machine, size[first], stride[first]), which), which

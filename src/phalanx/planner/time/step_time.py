@@ -149,7 +149,7 @@ def time_steps(
 
 
 def parameters_held(steps: Steps) -> Floats:
-    """Elements on the rank that holds most, before data parallelism shares them out, [layouts]."""
+    """Return the elements on the rank that holds most, before data parallelism shares them out, [layouts]."""
     start = steps.embedding_parameters + steps.leading_parameters
     first = steps.layers.first * steps.block_parameters + start + steps.joined * steps.head_parameters
     last = steps.layers.last * steps.block_parameters + np.where(steps.joined > 0, 0.0, steps.head_parameters)
@@ -157,7 +157,7 @@ def parameters_held(steps: Steps) -> Floats:
 
 
 def busiest_rank(steps: Steps, times: PartTimes) -> Busiest:
-    """The rank that computes longest, of each layout."""
+    """Return the rank of each layout that computes longest."""
     both = times.seconds.sum(axis=2)
     whole, layers = both.sum(axis=1), steps.layers
     apart = 1.0 - steps.joined
@@ -236,7 +236,7 @@ class DataParallel:
         constants: Constants,
         framework: FrameworkProfile,
     ) -> Self:
-        """For these steps."""
+        """Return the exchanges of these steps, with what they may overlap."""
         both = times.seconds.sum(axis=2)[steps.block]
         if waits is not None:
             both = both + waits.block
@@ -244,7 +244,7 @@ class DataParallel:
         return cls(profile, framework, constants, (both[:, Direction.FORWARD], both[:, Direction.BACKWARD]), copied)
 
     def exposed(self, steps: Steps, busiest: Busiest) -> Floats:
-        """Seconds a step."""
+        """Return the seconds of exchanges that nothing hides, per step, [layouts]."""
         several = (steps.shards.size > 1) | (steps.replicas.size > 1) | (steps.expert_shards.size > 1)
         if not np.any(several):
             return np.zeros(len(steps))
@@ -286,7 +286,7 @@ class DataParallel:
         return seconds + self._straggling(steps, busiest)
 
     def _exchanges(self, steps: Steps) -> _Exchanges:
-        """What exchanges take, computed once for all layouts that are alike in it."""
+        """Return the seconds of exchanges, computed once for all layouts with the same `Steps.alike`."""
         first = np.zeros(int(steps.alike.max()) + 1, np.int64)
         first[steps.alike] = np.arange(len(steps))
         few = steps.take(first)
@@ -327,8 +327,11 @@ class DataParallel:
         )
 
     def _streaming(self, steps: Steps, busiest: Busiest, ring: _Ring) -> Floats:
-        """What shows of the chunks that go around the ring beside the products: weights forward; weights, and again those
-        that recompute needs, and gradients backward. Replicas add up once, beside nothing."""
+        """Return the seconds of streamed chunks that the products do not hide, per step, [layouts].
+
+        Weights go around the ring in the forward pass; in the backward pass weights, those that recompute needs once more,
+        and gradients. The sum over replicas comes last, and nothing hides it.
+        """
         streams = steps.streams
         forward, backward = (streams.busy * each for each in self.block)
         passes = ring.own * (2 + streams.again) + self._shown(ring.weights, forward)
@@ -345,7 +348,7 @@ class DataParallel:
         return np.where(self.copied, self.constants.launch_s + size / rate, sent)
 
     def _straggling(self, steps: Steps, busiest: Busiest) -> Floats:
-        """Where every block waits for its parameters, all nodes go at the pace of the one that is slowest just then."""
+        """Return the seconds lost to the slowest node: where every block waits for its parameters, all go at its pace."""
         layouts = steps.layouts
         waits = (layouts.gathers_each | (layouts.streamed > 1)) & (steps.shards.nodes > 1)
         share = self.profile.straggling * np.log2(np.maximum(steps.shards.nodes, 1))
@@ -359,12 +362,12 @@ class DataParallel:
         return np.asarray(exchange - hidden + slowdown * hidden)
 
     def gather(self, steps: Steps, parameters: Floats) -> Floats:
-        """Seconds of gathering so many parameters, [layouts]; nothing beside it."""
+        """Return the seconds of gathering so many parameters, [layouts], when nothing hides them."""
         size = parameters * self.framework.gather_bytes
         return self._exchange(steps, all_gather(size, steps.shards, self.constants), size)
 
     def scatter(self, steps: Steps, parameters: Floats) -> Floats:
-        """Seconds of reducing the gradients of so many parameters and scattering the sums, [layouts]."""
+        """Return the seconds of reducing the gradients of so many parameters and scattering the sums, [layouts]."""
         size = parameters * self.framework.reduce_bytes
         # Copies carry gradients as they were computed.
         return self._exchange(
@@ -380,6 +383,6 @@ class DataParallel:
         return np.where(self.copied, copies, collective)
 
     def sum_replicas(self, steps: Steps, parameters: Floats) -> Floats:
-        """Seconds of adding up, over replicas, the shards of the gradients of so many parameters, [layouts]."""
+        """Return the seconds of adding up, over replicas, the shards of the gradients of so many parameters, [layouts]."""
         size = parameters * self.framework.reduce_bytes / steps.layouts.shards
         return all_reduce(size, steps.replicas, self.constants)

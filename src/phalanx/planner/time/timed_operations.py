@@ -70,7 +70,7 @@ def correction(measured: tuple[TimedOperation, ...], kind: Kind, sizes: npt.NDAr
 
 @cache
 def _fitted(measured: tuple[TimedOperation, ...], kind: Kind) -> tuple[Floats, Floats]:
-    """(places of the measured operations [points, 4], their weights [points])."""
+    """Return the places of the measured operations, [points, 4], and their weights, [points]."""
     points = [point for point in measured if point.kind == kind]
     places: Floats = np.log2(_sizes(points)) / _NEAR
     covariance = _alike(places, places) + np.eye(len(points)) * (_NOISE / _SIGNAL) ** 2
@@ -84,6 +84,6 @@ def _sizes(points: Sequence[TimedOperation]) -> Floats:
 
 
 def _alike(some: Floats, others: Floats) -> Floats:
-    """How much each of `some` has in common with each of `others`, 0 to 1: [some, others]."""
+    """Return how much each of `some` has in common with each of `others`, 0 to 1: [some, others]."""
     squares = (some**2).sum(axis=1)[:, None] + (others**2).sum(axis=1)[None] - 2 * some @ others.T
     return np.asarray(np.exp(-0.5 * np.maximum(squares, 0.0)))

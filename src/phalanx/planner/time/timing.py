@@ -47,7 +47,7 @@ def step_times(
 
 
 def our_framework(model: TracedModel, machine: Machine) -> FrameworkProfile:
-    """What our training does on `machine`."""
+    """Return the profile of our own framework for training `model` on `machine`."""
     switched = machine.links is not None and machine.links.switch is not None
     run, wanted = model.run, model.run.layout.peer_copies
     framework = (COMPILED if run.training.compile is not False else EAGER).computing_in(run.layout.precision)
@@ -62,7 +62,7 @@ def steps_of_run(
     framework: FrameworkProfile,
     attention: Kernel | None = None,
 ) -> Steps:
-    """The steps of `candidates`. attention: the kernel; the likely one where None."""
+    """Return the steps of `candidates`. attention: the kernel; the likely one where None."""
     kernel = attention or model.likely_kernel(rocm=machine.node.device.startswith("MI"))
     setting = model.setting_of(candidates.row(0), attention=kernel, compiled=framework.compiled)
     chunks = {tp: model.chunk_tokens(tp) for tp in np.unique(candidates.tp).tolist()}

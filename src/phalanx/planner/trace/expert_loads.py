@@ -50,7 +50,7 @@ class ExpertLoads:
 
 
 def _expected_maximum(count: int) -> float:
-    """Mean of the largest of `count` standard normal numbers, by Blom's approximation."""
+    """Return the mean of the largest of `count` standard normal numbers, by Blom's approximation."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 

@@ -75,11 +75,6 @@ class PartCosts:
         return sum(parameter.count for parameter in self.parameters)
 
     @property
-    def matmul_parameter_count(self) -> int:
-        """Elements of those that multiply every token."""
-        return sum(parameter.count for parameter in self.parameters if parameter.multiplies)
-
-    @property
     def largest_parameter(self) -> PartParameter:
         """The one with the most elements."""
         return max(self.parameters, key=lambda parameter: parameter.count)
