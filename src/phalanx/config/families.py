@@ -37,7 +37,7 @@ class Family:
     """A model family, before any run of it is bound. Needs no torch."""
 
     name: str
-    """As `model.family` of a run file says it."""
+    """Value of `model.family` in run files."""
     run: type[Run]
     """The kind of run: a subclass of `Run` whose `model` and `data` have the family's own types."""
     bound: str | type

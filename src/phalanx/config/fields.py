@@ -31,7 +31,7 @@ class Field:
     allowed: str
     """What it may be, in words that follow "must be"."""
     default: str | None
-    """As written in a run file; None where the field must be given."""
+    """Value as written in a run file; None where the field must be given."""
     description: str
     choices: tuple[str, ...]
     """Words it accepts, where it accepts words."""
@@ -45,7 +45,7 @@ class Field:
 
     @property
     def leaf(self) -> str:
-        """Its own name."""
+        """Name of the field without its section."""
         return self.name.rpartition(".")[2]
 
     @property

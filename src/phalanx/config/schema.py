@@ -276,7 +276,7 @@ class CallbackChoice(Section):
     name: str
     """Callback that an installed package adds (entry points `phalanx.callbacks`)."""
     options: Options = Field(default_factory=dict)
-    """Its settings, by the names that it gives them."""
+    """Settings of the callback, by the names that it gives them."""
 
 
 RESUME_WORDS = ("auto", "must", "never")

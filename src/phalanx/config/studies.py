@@ -14,6 +14,7 @@ from phalanx.config.section import GiB, Number, PositiveInt, Scalar, Seconds, Se
 
 
 def _range_from_values(value: object) -> object:
+    """Read a list as the values that something may be, which needs no further settings."""
     return {"values": value} if isinstance(value, list) else value
 
 
@@ -92,11 +93,7 @@ class Tune(Section):
     slots: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"
     """Trials that may share a device; auto is 2 on a CPU and 4 on an accelerator."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of what engines draw at random."""
-
-
-def _tunable_from_values(value: object) -> object:
-    return {"values": value} if isinstance(value, list) else value
+    """Seed of the random choices of `engine`."""
 
 
 class Tunable(Section):
@@ -113,7 +110,7 @@ class Search(Section):
 
     layout: dict[str, list[Scalar]] = Field(default_factory=dict)
     """Fields of the layout with the only values they may have; others are free, as for `phalanx plan`."""
-    knobs: dict[str, Annotated[Tunable, BeforeValidator(_tunable_from_values)]] = Field(default_factory=dict)
+    knobs: dict[str, Annotated[Tunable, BeforeValidator(_range_from_values)]] = Field(default_factory=dict)
     """Further choices: `section.field` of the run file, or `env.NAME`; a list stands for its values."""
     constraints: Annotated[tuple[str, ...], Field(max_length=100)] = ()
     """Conditions that every choice meets, such as "tp * microbatch <= 16 or recompute == 'full'"."""

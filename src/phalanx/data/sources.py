@@ -32,7 +32,7 @@ class TensorSpec:
     shape: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     values: int = 0
-    """Of whole numbers: how many there are, 0 to values - 1."""
+    """Number of distinct whole numbers, which are 0 to values - 1."""
 
     def zeros(self, samples: int, positions: int, device: torch.device) -> Tensor:
         """Return samples without content, [samples, positions, *shape]."""
@@ -139,7 +139,7 @@ class SourceReader:
     seed: int
     positions: int
     specs: tuple[TensorSpec, TensorSpec]
-    """Of inputs and targets, which the model states."""
+    """Specifications of inputs and targets, which the model states."""
 
     @property
     def fingerprint(self) -> str:

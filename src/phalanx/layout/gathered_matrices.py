@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.layout.place import Place, TensorSplits, place_of
+from phalanx.layout.place import TensorSplits, place_of
 from phalanx.nn.parameters import MatrixRows
 from phalanx.optimizers.whole_matrices import WholeMatrices, Work, work_on_parts
 from phalanx.torch_compat.groups import exchanges_nothing
@@ -66,7 +66,10 @@ class GatheredMatrices(WholeMatrices):
         # Only when the first update asks: optimizers that need no whole matrices never talk about them.
         places = {name: place_of(parameter, self.splits.get(name)) for name, parameter in self.named.items()}
         mine = {
-            name: Holding(_box_of(place), place.shape, self.rows_by_name[name].stack) for name, place in places.items()
+            name: Holding(
+                box=(place.offsets, tuple(place.local.shape)), shape=place.shape, stack=self.rows_by_name[name].stack
+            )
+            for name, place in places.items()
         }
         return plan_rounds(gather_holdings(mine, self.group, self.alike), dist.get_rank(self.group))
 
@@ -95,7 +98,7 @@ class Holding:
 
     box: Box
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     stack: int
     """Equal parts that follow each other in its rows; each is gathered by itself."""
 
@@ -151,11 +154,11 @@ class Round:
     sends: list[list[Piece]]
     """To their owners, before the work."""
     gathers: list[list[Piece]]
-    """Of its own units, from those that hold them."""
+    """Messages with parts of units that this rank owns, from ranks that hold them."""
     returns: list[list[Piece]]
-    """Of its own units, to all that hold parts of them, replicas too."""
+    """Messages with updated parts of units that this rank owns, to all that hold them, replicas too."""
     receives: list[list[Piece]]
-    """Of all units that it holds parts of, from their owners."""
+    """Messages with updated parts that this rank holds, from the owners of their units."""
 
     def own_part(self, tensors: Mapping[str, Tensor], piece: Piece) -> Tensor:
         """Return the elements of `piece` in this rank's part of its parameter. tensors: like this rank's parameters."""
@@ -214,10 +217,6 @@ def _shift(mine: Holding, by: int) -> Holding:
     return replace(
         mine, box=(first, tuple(min(s, whole - f) for s, whole, f in zip(sizes, mine.shape, first, strict=True)))
     )
-
-
-def _box_of(place: Place) -> Box:
-    return place.offsets, tuple(place.local.shape)
 
 
 Parts = dict[str, dict[Box, list[int]]]

@@ -135,7 +135,7 @@ class BuildContext:
     ep: Axis = field(default_factory=lambda: Axis("ep"))
     """Ranks that share out the experts of a mixture, and each expert."""
     expert_tp: int = 1
-    """Of these, neighbours that share out each expert."""
+    """Ranks of `ep`, neighbours, over which each expert is sharded."""
     branches: range | None = None
     """Task heads that this rank holds, by number (`layout.data_parallel.task_heads`); None for all."""
     sharding: WholeParameters = field(default_factory=WholeParameters)

@@ -357,7 +357,6 @@ def _nearest_degrees(
     model: BoundModel, wanted: ResolvedLayout, world_size: int, devices_per_node: int | None
 ) -> list[list[str]]:
     """Return, in words, the degrees of the legal layouts that differ least from `wanted`."""
-
     legal = legal_layouts(model, world_size, devices_per_node)
     nearest = sorted(legal, key=lambda layout: _distance(layout, wanted))[:_SUGGESTED]
     return [_write_degrees(layout, wanted) for layout in nearest]

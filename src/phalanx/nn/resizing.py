@@ -18,7 +18,7 @@ class Resize:
     """How a parameter is made of a stored one of another shape, or of the same shape with another meaning."""
 
     in_words: str
-    """As a table of parameters says it, such as "rows by name: 3 of 5 known"."""
+    """How a table of parameters says it, such as "rows by name: 3 of 5 known"."""
     apply: Callable[[Tensor, Tensor], Tensor]
     """Gives the values to begin with, from the stored ones and from the initial values of this model; whole tensors."""
 

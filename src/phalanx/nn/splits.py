@@ -49,7 +49,7 @@ class SplitCount:
     """The field of the run file that says how many, e.g. `model.n_heads`."""
     count: int
     together: int = 1
-    """Of what the field counts, as many as each of the equal things holds."""
+    """How many of what the field counts each of the equal things holds."""
 
 
 @dataclass(frozen=True)

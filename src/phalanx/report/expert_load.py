@@ -104,13 +104,9 @@ def _read_layers(record: Any) -> list[tuple[int, FloatArray, Mapping[str, float]
             continue
         load = entry.get("load")
         numbers = load if isinstance(load, list) and len(load) > 1 else [math.nan]
-        if not all(_is_share(share) for share in numbers):
+        if not all(isinstance(share, int | float) and 0.0 <= share <= 1.0 for share in numbers):
             continue
         figures = {name: value for name in _FIGURES if isinstance(value := entry.get(name), int | float)}
         if len(figures) == len(_FIGURES):
             found.append((entry["layer"], np.asarray(numbers, dtype=np.float64), figures))
     return found
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and 0.0 <= value <= 1.0

@@ -84,7 +84,7 @@ class TrainingState(BaseModel):
     safeguards: SafeguardState = SafeguardState()
     """Absent in checkpoints of runs before there were safeguards."""
     gradient_noise: NoiseState | None = None
-    """Of a run that estimates the gradient noise scale."""
+    """State of the estimate of the gradient noise scale, where the run makes one."""
 
 
 def collect_state(

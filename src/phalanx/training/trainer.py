@@ -530,7 +530,7 @@ class LaunchedStep:
     stall: float
     """Seconds of a checkpoint before."""
     limits: StepLimits
-    """Of its loss and gradient norm, whether they were enforced or not."""
+    """Limits of its loss and gradient norm, whether they were enforced or not."""
     samples: Tensor
     """Global sample numbers of this rank's batch, int64 [B], in host memory."""
 

@@ -38,9 +38,9 @@ class LanguageEnsemble:
 
     members: list[Member]
     losses: list[float]
-    """Of each member on the validation split, in nats a token."""
+    """Losses of the members on the validation split, in nats a token."""
     together: HeldOut
-    """Of the mean of their probabilities."""
+    """Loss of the mean of their probabilities."""
 
     def summary(self) -> dict[str, Any]:
         """Return everything as plain values."""

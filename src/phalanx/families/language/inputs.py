@@ -58,7 +58,7 @@ class TextInputs(Inputs):
     tokenizer: TokenizerFiles = field(default_factory=lambda: TokenizerFiles({}, SpecialTokens()))
     """The tokenizer of the first source that has one; empty when none has."""
     max_positions: int = 0
-    """Of the model."""
+    """Positions of the model."""
 
     def write(self, run_dir: Path) -> None:
         """Write the tokenizer."""

@@ -299,9 +299,9 @@ class FieldName(Section):
     """What a variable of the run is called in one source, and how its numbers become those of the run."""
 
     name: str
-    """Its name in the run."""
+    """Name of the field in the run."""
     stored_as: str
-    """Its name in the files; a trailing number is a pressure level in hPa where the files have a level dimension."""
+    """Name of the field in the files; a trailing number is a level in hPa where the files have a level dimension."""
     scale: float = 1.0
     """Factor on the stored numbers: 9.80665 makes geopotential of geopotential height."""
     offset: float = 0.0

@@ -67,7 +67,7 @@ class Measurements:
     collectives_beside: Beside | None = None
     copies_beside: Beside | None = None
     blocks: tuple[TimedBlock, ...] = ()
-    """As they run in training: compiled, but on the CPU."""
+    """Blocks timed as they run in training: compiled, but on the CPU."""
     eager_blocks: tuple[TimedBlock, ...] = ()
     """Not compiled; none on the CPU, where no others are."""
     beside: dict[str, float] | None = None

@@ -34,7 +34,7 @@ class Exchanged:
     """One timed collective."""
 
     collective: str
-    """Its name in `hardware.collectives.COLLECTIVES`."""
+    """Name in `hardware.collectives.COLLECTIVES`."""
     size: int
     """Bytes, as the collective counts them."""
     members: int

@@ -92,7 +92,7 @@ class Rule:
     message: str | Callable[[Requirements, ResolvedLayout], str]
     """A text in which `{x.FIELD}` is a field of the layout, `{needs.FIELD}` one of the requirements; or what writes it."""
     fixes: tuple[Fix, ...] | Callable[[ResolvedLayout], Iterable[Fix]] = ()
-    """As for `Reason`, or what finds them."""
+    """Fixes, as for `Reason`, or the function that finds them."""
 
     def explain(self, needs: Requirements, layout: ResolvedLayout) -> Reason:
         """Return why `layout` breaks this rule, and what would mend it."""

@@ -87,7 +87,7 @@ class Call:
     group: str
     """Name of the process group."""
     bytes: int
-    """Of the whole tensor: gathered, not yet scattered, summed, exchanged or sent."""
+    """Size of the whole tensor: gathered, not yet scattered, summed, exchanged or sent."""
     peer: int | None = None
     """The rank within the group that is sent to or received from."""
 

@@ -35,7 +35,7 @@ class Traffic:
     size: int
     """Ranks of the group."""
     bytes: int
-    """Of one: the whole tensor, gathered, not yet scattered, summed, exchanged or sent."""
+    """Size of the whole tensor of one call: gathered, not yet scattered, summed, exchanged or sent."""
     sent: float
     """Bytes the rank sends in one, by a ring."""
     crossing: float

@@ -44,7 +44,7 @@ class Step(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Its optimizer, with all state it will ever have."""
+        """Optimizer of the step, with all state it will ever have."""
 
     def enqueue(self, step: int, batch: Batch) -> Tensor:
         """Run one optimizer step on this rank's samples without waiting for the device."""

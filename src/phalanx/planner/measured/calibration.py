@@ -36,9 +36,9 @@ class Calibration:
     fitted_errors: Floats
     """Relative errors of those, predicted over measured rate less 1."""
     held_out_errors: Floats
-    """Of the other runs of the machine; where all were fitted, of each by a fit without its fold."""
+    """Errors of runs that were not fitted; where all were, of each by a fit without its fold."""
     errors_before: Floats
-    """Of all runs by the default profile."""
+    """Errors of all runs by the default profile."""
 
 
 def calibrate_machines(

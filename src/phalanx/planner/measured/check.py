@@ -35,9 +35,9 @@ class CheckedRun:
     error: float | None = None
     """Predicted over measured, less 1."""
     predicted_memory_gb: float | None = None
-    """Of live tensors on the worst rank, in units of 2^30 bytes, as device memories are counted."""
+    """Live tensors on the worst rank, in units of 2^30 bytes, as device memories are counted."""
     measured_memory_gb: float | None = None
-    """As the source measured it, which may be more than live tensors."""
+    """Memory as the source measured it, which may be more than live tensors."""
     memory_error: float | None = None
     status: str = "ok"
     """oom: it did not fit."""
@@ -53,7 +53,7 @@ class CheckedGroup:
     rows: int
     """With a prediction."""
     median: float
-    """Of the absolute errors, as the next."""
+    """Median of the absolute errors of times, as a share."""
     p95: float
     rank_correlation: float | None
     """Spearman's, of predicted and measured rates; None for fewer than three rows, or where all are alike."""
@@ -63,7 +63,7 @@ class CheckedGroup:
     memory_rows: int
     """With measured memory, and a prediction of it."""
     memory_median: float | None
-    """Of the absolute errors of those, as the next; None without such rows."""
+    """Median of the absolute errors of memory, as a share; None where no row states its memory."""
     memory_p95: float | None
     said_to_fit: int
     """Rows, run or out of memory, that are predicted to fit with a probability of at least LIKELY."""

@@ -37,7 +37,9 @@ def model_of(row: Row, known: Mapping[str, Any] | None = None) -> LanguageModel:
     name = row.text("model")
     known = preset_sizes(name.lower()) if known is None else known
     (length,) = row.wholes("seq")
-    fields: dict[str, Any] = {"max_positions": length} | _family_fields(name, row.text("family"))
+    named = f"{name} {row.text('family')}".lower()
+    of_family = next(fields for pattern, fields in _FAMILIES if re.search(pattern, named))
+    fields: dict[str, Any] = {"max_positions": length} | of_family
     stated = {ours: size for theirs, ours in SIZES.items() if (size := row.whole(theirs)) is not None}
     fields |= dict(known) | stated
     missing = [theirs for theirs, ours in SIZES.items() if ours not in fields and theirs not in ("kv_heads", "ffn")]
@@ -45,7 +47,9 @@ def model_of(row: Row, known: Mapping[str, Any] | None = None) -> LanguageModel:
         raise Unusable(f"the source does not state {', '.join(missing)}")
     row.assumed += [f"{ours}={known[ours]}" for ours in SIZES.values() if ours in known and ours not in stated]
     if "d_ff" not in fields:
-        fields["d_ff"] = _usual_width(fields)
+        # An MLP is usually four times as wide as the model; with three matrices, two thirds of that in steps of 256.
+        four: int = 4 * fields["d_model"]
+        fields["d_ff"] = -(-four * 2 // 3 // 256) * 256 if fields["mlp"] == "swiglu" else four
         row.assumed.append(f"d_ff={fields['d_ff']}")
     if "n_kv_heads" not in fields:
         row.assumed.append(f"n_kv_heads={fields['n_heads']}")
@@ -59,11 +63,6 @@ def model_of(row: Row, known: Mapping[str, Any] | None = None) -> LanguageModel:
         raise Unusable(f"no model of ours has its shape: {error.errors()[0]['msg']}") from error
 
 
-def _family_fields(name: str, family: str) -> dict[str, Any]:
-    words = f"{name} {family}".lower()
-    return next(fields for pattern, fields in _FAMILIES if re.search(pattern, words))
-
-
 def preset_sizes(name: str) -> dict[str, Any]:
     """Return the sizes of the language model that is a preset of this name, by field; empty where there is none."""
     if name not in preset_names():
@@ -73,9 +72,3 @@ def preset_sizes(name: str) -> dict[str, Any]:
         return {}
     sizes = preset.fields
     return {ours: sizes[ours] for ours in (*SIZES.values(), "vocab_size") if sizes.get(ours) is not None}
-
-
-def _usual_width(fields: dict[str, Any]) -> int:
-    """Return the usual width of an MLP: four times the model's, or for three matrices two thirds of that, rounded up to 256."""
-    four: int = 4 * fields["d_model"]
-    return -(-four * 2 // 3 // 256) * 256 if fields["mlp"] == "swiglu" else four

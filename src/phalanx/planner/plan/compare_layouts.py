@@ -28,7 +28,7 @@ class WhyNot:
     """What one choice costs against the best layout."""
 
     asked: str
-    """As it was asked: `tp=8`."""
+    """The question as it was asked: `tp=8`."""
     illegal: str = ""
     """Why no legal layout has it; empty where some do."""
     best: RankedLayouts | None = None
@@ -36,7 +36,7 @@ class WhyNot:
     slower_by: float = 0.0
     """Seconds a step, beside the best layout of all."""
     causes: Mapping[str, float] = field(default_factory=dict)
-    """Those seconds by cause, what costs most first."""
+    """Seconds of `slower` by cause, what costs most first."""
     least: Mapping[str, float] = field(default_factory=dict)
     """Where none fits: bytes by cause on the worst rank of the layout that needs least."""
 

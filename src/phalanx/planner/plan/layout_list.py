@@ -36,7 +36,7 @@ class LayoutList:
     exact: Bools
     """Whose times hold, [layouts]: without a pipeline, or with one that was simulated. Other times are lower bounds."""
     times: Times
-    """Of those that fit, [fitting]."""
+    """Times of the layouts that fit, [fitting]."""
     memory_bytes: Floats
     """Bytes on the worst rank, [layouts]."""
     bounded: Bools

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.hardware.machine import Machine, load_machine, machine_names
+from phalanx.hardware.machine import load_machine, machine_names
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import CHOSEN, Limits, enumerate_layouts, run_with_layout, write_overrides
@@ -51,7 +51,9 @@ def find_remedies(model: TracedModel, layout: ResolvedLayout, device: str, most:
 
     device: name of the devices, as machine descriptions call them. Raises ConfigError for a run that cannot be planned for.
     """
-    machine = _machine_of(device)
+    # Any machine of such devices will do: what is compared are layouts of the same ranks.
+    machines = (load_machine(name) for name in machine_names())
+    machine = next((one for one in machines if one.node.device == device), None) or load_machine(REFERENCE)
     models = CostModels(machine, profile_for(machine))
     peak, seconds = models.memory(model, layout.table).peak[0], models.times(model, layout.table).total[0]
     found = [
@@ -59,11 +61,6 @@ def find_remedies(model: TracedModel, layout: ResolvedLayout, device: str, most:
         for words, peaks, total in _vary_layout(models, model, layout, most_peak=(1 - LEAST_SAVED) * peak)
     ]
     return sorted(found, key=lambda remedy: remedy.seconds)[:most]
-
-
-def _machine_of(device: str) -> Machine:
-    machines = [load_machine(name) for name in machine_names()]
-    return next((one for one in machines if one.node.device == device), load_machine(REFERENCE))
 
 
 def _vary_layout(

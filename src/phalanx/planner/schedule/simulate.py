@@ -220,7 +220,7 @@ def _actions(table: ScheduleTable, start: int, first_stage: int, none: int) -> t
 
 
 def _sources(table: ScheduleTable) -> IntArray:
-    """Return the action of another stage which each one waits for: its place in the flattened table, or the size for none."""
+    """Return the action of another stage which each waits for: its place in the flattened table, or the size for none."""
     ranks = table.rank_of_stage[None, :, None]
     place = positions(table)
     flat = np.where(place >= 0, ranks * table.kind.shape[1] + place, table.kind.size)
@@ -315,7 +315,7 @@ def _per_rank(table: ScheduleTable, times: StageTimes) -> FloatArray:
 
 
 def _run(program: _Program, costs: _Costs) -> FloatArray:
-    """When each action ends, in program order, [actions + 1, candidates]; the last row is time zero."""
+    """Return when each action ends, in program order, [actions + 1, candidates]; the last row is time zero."""
     end = np.zeros((len(program.order) + 1, costs.compute.shape[1]))
     waits = costs.transfer.any()
     in_advance = program.tables[0].stages_per_rank > 1

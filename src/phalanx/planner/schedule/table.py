@@ -161,11 +161,14 @@ def _all_forward_all_backward(pp: int, microbatches: int) -> IntArray:
     """
     kind = np.repeat([Pass.FORWARD, Pass.BACKWARD], microbatches)
     microbatch = np.tile(np.arange(microbatches), 2)
-    return _same_on_every_rank(pp, kind, microbatch)
+    # The order is the same on every rank; each computes its own stage.
+    shape = (pp, len(kind))
+    stage = np.broadcast_to(np.arange(pp)[:, None], shape)
+    return np.stack([np.broadcast_to(kind, shape), stage, np.broadcast_to(microbatch, shape)])
 
 
 def _one_forward_one_backward(pp: int, microbatches: int) -> IntArray:
-    """PipeDream-flush, called 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2.1): columns as above.
+    """Return the columns of PipeDream-flush, called 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2.1), as above.
 
     Stage s begins with min(m, p - s) forward passes, then backward and forward passes alternate until the forward passes
     are used up. PyTorch's own table of it has the last stage one micro-batch off (2.13: `3F1, 3B0, 3F2, ...`).
@@ -207,11 +210,6 @@ def _interleaved(pp: int, stages_per_rank: int, microbatches: int, *, splits_bac
     ordered = np.argsort(np.concatenate(slots, axis=1), axis=1, kind="stable")
     stage = np.concatenate(turns)[ordered] * pp + rank
     return np.stack([np.repeat(kinds, most)[ordered], stage, np.tile(microbatch, len(kinds))[ordered]])
-
-
-def _same_on_every_rank(pp: int, kind: IntArray, microbatch: IntArray) -> IntArray:
-    stages = np.broadcast_to(np.arange(pp)[:, None], (pp, len(kind)))
-    return np.stack([np.broadcast_to(kind, stages.shape), stages, np.broadcast_to(microbatch, stages.shape)])
 
 
 def _check_complete(table: ScheduleTable) -> None:

@@ -25,7 +25,7 @@ class Buffer:
     """A piece of memory."""
 
     name: str
-    """Of the operation that made it."""
+    """Name of the operation that made it."""
     elements: int
     itemsize: int
     role: Role = "made"
@@ -61,7 +61,7 @@ class Step:
     drops: list[int] = field(default_factory=list)
     """Buffers freed after it has run."""
     reuses: list[int] = field(default_factory=list)
-    """Those among them whose memory its results take over while it runs."""
+    """Buffers among `drops` whose memory its results take over while it runs."""
     rows_of_tables: bool = False
     """Whether what it reads more of than it writes is a table, of which it finds rows."""
     work: list[int] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Costs:
     input_bytes: int
     """Activations it is called with."""
     output_bytes: int
-    """Its result."""
+    """Bytes of the part's result."""
     forward_peak: int
     """Most bytes held at once in forward of what the part makes, results and kept values among them, input not."""
     backward_peak: int
@@ -131,7 +131,7 @@ class Costs:
         return sum(op.flops * op.times for op in self._of(phases) if op.kind in ("matmul", "attention"))
 
     def traffic(self, *phases: Phase) -> int:
-        """Return the bytes read and written by kernels, but not collectives, in these phases, or in all of them if none is named."""
+        """Return the bytes that kernels, collectives aside, read and write in these phases, or in all if none is named."""
         return sum((op.bytes_read + op.bytes_written) * op.times for op in self._of(phases) if op.kind != "collective")
 
     def collectives(self, *phases: Phase) -> list[Collective]:

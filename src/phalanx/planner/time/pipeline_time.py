@@ -25,7 +25,7 @@ class PipelineTimes:
     """Seconds from the first pass of a step to the last, [layouts]; 0 where there is no pipeline."""
 
     computing: Floats
-    """As if transfers between stages took no time."""
+    """Seconds if transfers between stages took no time."""
     whole: Floats
 
 

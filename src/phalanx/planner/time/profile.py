@@ -132,14 +132,14 @@ class NamedProfile:
 
     name: str
     device: str
-    """As `devices.yaml` calls it."""
+    """Name of the device in `devices.yaml`."""
     source: str
     """Where the constants are from, in words."""
     profile: Profile
     fitted: dict[str, Any] | None = None
     """What a fit adds: the rows it used, its errors, how well each constant is known."""
     collectives: Constants | None = None
-    """Of the links and the network it was measured on; None where they were not."""
+    """Constants of the links and the network that were measured; None where they were not."""
     beside: Mapping[str, float] | None = None
     """Measured bytes beside the tensors: `context`, and `communicator` for each group; None where they were not."""
 

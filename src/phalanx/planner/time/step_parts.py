@@ -30,17 +30,17 @@ class RankLayers:
     """Blocks of the ranks of a pipeline. Arrays of [layouts]."""
 
     first: Floats
-    """Of the rank that holds the embedding."""
+    """Blocks of the rank that holds the embedding."""
     last: Floats
-    """Of the rank that holds the head; 0 where that is the first."""
+    """Blocks of the rank that holds the head; 0 where that is the first."""
     other: Floats
-    """Of the rank with most blocks among the others; 0 where there is none."""
+    """Blocks of the fullest rank among the others; 0 where there is none."""
     mean: Floats
     """Mean over all ranks."""
 
     @property
     def most(self) -> Floats:
-        """Of the rank with most."""
+        """Blocks of the fullest rank."""
         return np.maximum(np.maximum(self.first, self.last), self.other)
 
 
@@ -131,7 +131,7 @@ class Steps:
     leading_parameters: Floats
     """Parameters that the leading blocks have more than as many others; less than 0 where these have more."""
     expert_parameters: Floats
-    """Of a block's, those of experts that ranks share out."""
+    """Elements of a block's experts, which expert parallelism shards."""
     head_parameters: Floats
     tensors: Tensors
     streams: Streams
@@ -340,11 +340,11 @@ class _PartSizes:
     block: Floats
     head: Floats
     leading: Floats
-    """Of a first block of another kind; of a block where there is none."""
+    """Elements of a leading block; those of a block where there is none."""
     shared: Floats
-    """Of the table that embedding and head share; 0 where each has its own."""
+    """Elements of the table that embedding and head share; 0 where each has its own."""
     experts: Floats
-    """Of a block's, those of experts that ranks share out."""
+    """Elements of a block's experts, which expert parallelism shards."""
     tensors: Tensors
 
     def take(self, which: Ints) -> _PartSizes:

@@ -181,7 +181,7 @@ class _OfEach:
     """Seconds of one kind of exchange for each part. Arrays of [layouts]."""
 
     unit: Floats
-    """Of the blocks that are gathered together."""
+    """Seconds for the blocks that are gathered together."""
     embedding: Floats
     head: Floats
 

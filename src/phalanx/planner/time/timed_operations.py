@@ -58,7 +58,7 @@ _AT_ONCE = 4096
 
 
 def correction(measured: tuple[TimedOperation, ...], kind: Kind, sizes: npt.NDArray[np.int64]) -> Floats:
-    """Factors of the curves' times, [operations]. sizes: [operations, 4], batch, m, n and k."""
+    """Return the factors of the curves' times, [operations]. sizes: [operations, 4], batch, m, n and k."""
     places, weights = _fitted(measured, kind)
     if not len(places):
         return np.ones(len(sizes))

@@ -78,7 +78,7 @@ class Collective:
     size: int
     """Ranks of the axis; 1 for sums, whose arguments do not say it."""
     bytes: int
-    """Of the whole tensor as one rank holds it: gathered, not yet scattered, exchanged, or sent to the next rank."""
+    """Size of the whole tensor as one rank holds it: gathered, not yet scattered, exchanged, or sent to the next rank."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Operation:
     kind: Kind
     phase: Phase
     dtype: torch.dtype
-    """Of the first result."""
+    """Dtype of the first result."""
     flops: int
     """Floating-point operations executed; for pointwise work one an element and operation."""
     bytes_read: int

@@ -120,11 +120,11 @@ class _Traced:
     shared: tuple[int, ...]
     """Buffers."""
     chunks: tuple[int, ...] = ()
-    """Of a head whose loss goes over chunks of tokens: steps of the forward pass when the loss of each begins."""
+    """Steps of the forward pass at which the loss of each chunk of tokens begins; empty but for a head that has chunks."""
     middles: tuple[Middle, ...] = ()
-    """Of a streamed block; see `SilentRing`."""
+    """Middles of a streamed block's chains; see `SilentRing`."""
     units: tuple[int, ...] = ()
-    """Of a chunk of each chain, as many as one rank holds."""
+    """Units of a chunk of each chain, as many as one rank holds."""
 
 
 @cache

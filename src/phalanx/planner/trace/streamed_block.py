@@ -45,7 +45,7 @@ class ChainSize:
 
     plan: ChunkPlan
     names: tuple[str, ...]
-    """Its parameters, as in the whole model with block number 0."""
+    """Names of its parameters, as in the whole model with block number 0."""
 
     @property
     def piece(self) -> int:

@@ -54,7 +54,7 @@ class TensorRule:
     counterpart: Counterpart
     model: LanguageModel
     first_row: int = 0
-    """Of our tensor, the first row that the rule is about."""
+    """First row of our tensor that the rule is about."""
     expert: int | None = None
     """Index in the first dim of their tensor, where it holds all experts of a layer."""
 
