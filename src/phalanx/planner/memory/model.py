@@ -42,7 +42,7 @@ class Kernels:
 
     @classmethod
     def on_accelerators(cls, model: TracedModel, *, rocm: bool = False) -> Kernels:
-        """As the model runs on accelerators. Layouts that cannot be compiled are known by themselves."""
+        """Return the kernels of the model on accelerators. Layouts that cannot be compiled are known by themselves."""
         return cls(model.likely_kernel(rocm=rocm), model.run.training.compile in (True, "auto"))
 
 
@@ -119,7 +119,7 @@ def memory(
 
 
 def _least_bytes(model: TracedModel, candidates: LayoutTable, state: MemoryState) -> FloatArray:
-    """A bound below the bytes of the first pipeline rank.
+    """Return a lower bound of the bytes of the first pipeline rank.
 
     Its parameters, their optimizer state, and the activations of the micro-batches in flight, as if all its stages were as
     small as its smallest.
@@ -146,7 +146,7 @@ def _least_bytes(model: TracedModel, candidates: LayoutTable, state: MemoryState
 
 
 def _worst_ranks(model: TracedModel, candidates: LayoutTable, state: MemoryState) -> tuple[FloatArray, Ints, list[str]]:
-    """(bytes, rank, moment) of the worst rank of candidates of which all are pipelines or none."""
+    """Return bytes, rank and moment of the worst rank of candidates, of which all are pipelines or none."""
     exchanges = Exchanges(state)
     counted = cut_to_rounds(candidates.schedule, candidates.pp, candidates.accumulation)
     one = together(weights(exchanges, candidates.accumulation - counted))
@@ -167,7 +167,7 @@ def _worst_ranks(model: TracedModel, candidates: LayoutTable, state: MemoryState
 
 
 def _columns(candidates: LayoutTable, exchanges: Exchanges, counted: Ints) -> list[Ints]:
-    """What decides the counts of a layout, [candidates] each. counted: micro-batches of the table."""
+    """Return the columns that decide the counts of a layout, [candidates] each. counted: micro-batches of the table."""
     alone = candidates.pp == 1
     flags = (alone & exchanges.several, alone & exchanges.whole, exchanges.dropped, alone & (candidates.zero == 3))
     return [
@@ -180,7 +180,7 @@ def _columns(candidates: LayoutTable, exchanges: Exchanges, counted: Ints) -> li
 
 
 def _peak_candidates(model: TracedModel, column: list[int], *, rank: int | None = None) -> PeakCandidates:
-    """The moments that may be the peak. column: of `_columns`. rank: of this pipeline rank alone; of all where None."""
+    """Return the moments that may be the peak. column: a row of `_columns`. rank: a pipeline rank; all where None."""
     schedule, pp, stages_per_rank, microbatches, several, whole, dropped, zero_3 = column
     layout = model.run.layout
     if pp == 1:

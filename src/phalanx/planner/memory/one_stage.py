@@ -39,7 +39,7 @@ class OneStage:
     gathered_again: bool
     """Whether each micro-batch gathers the parameters, as ZeRO-3 does."""
     leading: int = 0
-    """First blocks of another kind: of their passes that of the first block behind them stands in their place."""
+    """Leading blocks of the model. Of their passes only that of the first block behind them is among the moments."""
 
 
 @cache
@@ -57,7 +57,7 @@ def one_stage_candidates(step: OneStage) -> PeakCandidates:
 
 
 def leading_counts(step: OneStage, row: Row) -> dict[str, tuple[str, float]]:
-    """Return by what blocks are counted as how that is called of first blocks of another kind, and how many they are."""
+    """Return the names of counts of blocks with those of the same counts of leading blocks, and how many blocks lead."""
     leading, others = step.leading, step.n_layers - step.leading
     kept, whole, shared = (row.get(name, 0) for name in ("blocks_kept", "whole_blocks", "shared_blocks"))
     # What is dropped after each pass is gathered for the blocks that are looked at.

@@ -56,7 +56,7 @@ class PartBytes:
         return PartBytes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def unpadded(self, shards: FloatArray) -> PartBytes:
-        """The same if parameters could be shared out evenly."""
+        """Return the same bytes and elements if parameters could be sharded evenly."""
         shard = self.count / shards + self.streamed
         trained = self.trained_count / shards + self.streamed
         return replace(
@@ -99,7 +99,7 @@ class ModelBytes:
     """Bytes that a block keeps besides from the gradients of its input to those of its weights, where they come apart."""
 
     def unpadded(self) -> ModelBytes:
-        """The same if parameters could be shared out evenly."""
+        """Return the same bytes and elements if parameters could be sharded evenly."""
         parts = {name: getattr(self, name).unpadded(self.shards) for name in ("embedding", "block", "leading", "head")}
         spread, experts = self.experts.gathered > 0, self.experts.unpadded(self.expert_shards)
         experts = replace(
@@ -111,7 +111,7 @@ class ModelBytes:
         return replace(self, **parts, experts=experts)
 
     def take(self, which: Any) -> ModelBytes:
-        """Those at these positions."""
+        """Return those at these positions."""
         values: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -124,7 +124,6 @@ class ModelBytes:
 
 _TRACED = ("tp", "cp", "ep", "context", "recompute", "microbatch", "streamed", "splits_backward", "lone_experts")
 """What the costs of parts depend on."""
-_SIZES = ("kept", "forward", "backward", "coming")
 _PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
 
 
@@ -135,45 +134,61 @@ def model_bytes(
 
     attention, compiled: see `TracedModel.setting_of`. peer_copies: see `memory_model.memory`.
     """
-    first, inverse = distinct_rows([getattr(candidates, name) for name in _TRACED])
-
-    def setting_at(position: int) -> tuple[Setting, int]:
-        """The setting of a candidate, and samples of its micro-batch."""
-        layout = candidates.row(position)
-        setting = model.setting_of(layout, attention=attention, compiled=compiled)
-        return replace(setting, peer_copies=peer_copies and setting.streamed > 1), layout.microbatch
-
-    settings = [setting_at(int(position)) for position in first]
-    costs = [_costs(*one) for one in settings]
-    tied = model.tied()
-    shards = candidates.shards
-    # A shared table is there once where one rank has both ends of the model.
-    shared_table = (candidates.pp == 1) & bool(tied)
-    shapes = [candidates.tp, candidates.ep, candidates.streamed]
-    first_shard, shard_inverse = distinct_rows(
-        [*shapes, shards, candidates.expert_shards, shared_table.astype(np.int64)]
+    parts = _RankParts(model, candidates, attention, compiled, peer_copies)
+    block = parts.measure_part("block")
+    return ModelBytes(
+        embedding=parts.measure_part("embedding"),
+        block=block,
+        experts=parts.measure_experts(),
+        leading=parts.measure_part("leading") if model.config.leading_layers else block,
+        head=parts.measure_part("head"),
+        shared=parts.column(lambda c: sum(kept.bytes for kept in c["block"].shared)),
+        hidden=parts.column(lambda c: c["block"].costs.output_bytes),
+        block_input=parts.column(lambda c: sum(kept.bytes for kept in c["block"].costs.kept if kept.name == "input")),
+        shards=candidates.shards.astype(np.float64),
+        expert_shards=candidates.expert_shards.astype(np.float64),
+        ring=parts.column(lambda c: 4 * max((chain.chunk for chain in c["block"].chains), default=0)),
+        waiting=_waiting_bytes(parts.settings, parts.costs)[parts.trace_of],
     )
-    of_rank = {tuple(int(column[p]) for column in shapes): costs[inverse[p]] for p in first_shard}
 
-    def parameters(name: PartName, *, experts: bool) -> tuple[FloatArray, ...]:
-        """(elements before and after sharding, streamed, trained before and after, of trained matrices) of a part: of the
-        experts in it, or of all else."""
-        found = [
-            _shared_out(
-                of_rank[tuple(int(column[p]) for column in shapes)][name],
-                int((candidates.expert_shards if experts else shards)[p]),
-                tied.values() if shared_table[p] else (),
-                experts=experts,
-            )
-            for p in first_shard
-        ]
-        return tuple(np.asarray(x, np.float64)[shard_inverse] for x in zip(*found, strict=True))
 
-    def part(name: PartName) -> PartBytes:
-        sizes = {size: _column(lambda c, s=size: _part_size(c[name], s), costs)[inverse] for size in _SIZES}  # type: ignore[misc]
-        count, shard, streamed, trained_count, trained_shard, matrices = parameters(name, experts=False)
+class _RankParts:
+    """The traced parts of many candidates, and how many of their parameters a rank of each holds."""
+
+    def __init__(
+        self, model: TracedModel, candidates: LayoutTable, attention: Kernel, compiled: bool, peer_copies: bool
+    ) -> None:
+        self.candidates, self.tied = candidates, model.tied()
+        first, self.trace_of = distinct_rows([getattr(candidates, name) for name in _TRACED])
+        """Position in `settings` and `costs` of each candidate."""
+        self.settings: list[tuple[Setting, int]] = []
+        """Settings that are traced, and samples of their micro-batches."""
+        for position in first:
+            layout = candidates.row(int(position))
+            setting = model.setting_of(layout, attention=attention, compiled=compiled)
+            streams_by_copies = peer_copies and setting.streamed > 1
+            self.settings.append((replace(setting, peer_copies=streams_by_copies), layout.microbatch))
+        self.costs = [_costs(*one) for one in self.settings]
+        # A shared table is there once where one rank has both ends of the model.
+        self.shared_table = (candidates.pp == 1) & bool(self.tied)
+        # What shards hold depends on fewer fields than what is traced: it is counted once for each distinct row of them.
+        shapes = [candidates.tp, candidates.ep, candidates.streamed, candidates.shards, candidates.expert_shards]
+        self.counted, self.count_of = distinct_rows([*shapes, self.shared_table.astype(np.int64)])
+        """Candidates whose parameters are counted, and the position among them of each one's equal."""
+
+    def column(self, of: Callable[[dict[PartName, PartCosts]], int]) -> FloatArray:
+        """Return what `of` says of the parts of each candidate, [candidates]."""
+        return np.asarray([of(each) for each in self.costs], np.float64)[self.trace_of]
+
+    def measure_part(self, name: PartName) -> PartBytes:
+        """Return the bytes and elements of a part, its experts aside."""
+        shards = self.candidates.shards
+        count, shard, streamed, trained_count, trained_shard, matrices = self._count_parameters(name, experts=False)
         return PartBytes(
-            **sizes,
+            kept=self.column(lambda c: c[name].costs.kept_bytes),
+            forward=self.column(lambda c: c[name].costs.forward_peak),
+            backward=self.column(lambda c: c[name].costs.backward_peak - c[name].costs.kept_bytes),
+            coming=self.column(lambda c: c[name].costs.coming_bytes),
             count=count,
             shard=shard + streamed,
             gathered=shard * shards,
@@ -184,38 +199,40 @@ def model_bytes(
             trained_gathered=trained_shard * shards,
         )
 
-    nothing = np.zeros(len(candidates))
-    count, shard, _, trained_count, trained_shard, matrices = parameters("block", experts=True)
-    spread = candidates.expert_shards * ~candidates.lone_experts
-    experts = PartBytes(
-        kept=nothing,
-        forward=_column(lambda c: _behind_experts(c["block"])[0], costs)[inverse],
-        backward=_column(lambda c: _behind_experts(c["block"])[1], costs)[inverse],
-        coming=nothing,
-        count=count,
-        shard=shard,
-        gathered=shard * spread,
-        streamed=nothing,
-        trained_count=trained_count,
-        trained_shard=trained_shard,
-        trained_gathered=trained_shard * spread,
-        matrices=matrices,
-    )
-    block = part("block")
-    return ModelBytes(
-        embedding=part("embedding"),
-        block=block,
-        experts=experts,
-        leading=part("leading") if model.config.leading_layers else block,
-        head=part("head"),
-        shared=_column(lambda c: sum(kept.bytes for kept in c["block"].shared), costs)[inverse],
-        hidden=_column(lambda c: c["block"].costs.output_bytes, costs)[inverse],
-        block_input=_column(lambda c: _input(c["block"]), costs)[inverse],
-        shards=shards.astype(np.float64),
-        expert_shards=candidates.expert_shards.astype(np.float64),
-        ring=_column(lambda c: 4 * max((chain.chunk for chain in c["block"].chains), default=0), costs)[inverse],
-        waiting=_waiting_bytes(settings, costs)[inverse],
-    )
+    def measure_experts(self) -> PartBytes:
+        """Return the bytes and elements of a block's experts that expert parallelism shards."""
+        nothing = np.zeros(len(self.candidates))
+        count, shard, _, trained_count, trained_shard, matrices = self._count_parameters("block", experts=True)
+        gathered_of = self.candidates.expert_shards * ~self.candidates.lone_experts
+        return PartBytes(
+            kept=nothing,
+            forward=self.column(lambda c: _behind_experts(c["block"])[0]),
+            backward=self.column(lambda c: _behind_experts(c["block"])[1]),
+            coming=nothing,
+            count=count,
+            shard=shard,
+            gathered=shard * gathered_of,
+            streamed=nothing,
+            trained_count=trained_count,
+            trained_shard=trained_shard,
+            trained_gathered=trained_shard * gathered_of,
+            matrices=matrices,
+        )
+
+    def _count_parameters(self, name: PartName, *, experts: bool) -> tuple[FloatArray, ...]:
+        """Return the columns of `_shared_out` for a part, of its experts or of all else, [candidates] each."""
+        candidates = self.candidates
+        shards = candidates.expert_shards if experts else candidates.shards
+        found = [
+            _shared_out(
+                self.costs[self.trace_of[p]][name],
+                int(shards[p]),
+                self.tied.values() if self.shared_table[p] else (),
+                experts=experts,
+            )
+            for p in self.counted
+        ]
+        return tuple(np.asarray(x, np.float64)[self.count_of] for x in zip(*found, strict=True))
 
 
 @cache
@@ -224,33 +241,22 @@ def _costs(setting: Setting, microbatch: int) -> dict[PartName, PartCosts]:
     return {name: part_costs(name, setting, microbatch) for name in (*_PARTS, *leading)}
 
 
-def _part_size(part: PartCosts, name: str) -> int:
-    costs = part.costs
-    sizes = {
-        "kept": costs.kept_bytes,
-        "forward": costs.forward_peak,
-        "backward": costs.backward_peak - costs.kept_bytes,
-        "coming": costs.coming_bytes,
-    }
-    return sizes[name]
-
-
-def _input(part: PartCosts) -> int:
-    return sum(kept.bytes for kept in part.costs.kept if kept.name == "input")
-
-
 def _behind_experts(block: PartCosts) -> tuple[int, int]:
-    """(bytes of a block's backward pass when its experts have their gradients, most bytes from then on), what is kept not
-    counted."""
+    """Return the bytes of a block's backward pass when its experts have their gradients, and the most from then on.
+
+    Activations that are kept for the backward pass are not counted.
+    """
     kept = block.costs.kept_bytes
     at_once, later = block.costs.behind_experts
     return at_once - kept, later - kept
 
 
 def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str], *, experts: bool) -> tuple[int, ...]:
-    """Elements of a part before and after sharding, but for a head's parameters that are held `elsewhere`; streamed ones of
-    the rank that has most; trained ones before and after; and those of matrices after. experts: of experts that ranks share
-    out alone; else of all but these."""
+    """Return elements of a part: before and after sharding, streamed, trained before and after, of trained matrices after.
+
+    Streamed ones are those of the rank that has most. elsewhere: a head's parameters that another part holds. experts: count
+    the experts that expert parallelism shards; else all but these.
+    """
     head = any(parameter.name.startswith("head.") for parameter in part.parameters)
     mine = [p for p in part.parameters if p.expert == experts and not (p.streamed or (head and p.name in elsewhere))]
     streamed = sum(chain.piece for chain in part.chains)
@@ -262,7 +268,10 @@ def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str], *, exp
 
 
 def _waiting_bytes(settings: list[tuple[Setting, int]], costs: list[dict[PartName, PartCosts]]) -> FloatArray:
-    """What blocks keep from the gradients of their input to those of their weights, 0 where these come together."""
+    """Return the bytes that blocks keep from the gradients of their input to those of their weights, [settings].
+
+    0 where both are computed together.
+    """
     apart = [
         0 if setting.joint_gradients else _waiting(c["block"]) for (setting, _), c in zip(settings, costs, strict=True)
     ]
@@ -270,13 +279,11 @@ def _waiting_bytes(settings: list[tuple[Setting, int]], costs: list[dict[PartNam
 
 
 def _waiting(block: PartCosts) -> int:
-    """Gradients of the results of matrices and norms, which those of the weights are made from; 0 of streamed blocks, whose
-    gradients never come apart."""
+    """Return the bytes of gradients of the results of matrices and norms, from which those of the weights are computed.
+
+    0 of streamed blocks, which compute both gradients together.
+    """
     if block.chains:
         return 0
     results = (op.bytes_written for op in block.costs.operations if op.kind == "matmul" and op.phase == "forward")
     return sum(results) + 2 * block.costs.output_bytes
-
-
-def _column(of: Callable[[dict[PartName, PartCosts]], int], costs: list[dict[PartName, PartCosts]]) -> FloatArray:
-    return np.asarray([of(each) for each in costs], np.float64)

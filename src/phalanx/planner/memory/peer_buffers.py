@@ -57,7 +57,7 @@ class _RankSizes:
         return self.width_sent * (self.unit * self.block + sum(self.ends))
 
     def pool_of_one_stage(self) -> Amount:
-        """The pool of a rank that holds all of the model, acted out."""
+        """Return the pool of a rank that holds all of the model, found by replaying its messages."""
         s, tied = self.state, self.state.tied
         first, last = (0 * end if tied else end for end in self.ends)
         columns = [
@@ -86,15 +86,15 @@ class Sizes:
     """Bytes of what is exchanged."""
 
     first: int
-    """Of the embedding; 0 where the root has it."""
+    """Bytes of the embedding; 0 where the root has it."""
     unit: int
-    """Of the blocks that are gathered together."""
+    """Bytes of the blocks that are gathered together."""
     tail: int
-    """Of the last of them."""
+    """Bytes of the last such unit."""
     last: int
-    """Of the head; 0 where the root has it."""
+    """Bytes of the head; 0 where the root has it."""
     root: int
-    """Of what both ends of the model share."""
+    """Bytes of what both ends of the model share."""
 
 
 @dataclass
@@ -126,7 +126,10 @@ class _Pool:
 
 @cache
 def pool_bytes(units: int, passes: int, sizes: Sizes) -> int:
-    """The pool, once it has grown. units: of blocks. passes: micro-batches that reduce, at most 2: others do as these."""
+    """Return the bytes of the pool once it has grown.
+
+    units: of blocks. passes: micro-batches that reduce, at most 2: others do as these.
+    """
     pool = _Pool()
     count = units if units <= _UNITS + 2 else _UNITS + 2 - units % 2
     blocks = [sizes.tail, *[sizes.unit] * (count - 1)]

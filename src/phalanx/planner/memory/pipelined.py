@@ -32,7 +32,7 @@ def pipeline_candidates(pipeline: Pipeline) -> tuple[PeakCandidates, PeakCandida
 
 @cache
 def candidates_of_each_rank(pipeline: Pipeline, freed: bool) -> list[PeakCandidates]:
-    """The same of every rank, apart."""
+    """Return the peak candidates of every rank by itself."""
     ranks = np.arange(pipeline.pp)
     found, case = _peak_candidates(pipeline, ranks, np.full(len(ranks), freed))
     return [found.take(case == rank) for rank in ranks]
@@ -52,7 +52,7 @@ _COMPARED = 8
 
 
 def _peak_candidates(p: Pipeline, ranks: IntArray, freed: Mask) -> tuple[PeakCandidates, IntArray]:
-    """Those rows of these cases that may hold most, and of each its case: the position in `ranks` and `freed`."""
+    """Return the rows that may hold most, and the case of each: its position in `ranks` and `freed`."""
     moments = _Moments(p, ranks, freed).all()
     counts = np.concatenate([rows for rows, _ in moments.values()])
     case = np.concatenate([case for _, case in moments.values()])
@@ -66,8 +66,11 @@ def _peak_candidates(p: Pipeline, ranks: IntArray, freed: Mask) -> tuple[PeakCan
 
 
 def _comparable(counts: Counts) -> Counts:
-    """Counts of which more is never less memory: a part of a whole gradient is no more than the whole, a received input no
-    more than the block that keeps it, and inputs and messages are of one size."""
+    """Return counts made comparable: more of any of them never takes less memory.
+
+    A part of a whole gradient is no more than the whole, a received input no more than the block that keeps it, and inputs
+    and messages are of one size.
+    """
     found = counts.copy()
     for name in ("blocks", "leading", "embedding", "head"):
         found[:, COLUMN[f"shared_{name}"]] += counts[:, COLUMN[f"whole_{name}"]]
@@ -80,7 +83,7 @@ def _comparable(counts: Counts) -> Counts:
 
 
 def _largest(rows: Counts, case: IntArray) -> IntArray:
-    """Positions of those rows that none of the largest of their case exceeds or equals in every column."""
+    """Return the positions of rows that no larger row of their case exceeds or equals in every column."""
     # Columns in which all rows are alike decide nothing.
     rows = rows[:, (rows != rows[0]).any(axis=0)]
     order = np.lexsort((-rows.sum(axis=1), case))
@@ -97,18 +100,18 @@ def _largest(rows: Counts, case: IntArray) -> IntArray:
 
 
 _BY_KIND = {"blocks_kept": "leading_kept"} | {f"{of}_blocks": f"{of}_leading" for of in ("whole", "shared", "gathered")}
-"""Counts of blocks, and what those of first blocks of another kind are called."""
+"""Names of counts of blocks, and of the same counts of leading blocks."""
 
 
 class _Moments(Replay):
     """What each moment of an action adds to the counts before it."""
 
     def all(self) -> dict[str, tuple[Counts, Counts]]:
-        """By the name of the moment rows of counts, and of each its case."""
+        """Return rows of counts by the name of their moment, with the case of each row."""
         return self.of_forward_passes() | self.of_backward_passes() | self.of_reductions()
 
     def of_forward_passes(self) -> dict[str, tuple[Counts, Counts]]:
-        """Of every forward pass: the embedding, the first blocks, those in between, the last one, the head."""
+        """Return the rows of every forward pass: of embedding, first block, those in between, last one, head."""
         f, whole, freed = self.forward, self.own_gathered, self.freed
         kept: dict[str, Counts | int] = {
             "embeddings_kept": self.is_first,
@@ -131,7 +134,7 @@ class _Moments(Replay):
                 embedding_forward=1,
             ),
             "forward of the first block": self.rows(
-                f & whole & freed, **kept, gathered_blocks=self.layers, **self.computed("forward", 0)
+                f & whole & freed, **kept, gathered_blocks=self.layers, **self._count_block_pass("forward", 0)
             ),
             "forward of a block in between": self.rows(
                 f & ~whole & (self.units > 1),
@@ -140,7 +143,7 @@ class _Moments(Replay):
                 gathered_blocks=self.unit,
                 arrived_blocks=self.unit,
                 arriving_blocks=np.minimum(ahead * self.unit, self.layers - self.unit),
-                **self.computed("forward", (self.units - ahead) * self.unit - 1),
+                **self._count_block_pass("forward", (self.units - ahead) * self.unit - 1),
             ),
             "forward of the last block": self.rows(
                 f,
@@ -149,7 +152,7 @@ class _Moments(Replay):
                 gathered_blocks=np.where(stays, self.layers, self.tail),
                 gathered_embedding=start,
                 arrived_blocks=np.where(whole, 0, self.tail),
-                **self.computed("forward", self.layers - 1),
+                **self._count_block_pass("forward", self.layers - 1),
             ),
             "forward of the head": self.rows(
                 f & self.is_last,
@@ -165,81 +168,24 @@ class _Moments(Replay):
         }
 
     def of_backward_passes(self) -> dict[str, tuple[Counts, Counts]]:
-        """Of every pass back through a stage: the head, the last block, those in between, the first one of each kind, the
-        embedding."""
+        """Return the rows of every pass back through a stage: of the head, of its blocks, and of the embedding."""
         b, whole, layers, unit = self.backward, self.own_gathered, self.layers, self.unit
-        new, leading = b & ~self.own_whole, self.leading
-        begun = leading // self.pipeline.gather_blocks * self.pipeline.gather_blocks
-        # Gradients of inputs alone free nothing on their way: what those of weights are made from comes to what is kept.
-        frees, split = ~self.split, self.split
         ahead = np.minimum(self.pipeline.gathers_ahead, self.units)
-        held: dict[str, Counts | int] = {"gathered_head": self.is_last, "gathered_embedding": whole & self.is_first}
-        head_done: dict[str, Counts | int] = {"heads_kept": -1 * (self.is_last & frees)}
-
-        def gradients(blocks: IntArray, *, embedding: bool = False) -> dict[str, Counts]:
-            """Gradients of a stage's first micro-batch after the backward passes of its head and so many blocks."""
-            return {
-                "whole_blocks": np.where(new & frees, blocks, 0),
-                "whole_head": new & self.is_last,
-                "whole_embedding": new & self.is_first & embedding,
-                "coming": new & frees,
-            }
-
-        return {
+        head_done = -1 * (self.is_last & ~self.split)
+        of_head = {
             "backward of the head": self.rows(
                 b & self.is_last,
-                **held,
+                **self._gathered_ends(),
                 gathered_blocks=np.where(whole, layers, 0),
                 arriving_blocks=np.where(whole, 0, np.minimum(ahead * unit, layers)),
                 head_backward=1,
             ),
-            "backward of the last block": self.rows(
-                b,
-                **held,
-                **head_done,
-                **gradients(np.zeros_like(layers)),
-                waiting=1 * split,
-                gathered_blocks=np.where(whole, layers, self.tail),
-                arriving_blocks=np.where(whole, 0, np.minimum(self.pipeline.gathers_ahead * unit, layers - self.tail)),
-                **self.computed("backward", layers - 1),
-            ),
-            "backward of a block in between": self.rows(
-                b & ~whole & (self.units > 1),
-                **held,
-                **head_done,
-                **gradients(layers - unit - 1),
-                waiting=(layers - unit) * split,
-                blocks_kept=(unit + 1 - layers) * frees,
-                gathered_blocks=layers - unit,
-                arriving_blocks=unit,
-                **self.computed("backward", unit),
-            ),
-            "backward of the first block behind others": self.rows(
-                b & (leading > 0) & (leading < layers),
-                **held,
-                **head_done,
-                **gradients(layers - leading - 1),
-                waiting=(layers - leading) * split,
-                blocks_kept=(1 + leading - layers) * frees,
-                gathered_blocks=np.where(whole, layers, layers - begun),
-                arriving_blocks=np.where(whole, 0, np.minimum(begun, unit)),
-                **self.computed("backward", leading),
-            ),
-            "backward of the first block": self.rows(
-                b,
-                **held,
-                **head_done,
-                **gradients(layers - 1),
-                waiting=layers * split,
-                blocks_kept=(1 - layers) * frees,
-                gathered_blocks=layers,
-                arriving_embedding=~whole & self.is_first,
-                **self.computed("backward", 0),
-            ),
+        }
+        of_embedding = {
             "backward of the embedding": self.rows(
                 b & self.is_first,
-                **head_done,
-                **gradients(layers, embedding=True),
+                heads_kept=head_done,
+                **self._gradients_after(layers, embedding=True),
                 blocks_kept=-layers,
                 gathered_blocks=layers,
                 gathered_head=self.is_last,
@@ -247,9 +193,78 @@ class _Moments(Replay):
                 embedding_backward=1,
             ),
         }
+        return of_head | self._of_blocks_backward() | of_embedding
+
+    def _of_blocks_backward(self) -> dict[str, tuple[Counts, Counts]]:
+        """Return the rows of passes back through the last block, those in between, and the first one of each kind."""
+        b, whole, layers, unit, leading = self.backward, self.own_gathered, self.layers, self.unit, self.leading
+        begun = leading // self.pipeline.gather_blocks * self.pipeline.gather_blocks
+        # Gradients of inputs alone free nothing on their way: what those of weights are made from comes to what is kept.
+        frees, split = ~self.split, self.split
+        held = self._gathered_ends()
+        head_done = -1 * (self.is_last & frees)
+        return {
+            "backward of the last block": self.rows(
+                b,
+                **held,
+                heads_kept=head_done,
+                **self._gradients_after(np.zeros_like(layers)),
+                waiting=1 * split,
+                gathered_blocks=np.where(whole, layers, self.tail),
+                arriving_blocks=np.where(whole, 0, np.minimum(self.pipeline.gathers_ahead * unit, layers - self.tail)),
+                **self._count_block_pass("backward", layers - 1),
+            ),
+            "backward of a block in between": self.rows(
+                b & ~whole & (self.units > 1),
+                **held,
+                heads_kept=head_done,
+                **self._gradients_after(layers - unit - 1),
+                waiting=(layers - unit) * split,
+                blocks_kept=(unit + 1 - layers) * frees,
+                gathered_blocks=layers - unit,
+                arriving_blocks=unit,
+                **self._count_block_pass("backward", unit),
+            ),
+            "backward of the first block behind others": self.rows(
+                b & (leading > 0) & (leading < layers),
+                **held,
+                heads_kept=head_done,
+                **self._gradients_after(layers - leading - 1),
+                waiting=(layers - leading) * split,
+                blocks_kept=(1 + leading - layers) * frees,
+                gathered_blocks=np.where(whole, layers, layers - begun),
+                arriving_blocks=np.where(whole, 0, np.minimum(begun, unit)),
+                **self._count_block_pass("backward", leading),
+            ),
+            "backward of the first block": self.rows(
+                b,
+                **held,
+                heads_kept=head_done,
+                **self._gradients_after(layers - 1),
+                waiting=layers * split,
+                blocks_kept=(1 - layers) * frees,
+                gathered_blocks=layers,
+                arriving_embedding=~whole & self.is_first,
+                **self._count_block_pass("backward", 0),
+            ),
+        }
+
+    def _gathered_ends(self) -> dict[str, Counts]:
+        """Return the counts of an embedding and a head that stay gathered while a stage's blocks go back."""
+        return {"gathered_head": self.is_last, "gathered_embedding": self.own_gathered & self.is_first}
+
+    def _gradients_after(self, blocks: IntArray, *, embedding: bool = False) -> dict[str, Counts]:
+        """Return the gradients of a stage's first micro-batch after the backward passes of its head and so many blocks."""
+        new, frees = self.backward & ~self.own_whole, ~self.split
+        return {
+            "whole_blocks": np.where(new & frees, blocks, 0),
+            "whole_head": new & self.is_last,
+            "whole_embedding": new & self.is_first & embedding,
+            "coming": new & frees,
+        }
 
     def of_reductions(self) -> dict[str, tuple[Counts, Counts]]:
-        """Of a stage's last backward pass: its gradients are shared out, the embedding's, the blocks', the head's."""
+        """Return the rows after a stage's last backward pass, when gradients of embedding, blocks and head are reduced."""
         last = self.backward & (self.time == self._over_stages(self.own, self.last_release))
         gone: dict[str, Counts | int] = {
             "embeddings_kept": -1 * self.is_first,
@@ -317,15 +332,15 @@ class _Moments(Replay):
             rows[:, COLUMN["updates"]] = 1
         return rows, np.arange(len(rows))
 
-    def computed(self, way: str, block: Counts | int) -> dict[str, Counts]:
-        """Count the pass of a block of the stage that computes, by its kind."""
+    def _count_block_pass(self, direction: str, block: Counts | int) -> dict[str, Counts]:
+        """Return the counts of one block's pass: of a leading block where `block`, its place in the stage, is one."""
         leads = block < self.leading
-        return {f"block_{way}": ~leads, f"leading_{way}": leads}
+        return {f"block_{direction}": ~leads, f"leading_{direction}": leads}
 
     def rows(self, where: Mask, **more: Counts | int) -> tuple[Counts, Counts]:
-        """The counts before those actions with `more` of each, and their cases.
+        """Return the counts before the actions in `where`, with `more` of each, and their cases.
 
-        Of blocks all kinds are given together: a stage's first ones, which may be others, are told apart here.
+        Counts of blocks are given for all of a stage together; here leading blocks are told apart from the others.
         """
         place = np.flatnonzero(where)
         found = self.before.reshape(-1, len(COUNTS))[place]

@@ -71,7 +71,7 @@ def communicators(candidates: LayoutTable) -> npt.NDArray[np.int64]:
 
 
 def device_bytes(allocated: FloatArray, groups: Any, beside: Beside, peer_buffers: Any = 0.0) -> FloatArray:
-    """What a device holds in all. allocated: bytes of live tensors at their peak. groups: see `communicators`.
+    """Return the bytes that a device holds. allocated: bytes of live tensors at their peak. groups: see `communicators`.
 
     peer_buffers: bytes that shards exchange through, see `layout.peer_copies`.
     """

@@ -22,7 +22,7 @@ class RankParts:
 
     layers: FloatArray
     stage_layers: FloatArray
-    """Of its largest stage."""
+    """Blocks of its largest stage."""
     embedding: FloatArray
     """1 for a rank with the embedding."""
     head: FloatArray

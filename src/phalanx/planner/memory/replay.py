@@ -123,7 +123,7 @@ class PeakCandidates:
     """[rows]."""
 
     def take(self, which: Mask) -> PeakCandidates:
-        """The rows where this is true."""
+        """Return the rows where `which` is true."""
         return PeakCandidates(self.counts[which], self.rank[which], list(compress(self.moment, which)))
 
 
@@ -143,7 +143,7 @@ class Pipeline:
     gathers_ahead: int
     """Units that are gathered while one computes."""
     leading: int = 0
-    """First blocks of another kind."""
+    """Leading blocks of the model: dense ones of a mixture of experts."""
     whole_updates: bool = False
     """Whether the optimizer needs matrices whole."""
 
@@ -155,7 +155,7 @@ class Stages:
     index: IntArray
     layers: IntArray
     leading: IntArray
-    """Layers of them that are first ones of the model, of another kind."""
+    """Leading blocks among `layers`."""
     first: Mask
     last: Mask
     gets: Mask
@@ -165,7 +165,7 @@ class Stages:
 
     @classmethod
     def of(cls, table: ScheduleTable, pipeline: Pipeline) -> Stages:
-        """Of all ranks."""
+        """Return the stages of all ranks."""
         index = table.stages_of_rank
         layers = stage_layer_counts(pipeline.n_layers, table.n_stages, *pipeline.costs)
         held, leading = (np.asarray(each)[index] for each in (layers, count_leading(layers, pipeline.leading)))
@@ -178,7 +178,7 @@ class Stages:
         )
 
     def take(self, ranks: IntArray) -> Stages:
-        """Of these ranks."""
+        """Return the stages of these ranks."""
         return Stages(**{field.name: getattr(self, field.name)[ranks] for field in fields(self)})
 
 
@@ -201,9 +201,9 @@ class Replay:
         self.own = table.stage[ranks][:, :, None] == self.stages.index[:, None, :]
         """Whether an action is of a stage."""
         self.layers = self._over_stages(self.own, self.stages.layers)
-        """Of the stage that computes."""
+        """Blocks of the stage that computes."""
         self.leading = self._over_stages(self.own, self.stages.leading)
-        """Those of them that are of another kind."""
+        """Leading blocks of the stage that computes."""
         self.is_first, self.is_last, self.gets, self.gives = (
             self._over_stages(self.own, mask) > 0
             for mask in (self.stages.first, self.stages.last, self.stages.gets, self.stages.gives)
@@ -227,7 +227,7 @@ class Replay:
         """Blocks of the last unit."""
 
     def _over_stages(self, each: Counts, amounts: Counts) -> IntArray:
-        """The sum over a rank's stages. each: of every action and stage. amounts: of every stage."""
+        """Return the sum over a rank's stages. each: of every action and stage. amounts: of every stage."""
         return np.asarray(np.einsum("cas,cs->ca", each.astype(np.int32), amounts.astype(np.int32)))
 
     @cached_property
@@ -280,7 +280,7 @@ class Replay:
 
     @staticmethod
     def _sum_before(change: IntArray) -> IntArray:
-        """The sum of changes at the actions before each one."""
+        """Return the sum of changes at the actions before each one."""
         return np.asarray(np.cumsum(change, axis=1) - change)
 
     def _sent_lately(self, sent: IntArray, most: IntArray) -> IntArray:

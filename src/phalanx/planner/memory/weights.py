@@ -13,7 +13,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def weights(exchanges: Exchanges, later: Amount) -> dict[str, Allocations]:
-    """Bytes of one of each of `COUNTS`, by cause; arrays with one entry for each layout.
+    """Return the bytes of one of each of `COUNTS`, by cause; arrays with one entry for each layout.
 
     later: micro-batches of a step beyond those of the table that is replayed.
     """
@@ -24,13 +24,15 @@ def weights(exchanges: Exchanges, later: Amount) -> dict[str, Allocations]:
 
 
 def together(weight: dict[str, Allocations]) -> FloatArray:
-    """All causes of each count, [COUNTS, layouts]."""
+    """Return the bytes of one of each count, all causes together, [COUNTS, layouts]."""
     return np.stack(np.broadcast_arrays(*(sum(weight[name].values()) for name in COUNTS)))
 
 
 def buffers_beside(exchanges: Exchanges) -> FloatArray:
-    """Bytes of one of each of `COUNTS` in the buffers that shards exchange through, up to alignment, [COUNTS, layouts]; see
-    `peer_buffers`."""
+    """Return the bytes of one of each of `COUNTS` in the buffers through which shards are exchanged, [COUNTS, layouts].
+
+    Alignment is not counted; see `peer_buffers`.
+    """
     s, z = exchanges.s, exchanges.s.sizes
     found = np.zeros((len(COUNTS), len(z.shards)))
     parts = {"layers": z.block, "leading": z.leading, "embedding": z.embedding, "head": z.head}
@@ -43,7 +45,9 @@ def buffers_beside(exchanges: Exchanges) -> FloatArray:
 
 
 def heaviest(each: PeakCandidates, one: FloatArray, besides: FloatArray) -> tuple[FloatArray, IntArray]:
-    """Bytes of the row with most, `besides` counted but not in the result, and which one it is; of every layout.
+    """Return the bytes of the largest row and which one it is, of every layout.
+
+    Rows are compared with `besides`, which is left out of the result.
 
     one, besides: bytes of one of each count, [COUNTS, layouts].
     """
@@ -52,7 +56,7 @@ def heaviest(each: PeakCandidates, one: FloatArray, besides: FloatArray) -> tupl
 
 
 def causes_of(counts: FloatArray, weight: dict[str, Allocations], constant: Allocations) -> Allocations:
-    """Bytes by cause. counts: a row of `PeakCandidates.counts`. constant: what is held besides."""
+    """Return bytes by cause. counts: a row of `PeakCandidates.counts`. constant: what is held besides."""
     held = dict(constant)
     for name, count in zip(COUNTS, counts.tolist(), strict=True):
         for cause, one in weight[name].items():
@@ -139,7 +143,7 @@ def _gathered(r: Exchanges) -> dict[str, Allocations]:
 
 
 def _passes(r: Exchanges) -> dict[str, Allocations]:
-    """Of one part that computes, or whose gradients are reduced."""
+    """Return the counts of one part that computes, or whose gradients are reduced."""
     z, found = r.s.sizes, {}
     for name, part in (("embedding", z.embedding), ("block", z.block), ("head", z.head), ("leading", z.leading)):
         found[f"{name}_forward"] = {"one part's pass": part.forward}
