@@ -346,7 +346,7 @@ class MixtureConfig:
         return self._count_parameters(self.settings.count)
 
     def expert_parameters(self) -> int:
-        """Return the parameters of all routed experts, which ranks may share out."""
+        """Return the parameters of all routed experts, which may be sharded over ranks."""
         return 3 * self.settings.count * self.width * self.hidden
 
     def _count_parameters(self, experts: int) -> int:

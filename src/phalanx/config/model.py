@@ -49,7 +49,7 @@ class BlockModel(Model):
 
     @property
     def leading_layers(self) -> int:
-        """First blocks that are of another kind than those that follow."""
+        """Leading blocks, which differ from those that follow."""
         return 0
 
 

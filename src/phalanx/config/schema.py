@@ -75,13 +75,13 @@ class Layout(Section):
     pp: Degree = 1
     """Pipeline-parallel ranks: each keeps a part of the layers."""
     ep: Annotated[int, Field(ge=1, le=65536)] = 1
-    """Expert-parallel ranks: of the ranks of dp_shard, cp and tp, as many as share out the experts of a mixture; the
+    """Expert-parallel ranks: as many of the ranks of dp_shard, cp and tp divide the experts of a mixture among them; the
     others hold the same experts."""
     expert_tp: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Ranks that share out the hidden features of each expert, where ep gives every rank a single one: ep x expert_tp ranks
-    of dp_shard, cp and tp hold all experts. It is apart from tp, which splits all else."""
+    """Ranks over which the hidden features of each expert are sharded, where ep gives every rank a single one: ep x
+    expert_tp ranks of dp_shard, cp and tp hold all experts. It is apart from tp, which splits all else."""
     zero: Literal[0, 1, 2, 3] = 3
-    """What dp_shard (and cp) ranks share out: nothing, optimizer state (1), gradients too (2), parameters too (3)."""
+    """What is sharded over dp_shard (and cp) ranks: nothing, optimizer state (1), gradients too (2), parameters too (3)."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"
     """Order in which pipeline ranks compute micro-batches."""
     stages_per_rank: Layers | Literal["auto"] = "auto"

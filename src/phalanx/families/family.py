@@ -92,7 +92,7 @@ class BoundModel(DeclaredModel):
     axes: frozenset[str]
     """The degrees of parallelism that may be more than 1."""
     cuts_structures: bool = False
-    """Whether ranks of `cp` share out the atoms of structures; else positions of samples, which attention joins."""
+    """Whether `cp` divides the atoms of structures; else positions of samples, which attention joins."""
     streams_weights: bool = False
     """Whether blocks can compute with some heads or features of their matrices at a time (`layout.gather=stream`)."""
     position_unit: str
@@ -131,7 +131,7 @@ class BoundModel(DeclaredModel):
         return None
 
     def expert_slices(self) -> SplitCount:
-        """Return the parts of each expert that stay together, which `expert_tp` shares out; by default 1."""
+        """Return the parts of each expert that stay together, which `expert_tp` shards; by default 1."""
         return SplitCount("experts", 1)
 
     def counts_sequences(self) -> str:
@@ -140,7 +140,7 @@ class BoundModel(DeclaredModel):
         return ""
 
     def expert_parameters(self) -> int:
-        """Return the parameters of all experts that `ep` shares out; by default 0."""
+        """Return the parameters of all experts that `ep` shards; by default 0."""
         return 0
 
     def needs_bias(self) -> bool:

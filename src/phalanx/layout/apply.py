@@ -76,7 +76,7 @@ class ParallelModel:
     branch: frozenset[str] = frozenset()
     """Parameters of task heads, which the ranks of `mesh.branch` alone hold, alike."""
     experts: frozenset[str] = frozenset()
-    """Parameters that the ranks of `mesh.ep` share out; those of `mesh.expert_replicas` hold them alike."""
+    """Parameters that are sharded over the ranks of `mesh.ep`; those of `mesh.expert_replicas` hold them alike."""
 
     @property
     def compute_parameters(self) -> dict[Tensor, Tensor]:

@@ -133,7 +133,7 @@ class BuildContext:
     attention: AttentionChoice
     share: SequenceShare
     ep: Axis = field(default_factory=lambda: Axis("ep"))
-    """Ranks that share out the experts of a mixture, and each expert."""
+    """Ranks over which the experts of a mixture, and each expert, are sharded."""
     expert_tp: int = 1
     """Ranks of `ep`, neighbours, over which each expert is sharded."""
     branches: range | None = None
@@ -245,7 +245,7 @@ class Stage(nn.Module, ABC):
         nothing."""
 
     def expert_networks(self) -> list[nn.Module]:
-        """Return the modules whose parameters ranks of `ep` share out; by default none."""
+        """Return the modules whose parameters are sharded over the ranks of `ep`; by default none."""
         return []
 
     def branch_parameters(self) -> set[nn.Parameter]:

@@ -247,7 +247,7 @@ class Mesh:
     tie: Axis
     """First and last stage, for a parameter that both hold."""
     ep: Axis = Axis("ep")
-    """Ranks that share out the experts of a mixture; `expert_tp` neighbours among them share out each expert."""
+    """Ranks over which the experts of a mixture are sharded; each expert over `expert_tp` neighbours among them."""
     expert_shards: Axis = Axis("expert_shards")
     """Ranks that share one copy of what `zero` shards of the same experts."""
     expert_replicas: Axis = Axis("expert_replicas")
@@ -347,7 +347,7 @@ def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None
 def _expert_axes(
     layout: ResolvedLayout, ranks: torch.Tensor, device: torch.device, made: Groups
 ) -> tuple[tuple[Axis, Axis, Axis], DeviceMesh | None]:
-    """Return (the ranks that share out experts, the shards and the replicas of what this rank has of them) and FSDP2's mesh.
+    """Return the axes of experts (ranks that divide them, shards and replicas of this rank's) and FSDP2's mesh.
 
     ranks: of this stage, [dp_replicate, *EXPERT_AXES].
     """

@@ -198,7 +198,7 @@ def _vary_choices(layout: ResolvedLayout) -> Iterator[ResolvedLayout]:
         levels.append((0, False))
     contexts = CONTEXTS if layout.cp > 1 and not layout.cuts_structures else ("ring",)
     ranks = int(layout.table.expert_ranks[0])
-    # An expert is shared out where ranks are left that have one each.
+    # An expert is sharded where ranks are left that have one each.
     spreads = [(ep, slices) for ep in list_divisors(ranks) for slices in list_divisors(ranks // ep if ep > 1 else 1)]
     for (schedule, per_rank), (zero, reshard), context, (ep, slices) in itertools.product(
         schedules, levels, contexts, spreads

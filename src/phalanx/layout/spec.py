@@ -31,7 +31,7 @@ SHARDING_AXES = ("dp_shard", "cp")
 GRADIENT_AXES = (*DATA_AXES, "cp")
 """Axes over which the gradients of every parameter are summed, as shards or as replicas."""
 EXPERT_AXES = ("dp_shard", "cp", "tp")
-"""Innermost axes, whose ranks all have other tokens: `ep` of neighbouring ones share out the experts of a mixture."""
+"""Innermost axes, whose ranks all have other tokens: the experts of a mixture are sharded over `ep` neighbours."""
 ONE_RANK_FIELDS: dict[str, int | str] = {
     **dict.fromkeys(DEGREES, 1),
     "ep": 1,
@@ -76,9 +76,9 @@ class ResolvedLayout:
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    """Ranks of EXPERT_AXES that share out the experts of a mixture; no factor of the world size."""
+    """Ranks of EXPERT_AXES over which the experts of a mixture are sharded; no factor of the world size."""
     expert_tp: int = 1
-    """Ranks of EXPERT_AXES that share out each expert; neighbours, and no factor of the world size either."""
+    """Ranks of EXPERT_AXES over which each expert is sharded; neighbours, and no factor of the world size either."""
     zero: int = 3
     schedule: str = "1f1b"
     """Pipeline schedule; has no effect where `pp` is 1."""

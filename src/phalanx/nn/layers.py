@@ -37,7 +37,7 @@ class Linear(nn.Module):
     held: HeldWeight | None = None
     """The weight as `multiply` reads it, where `quantise_weights` makes that once a step."""
     input_group = output_group = ""
-    """Names of the groups of ranks that share out the features, where they are split."""
+    """Names of the groups of ranks over which the features are sharded."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def choose_products(model: nn.Module, precision: Precision, device: torch.device
 def quantise_weights(layers: Sequence[Linear]) -> None:
     """Make the weights of `layers`, of one recipe, anew in 8 bits; to be called whenever they have changed.
 
-    All ranks that share out the layers call it together: they agree on the scales of all whole weights at once.
+    All ranks over which the layers are sharded call it together: they agree on the scales of all whole weights at once.
     """
     if not layers:
         return

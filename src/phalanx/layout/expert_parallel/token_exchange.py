@@ -27,8 +27,8 @@ def split_experts(
     """Keep this rank's experts of every mixture in `model`, still on meta, and let their rows be exchanged over `ep`.
 
     Returns which part of which parameter this rank keeps. exchange: how rows travel; None lets them travel as the routers
-    say. slices: neighbours of `ep` that share out each expert, of which there are `ep.size / slices` then; where it is 1,
-    `ep.size` divides the number of experts.
+    say. slices: neighbours of `ep` over which each expert is sharded; there are `ep.size / slices` experts then. Where it
+    is 1, `ep.size` divides the number of experts.
     """
     kept: TensorSplits = {}
     if ep.size == 1:
@@ -90,7 +90,7 @@ class Dispatched:
 class TokenExchange(OwnExperts):
     """Has rows computed by the experts of all ranks of `ep`.
 
-    Where neighbours share out each expert, a row goes to all of them, as if each had an expert of a part of the hidden
+    Where each expert is sharded over neighbours, a row goes to all of them, as if each had an expert of a part of the hidden
     features, and what these give is summed on arrival: what Megatron-LM's expert tensor parallelism gathers and reduces
     among neighbours is a part of the exchange here.
     """

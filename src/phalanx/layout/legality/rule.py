@@ -25,9 +25,9 @@ class Requirements:
     axes: frozenset[str]
     """Degrees that may be more than 1."""
     experts: SplitCount | None
-    """Experts of each mixture, which `ep` shares out; None where there are none."""
+    """Experts of each mixture, which `ep` shards; None where there are none."""
     expert_slices: SplitCount
-    """Parts of an expert that stay together, which `expert_tp` shares out; 1 where there are no experts."""
+    """Parts of an expert that stay together, which `expert_tp` shards; 1 where there are no experts."""
     counts_sequences: str
     """The field of the model, with its value, that needs whole sequences on a rank; empty where there is none."""
     streams_weights: bool

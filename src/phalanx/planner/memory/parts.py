@@ -77,7 +77,7 @@ class ModelBytes:
     block: PartBytes
     """Without the parameters in `experts`."""
     experts: PartBytes
-    """Parameters of a block's experts that ranks of `ep` share out, sharded on their own; `gathered` is 0 where no other
+    """Parameters of a block's experts under expert parallelism, sharded on their own; `gathered` is 0 where no other
     rank has them. Of its passes `forward` is what a block's backward pass holds when the experts' gradients are made, and
     `backward` the most that it holds from then on; these gradients and what is kept not counted."""
     leading: PartBytes
@@ -90,7 +90,7 @@ class ModelBytes:
     block_input: FloatArray
     """The part of a block's kept bytes that is its input."""
     shards: FloatArray
-    """Ranks over which parameters are shared out."""
+    """Ranks over which parameters are sharded."""
     expert_shards: FloatArray
     """Ranks over which the experts of a rank are."""
     ring: FloatArray

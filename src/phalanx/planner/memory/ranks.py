@@ -75,7 +75,7 @@ def ranks_that_may_be_worst(
 ) -> list[int]:
     """Return the pipeline ranks of which one needs most memory.
 
-    leading: first blocks of another kind. Of two ranks with stages of as many layers of each kind and the same ends of the
+    leading: leading blocks of the model. Of two ranks with stages of as many layers of each kind and the same ends of the
     model the earlier one has more micro-batches in flight. Where gradients of weights come later than those of inputs, a
     later rank may hold more: all ranks are looked at.
     """

@@ -318,7 +318,7 @@ class Replay:
 
     @cached_property
     def shared(self) -> Mask:
-        """Whether its gradients have been shared out."""
+        """Whether its gradients have been reduced and scattered."""
         return np.asarray(self.time[:, None] > self.last_release[:, None])
 
     @cached_property

@@ -17,7 +17,7 @@ def round_bytes(model: TracedModel, candidates: LayoutTable) -> Amount:
     """Return the bytes that the rank with most matrices holds while these are whole, [candidates].
 
     Those of a round, the buffers they travel in, and what the work makes of them; directions and updates of a rank's own
-    parameters are counted elsewhere, and first blocks of another kind as if they were like the others.
+    parameters are counted elsewhere, and leading blocks as if they were like the others.
     """
     names = ("schedule", "stages_per_rank", *SHARED_BY)
     first, inverse = distinct_rows([getattr(candidates, name) for name in names])

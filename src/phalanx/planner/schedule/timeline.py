@@ -158,7 +158,7 @@ class Timeline:
     coming: list[int] = field(default_factory=list)
     """Buffers of gradients that the first micro-batch of a step makes and further ones add to."""
     expert_gradients: list[int] = field(default_factory=list)
-    """Buffers of the gradients of experts that ranks share out."""
+    """Buffers of the gradients of experts that are sharded over ranks."""
     adds_experts: bool = False
     """Whether further micro-batches add these at once to what the first has made, as autograd does on its own."""
 

@@ -179,7 +179,7 @@ def _collective_seconds(parts: Parts, machine: Machine, constants: Constants, pr
     for component, sizes, strides in (
         (PartBreakdown.TP, parts.tp, np.ones_like(parts.tp)),
         (PartBreakdown.CP, parts.cp, parts.tp),
-        # Neighbouring ranks share out experts, over the ranks of `tp` first.
+        # Experts are sharded over neighbouring ranks, over the ranks of `tp` first.
         (PartBreakdown.EP, parts.ep, np.ones_like(parts.ep)),
     ):
         if not np.any(sizes > 1):

@@ -1,4 +1,4 @@
-"""What the optimizer steps of many layouts consist of: parts, how ranks share them out, and where their groups lie.
+"""What the optimizer steps of many layouts consist of: parts, how they are divided among ranks, and where their groups lie.
 
 Everything that does not depend on how fast a device or its links are: `step_time` adds that, again and again where
 constants are fitted. Arrays have one entry for each layout; layouts of several models may stand together.
@@ -58,7 +58,7 @@ class Streams:
     """What of a block is streamed, and how. Arrays of [layouts]; 0 where blocks are gathered whole."""
 
     parameters: Floats
-    """Elements on one rank before data parallelism shares them out."""
+    """Elements on one rank before data parallelism shards them."""
     piece: Floats
     """Elements that stay on the rank that has most."""
     messages: Floats
@@ -126,7 +126,7 @@ class Steps:
     joined: Floats
     """1 where the first pipeline rank holds the head too, else 0."""
     block_parameters: Floats
-    """Elements on one rank before data parallelism shares them out."""
+    """Elements on one rank before data parallelism shards them."""
     embedding_parameters: Floats
     leading_parameters: Floats
     """Parameters that the leading blocks have more than as many others; less than 0 where these have more."""
@@ -141,11 +141,11 @@ class Steps:
     hidden_bytes: Floats
     """Activations of one micro-batch between two stages, on one rank."""
     shards: Placement
-    """The ranks that share out one copy of the parameters."""
+    """The ranks over which one copy of the parameters is sharded."""
     replicas: Placement
     """The ranks that hold the same part of them."""
     expert_shards: Placement
-    """The ranks that share out one copy of a rank's experts."""
+    """The ranks over which one copy of a rank's experts is sharded."""
     expert_replicas: Placement
     """The ranks that hold the same part of them."""
     pipeline: Placement
@@ -334,7 +334,7 @@ def _place_groups(machine: Machine, layouts: LayoutTable) -> tuple[dict[str, Pla
 
 @dataclass(frozen=True)
 class _PartSizes:
-    """Elements of the parts of a model on one rank before data parallelism shares them out. Arrays of [settings]."""
+    """Elements of the parts of a model on one rank before data parallelism shards them. Arrays of [settings]."""
 
     embedding: Floats
     block: Floats

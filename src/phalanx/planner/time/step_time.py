@@ -129,7 +129,7 @@ def time_steps(
     data = (data_parallel or DataParallel).of(steps, times, waits, profile, constants, framework)
     seconds[StepBreakdown.DATA] = data.exposed(steps, busiest)
     held = parameters_held(steps)
-    # Experts that ranks share out have shards of their own.
+    # Experts under expert parallelism have shards of their own.
     experts = steps.expert_parameters * steps.layers.most
     mine = (held - experts) / layouts.shards + experts / layouts.expert_shards
     seconds[StepBreakdown.OPTIMIZER] = mine * framework.optimizer_bytes / profile.optimizer_b_s
@@ -149,7 +149,7 @@ def time_steps(
 
 
 def parameters_held(steps: Steps) -> Floats:
-    """Return the elements on the rank that holds most, before data parallelism shares them out, [layouts]."""
+    """Return the elements on the rank that holds most, before data parallelism shards them, [layouts]."""
     start = steps.embedding_parameters + steps.leading_parameters
     first = steps.layers.first * steps.block_parameters + start + steps.joined * steps.head_parameters
     last = steps.layers.last * steps.block_parameters + np.where(steps.joined > 0, 0.0, steps.head_parameters)

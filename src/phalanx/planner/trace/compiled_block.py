@@ -31,7 +31,7 @@ class Argument:
     trained: bool = False
     """Whether it is a parameter that has a gradient."""
     expert: bool = False
-    """Whether it is one of experts that ranks share out."""
+    """Whether it belongs to experts that are sharded over ranks."""
 
 
 def compiled_timeline(

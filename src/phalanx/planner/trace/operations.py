@@ -109,7 +109,7 @@ class ExpertShare:
     """What one rank of `ep` has of the experts and of the rows that are sent to them."""
 
     ranks: int
-    """Ranks that share out the experts."""
+    """Ranks over which the experts are sharded."""
     local: int
     """Experts of this rank."""
     load: Fraction

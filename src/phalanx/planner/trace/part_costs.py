@@ -198,7 +198,7 @@ def _has_experts(model: BlockModel) -> bool:
 
 
 def _least_ranks(model: BlockModel) -> int:
-    """Return the fewest ranks that can share out the experts."""
+    """Return the fewest ranks over which the experts can be sharded."""
     assert isinstance(model, LanguageModel) and model.experts is not None
     count = model.experts.count
     return next(ranks for ranks in range(2, count + 1) if count % ranks == 0)

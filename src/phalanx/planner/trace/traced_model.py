@@ -77,7 +77,7 @@ class Setting:
     peer_copies: bool = False
     """Whether streamed chunks lie beside the allocator's memory."""
     ep: int = 1
-    """Ranks that share out experts."""
+    """Ranks over which experts are sharded."""
     loads: ExpertLoads = PRIOR
     """How evenly routers use experts."""
     share: ExpertShare | None = None
@@ -115,7 +115,7 @@ class PartParameter:
     streamed: bool = False
     """Whether it is never gathered whole; see `planner.trace.streamed_block`."""
     expert: bool = False
-    """Whether it is of experts that ranks of `ep` share out."""
+    """Whether it belongs to experts, which are sharded over the ranks of `ep`."""
     matrix: bool = False
     """Whether an optimizer may treat it as one matrix or several."""
     frozen: bool = False

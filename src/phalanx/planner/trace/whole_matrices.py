@@ -33,7 +33,7 @@ class MatrixKind:
     matrices: tuple[tuple[int, int], ...]
     """Rows and columns of the matrices that a unit is composed of."""
     expert: bool
-    """Whether they are experts', which ranks of `ep` share out."""
+    """Whether they belong to experts, which are sharded over the ranks of `ep`."""
 
     @property
     def elements(self) -> int:
@@ -47,7 +47,7 @@ class MatrixKind:
 
 
 def block_matrices(model: TracedModel) -> tuple[MatrixKind, ...]:
-    """Return the matrices of a block, the costliest first; those of first blocks of another kind are taken to be alike."""
+    """Return the matrices of a block, the costliest first; leading blocks are taken to have the same."""
     trained = TrainedParameters.of(model.run.training)
     return _block_matrices(Setting(model.config, model.positions().count, trained=trained))
 

@@ -30,7 +30,7 @@ def keep_bad_batch(run_dir: Path, metrics: StepMetrics, reason: str, samples: Te
             "loss": str(metrics.loss),
             "grad_norm": str(metrics.grad_norm),
             "lr": metrics.lr,
-            # Ranks that share out positions or layers read the same samples.
+            # Ranks over which positions or layers are split read the same samples.
             "samples": sorted({number for share in shares for number in share}),
         }
         folder = run_dir / FOLDER
