@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.pipelining.schedules as schedules
 import torch.distributed.pipelining.stage as pipelining_stage
-from torch._guards import active_fake_mode as active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed import distributed_c10d
@@ -107,6 +106,16 @@ class _HoldingWork:
         self._tensor = None
 
 
+def active_fake_mode() -> FakeTensorMode | None:
+    """Return the mode that makes tensors fake here, or None."""
+    mode: FakeTensorMode | None = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode
+
+
+ASK_DEVICE = torch.ops.prim.device.default
+"""Where a fake tensor says it is: an operation to modes, and two of three in a step, answered at once for that."""
+device_of = FakeTensor.__torch_dispatch__
+"""Answers `ASK_DEVICE`, by the arguments that a mode is given."""
 _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out
 
 
@@ -114,6 +123,8 @@ class _FakeButMeta(FakeTensorMode):
     """Leaves meta tensors as they are until they are given memory: modules cannot exchange fake parameters for others."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ASK_DEVICE:
+            return device_of(func, types, args)
         if func is _ADD_PRODUCT:
             # PyTorch 2.11 decomposes it as if it were the overload without a format.
             return kwargs["out"]

@@ -165,20 +165,21 @@ class StepTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and account for what it makes."""
+        if func is compat_fake.ASK_DEVICE:
+            return compat_fake.device_of(func, types, args)
         if any(issubclass(kind, DTensor) for kind in types):
             # The whole of a sharded tensor is nowhere; what becomes of this rank's part comes by on its own.
             return NotImplemented
         keywords = kwargs or {}
         if func is RING_ATTENTION or func is RING_GRADIENTS:
             return self._open_ring(func, args)
-        in_fake = self._fake is not None and compat_fake.active_fake_mode() is self._fake
-        if in_fake and func is torch.ops._c10d_functional.wait_tensor.default:
+        # Shape propagation runs operations on fake tensors of its own, which stand for no memory of this rank.
+        if compat_fake.active_fake_mode() is not self._fake:
+            return func(*args, **keywords)
+        if self._fake is not None and func is torch.ops._c10d_functional.wait_tensor.default:
             # What was awaited is the tensor itself; the fake operation would make another, which no rank has.
             return args[0]
         result = func(*args, **keywords)
-        # Shape propagation runs operations on fake tensors of its own, which stand for no memory of this rank.
-        if compat_fake.active_fake_mode() is not self._fake:
-            return result
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._see(tensor, func)

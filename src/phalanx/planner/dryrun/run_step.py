@@ -74,9 +74,10 @@ def dry_run(
 ) -> RankReport:
     """Return what one optimizer step of `model` in `layout` takes on `rank`.
 
-    A step of many micro-batches is run with fewer, twice: past the number that fills the pipeline each further one adds the
-    same. build: makes the training step. accelerator: whether kernels are an accelerator's or the CPU's. tell: for
-    who waits, since a large model whose weights are streamed takes minutes: each chunk of a matrix is some operations.
+    A step of many micro-batches is run with fewer, of two numbers: past the number that fills the pipeline each further one
+    adds the same. A step of few runs once, as it is. build: makes the training step. accelerator: whether kernels are an
+    accelerator's or the CPU's. tell: for who waits, since a large model whose weights are streamed takes minutes: each chunk
+    of a matrix is some operations.
     """
     start = time.perf_counter()
     load = model.expert_load(layout)
@@ -91,11 +92,12 @@ def dry_run(
         short = _with_microbatches(layout, few)
         applied = apply_layout(model, short, mesh, DEVICE, attention, fill=False)
         step = build(model, applied, DEVICE).relaid(WatchedExecutor(applied, trace))
-        first = measured_step(model, applied, step, trace, tell)
-        # The receive buffers of one number of micro-batches must be gone before those of another are made.
-        applied = applied.with_global_batch(_with_microbatches(layout, more).global_batch)
-        step = step.relaid(WatchedExecutor(applied, trace))
-        second = measured_step(model, applied, step, trace, tell)
+        first = second = measured_step(model, applied, step, trace, tell)
+        if more > few:
+            # The receive buffers of one number of micro-batches must be gone before those of another are made.
+            applied = applied.with_global_batch(_with_microbatches(layout, more).global_batch)
+            step = step.relaid(WatchedExecutor(applied, trace))
+            second = measured_step(model, applied, step, trace, tell)
         return rank_report(
             layout,
             mesh,
@@ -109,7 +111,7 @@ def dry_run(
 
 
 def representative_microbatches(layout: ResolvedLayout) -> tuple[int, int]:
-    """Return two numbers of micro-batches between which a step grows as it does beyond; twice all of `layout` if it has few.
+    """Return two numbers of micro-batches between which a step grows as it does beyond; all of `layout` twice if few.
 
     Without a pipeline the first, the last and one in between may all differ. A pipeline holds its most activations after
     2 pp micro-batches in every schedule, with 1F1B after pp. Interleaved schedules take micro-batches in rounds, of pp
@@ -168,6 +170,8 @@ def measured_step(
     samples = applied.layout.samples_per_rank
     step.enqueue(1, model.example_batch(samples, DEVICE))
     trace.go_to(Moment("end"))
+    # FSDP2 gives some parameters memory of another size when they are first used.
+    _label_state(trace, applied, step)
     for handle in handles:
         handle.remove()
     return Measured(
