@@ -13,6 +13,9 @@ class Outcome:
     code: int
     out: str
     err: str
+    """Without the line that names a page."""
+    page: str = ""
+    """Page of the guides that an error names."""
 
 
 Call = Callable[..., Outcome]

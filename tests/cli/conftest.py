@@ -16,6 +16,9 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
         capsys.readouterr()
         code = run_command_line(arguments)
         captured = capsys.readouterr()
-        return Outcome(code, captured.out, captured.err)
+        err, mark, page = captured.err.rpartition("read on: ")
+        return (
+            Outcome(code, captured.out, err, page.rstrip("\n")) if mark else Outcome(code, captured.out, captured.err)
+        )
 
     return _call

@@ -241,12 +241,12 @@ def test_sixty_columns_are_enough(arguments: str) -> None:
 def test_colour_is_for_terminals_that_want_it() -> None:
     code, shown = run_in_terminal(80, "config", "check", "no.yaml")
     assert code == 2 and shown.startswith("\x1b[1;31merror: \x1b[0mrun file no.yaml does not exist")
-    # and a person is told where to read on
+    # and where to read on is told, as in logs
     assert shown.splitlines()[-1] == "read on: docs/reference/run_file.md"
     _, shown = run_in_terminal(80, "config", "check", "no.yaml", NO_COLOR="1")
     assert shown.startswith("\x1b[1merror: \x1b[0mrun file")
     _, piped = start("config", "check", "no.yaml", stderr=subprocess.PIPE).communicate()
-    assert piped == b"error: run file no.yaml does not exist\n"
+    assert piped == b"error: run file no.yaml does not exist\nread on: docs/reference/run_file.md\n"
 
 
 def test_every_error_has_a_page() -> None:

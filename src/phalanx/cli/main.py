@@ -342,8 +342,8 @@ def run_command_line(arguments: Sequence[str]) -> int:
         return stopped.exit_code
     except PhalanxError as error:
         print_error(str(error))
-        # To a person, not to logs and programs; some messages name a page themselves.
-        if sys.stderr.isatty() and arguments and "docs/" not in str(error):
+        # Some messages name a page themselves.
+        if arguments and "docs/" not in str(error):
             write_stderr(f"read on: {find_page(str(error), arguments[0])}")
         return error.exit_code
     except _UsageError as error:
