@@ -351,7 +351,7 @@ def test_field_value_and_fix_are_named(
     outcome = call(*shlex.split(mistake.command)[1:])
     assert outcome.code in (1, 2) and outcome.out == ""
     # What has gone wrong before a subcommand is known has no page of its own.
-    assert outcome.page.startswith("docs/") and (ROOT / outcome.page).is_file() or mistake.value == "trian"
+    assert (outcome.page.startswith("docs/") and (ROOT / outcome.page).is_file()) or mistake.value == "trian"
     for named in (mistake.field, mistake.value, mistake.fix):
         assert named in outcome.err, outcome.err
     assert f"{mistake.what}\n\n    $ {mistake.command}\n{_indent(outcome.err)}" in PAGE.read_text()
