@@ -1,6 +1,6 @@
 """Rates of the products and of the quantisation that FP8 recipes are made of, beside those of bf16, on one device.
 
-    python benchmarks/float8_kernels.py --out rates.json [--tokens 16384]
+    python benchmarks/float8_kernels.py --out rates.json [--tokens 16384] [--tiles]
     python benchmarks/float8_kernels.py --out kernels.json --trace RUN/trace.json
 
 The shapes are those of a block of Llama 3 8B. With --trace: the longest kernels of a step that `training.profile` recorded.
@@ -153,12 +153,12 @@ def main() -> None:
     if options.trace is not None:
         found: dict[str, Any] = {"kernels": longest_kernels(options.trace)}
     else:
-        versions = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
-        found = {
-            **versions,
-            "quantisation": quantisation_rates(options.tokens),
-            "products": product_rates(options.tokens),
-        }
+        found = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+        if options.tiles:
+            found["tiles"] = tile_rates(options.tokens)
+        else:
+            found["quantisation"] = quantisation_rates(options.tokens)
+            found["products"] = product_rates(options.tokens)
     options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 

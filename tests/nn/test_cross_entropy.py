@@ -22,24 +22,30 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tens
     return hidden, weight, targets
 
 
-def reference(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, z_loss: float) -> torch.Tensor:
+def reference(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, z_loss: float, softcap: float | None = None
+) -> torch.Tensor:
     logits = hidden @ weight.T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     kept = targets != IGNORED
     z = torch.logsumexp(logits, dim=-1)[kept]
     return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") + z_loss * z.square().sum()
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 22, 23, 100])
-def test_loss_and_gradients_equal_those_of_all_logits_at_once(chunk_tokens: int, z_loss: float) -> None:
+def test_loss_and_gradients_equal_those_of_all_logits_at_once(
+    chunk_tokens: int, z_loss: float, softcap: float | None
+) -> None:
     hidden, weight, targets = inputs()
-    result = linear_cross_entropy(hidden, weight, targets, chunk_tokens=chunk_tokens, z_loss=z_loss)
+    result = linear_cross_entropy(hidden, weight, targets, chunk_tokens=chunk_tokens, z_loss=z_loss, softcap=softcap)
     # A scale other than one shows whether the backward pass passes the incoming gradient on.
     (3.0 * result.total).backward()
     ours = result.total, hidden.grad, weight.grad
 
     hidden, weight, targets = inputs()
-    expected = reference(hidden, weight, targets, z_loss)
+    expected = reference(hidden, weight, targets, z_loss, softcap)
     (3.0 * expected).backward()
     torch.testing.assert_close(ours, (expected, hidden.grad, weight.grad), rtol=1e-12, atol=1e-12)
     assert result.count.item() == N - 3

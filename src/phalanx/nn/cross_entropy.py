@@ -114,12 +114,14 @@ def _capped_chunk_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return what `kernel` gives for capped logits, the gradient with respect to those before the cap."""
     capped_NV = soft_cap(logits_NV, softcap)
+    # Before the kernel, which writes over what it is given.
+    slope_NV = 1.0 - (capped_NV / softcap).square() if with_grad else None
     total, grad_NV = kernel(capped_NV, targets_N, z_loss, with_grad)
-    return total, grad_NV * (1.0 - (capped_NV / softcap).square()) if with_grad else grad_NV
+    return total, grad_NV if slope_NV is None else grad_NV * slope_NV
 
 
 def chunk_loss(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool) -> tuple[Tensor, Tensor]:
-    """Return summed loss of one chunk and, if asked for, its gradient with respect to the logits (in their format)."""
+    """Return summed loss of one chunk and, if asked for, its gradient with respect to the logits, in their place."""
     wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     kept_N = targets_N != IGNORED
     # gather refuses the negative mark of an ignored target; its loss is left out below.
@@ -133,4 +135,5 @@ def chunk_loss(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: b
     probability_NV = (wide - log_z_N[:, None]).exp() * (1.0 + 2.0 * z_loss * log_z_N)[:, None]
     vocabulary = torch.arange(wide.shape[1], device=wide.device)
     grad_NV = probability_NV - (vocabulary == safe_N[:, None]).to(wide.dtype)
-    return total, torch.where(kept_N[:, None], grad_NV, 0.0).to(logits_NV.dtype)
+    # Two tensors of this size would be most of what a step with a large vocabulary takes at its peak.
+    return total, logits_NV.copy_(torch.where(kept_N[:, None], grad_NV, 0.0))

@@ -13,7 +13,7 @@ from phalanx.layout.mesh import Axis, Mesh
 from phalanx.torch_compat import common as compat
 
 SUMMED_ELEMENTS = 2**24
-"""Elements whose squares are summed in their own format before the sums are added in float64."""
+"""Elements whose squares the CPU sums in their own format before the sums are added in float64."""
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -73,13 +73,15 @@ def local_gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         return torch.zeros(())
     # Sharded gradients lie one after another in the memory that a reduction left them in. Each run of them is read at once,
     # in a tenth of the time that a kernel for each tensor takes.
-    parts = [part for run in _join_adjacent(grads) for part in run.split(SUMMED_ELEMENTS)]
-    if parts[0].device.type == "cpu":
+    runs = _join_adjacent(grads)
+    if runs[0].device.type == "cpu":
         # On the CPU, norms of many float32 numbers lose digits that products keep.
+        parts = [part for run in runs for part in run.split(SUMMED_ELEMENTS)]
         squares = torch.stack([torch.dot(part, part) for part in parts]).double()
     else:
-        # Products read each number twice, and take 1.6 times as long (benchmarks/README.md).
-        squares = torch.stack([torch.linalg.vector_norm(part) for part in parts]).double().square()
+        # Devices sum in many small parts by themselves. Products read each number twice, and take 1.6 times as long
+        # (benchmarks/README.md).
+        squares = torch.stack([torch.linalg.vector_norm(run) for run in runs]).double().square()
     return squares.sum().sqrt().to(grads[0].dtype)
 
 

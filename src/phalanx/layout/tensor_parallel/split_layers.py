@@ -207,7 +207,7 @@ def vocabulary_chunk_loss(
     vocabulary = torch.arange(wide.shape[1], device=wide.device)
     target_NV = (vocabulary == safe_N[:, None]) & mine_N[:, None]
     grad_NV = probability_NV - target_NV.to(wide.dtype)
-    return total, torch.where(kept_N[:, None], grad_NV, 0.0).to(logits_NV.dtype)
+    return total, logits_NV.copy_(torch.where(kept_N[:, None], grad_NV, 0.0))
 
 
 def vocabulary_token_scores(tp: Axis, start: int, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
