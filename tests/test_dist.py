@@ -1,6 +1,6 @@
 """Wheel and source archive: what they hold, and that the wheel works where no repository is.
 
-`make dist` does the same whole: in an environment of its own, with PyTorch and a quickstart.
+`make dist` does the same in an environment of its own, with PyTorch and more text.
 """
 
 from __future__ import annotations
@@ -60,23 +60,36 @@ def test_the_source_archive_holds_examples(dist: Path) -> None:
     assert {"examples/quickstart.yaml", "src/phalanx/py.typed", "LICENSE"} <= names
 
 
-def test_the_wheel_works_outside_the_repository(dist: Path, tmp_path: Path) -> None:
-    (wheel,) = dist.glob("*.whl")
+def test_the_quickstart_works_from_the_wheel_alone(dist: Path, tmp_path: Path) -> None:
+    """As `make quickstart`, of fewer steps and less text, with the run file of the source archive."""
+    (wheel,), (archive,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
     subprocess.run([*pip, "--target", str(site), str(wheel)], check=True, timeout=300)
+    with tarfile.open(archive) as opened:
+        name = next(name for name in opened.getnames() if name.endswith("examples/quickstart.yaml"))
+        (tmp_path / "quickstart.yaml").write_bytes(opened.extractfile(name).read())  # type: ignore[union-attr]
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    for words, said in ((["--version"], "phalanx 7.8.9 (torch "), (["config", "list"], "climax-small")):
+    run = "--run-dir run training.steps=2 optimizer.warmup_steps=1 evaluation.every=2 evaluation.samples=2"
+    for words, said in (
+        ("--version", "phalanx 7.8.9 (torch "),
+        ("data prepare site/phalanx/config --validation-fraction 0.3 --out data/python-stdlib --vocab-size 400", "400"),
+        (f"train quickstart.yaml {run}", "trained to step 2"),
+        ("generate run --tokens 4", ""),
+        ("report run", "run/report.html"),
+    ):
         done = subprocess.run(
-            [sys.executable, "-m", "phalanx", *words],
-            check=True,
+            [sys.executable, "-m", "phalanx", *words.split()],
+            check=False,
             env=environment,
             cwd=tmp_path,
             capture_output=True,
             text=True,
             timeout=120,
         )
-        assert said in done.stdout
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout + done.stderr
+    assert "2 of 2 steps" in (tmp_path / "run/report.html").read_text("utf-8")
 
 
 def test_the_python_layer_of_containers_resolves(dist: Path) -> None:
