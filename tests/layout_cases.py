@@ -27,8 +27,9 @@ MODELS: dict[str, dict[str, Any]] = {
         "dropout": 0.1,
     },
     "mpt": {**SIZE, "positions": "alibi", "norm": "layernorm", "mlp": "gelu"},
-    "wide": {**SIZE, "d_model": 64, "n_kv_heads": 4, "dropout": 0.1},
 }
+WIDE = {**SIZE, "d_model": 64, "n_kv_heads": 4, "dropout": 0.1}
+"""With rows that hold whole blocks of 8-bit moments under `tp` too."""
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {
@@ -140,7 +141,7 @@ def run_of(model: str, world: int, precision: str, **layout: Any) -> LanguageRun
     """A run whose sequence and batch every factorisation of `world` can share out."""
     return LanguageRun.model_validate(
         {
-            "model": {**MODELS, **MIXTURES, **VARIANTS}[model],
+            "model": {**MODELS, "wide": WIDE, **MIXTURES, **VARIANTS}[model],
             "data": {"sources": ["nowhere"], "sequence_length": 32, "document_mask": model == "mpt"},
             "layout": {"global_batch": 2 * world, "microbatch": 1, "precision": precision, **layout},
             "optimizer": {"lr": 0.01, "eps": 1e-3, "grad_clip": 0.5, "schedule": "constant"},
