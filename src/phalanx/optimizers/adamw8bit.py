@@ -22,8 +22,8 @@ from phalanx.config.schema import MOMENT_BLOCK, Optimizer
 from phalanx.optimizers.optimizer_kind import (
     Group,
     HeldParameters,
-    OptimizerKind,
     ScaledUpdates,
+    ScaledUpdatesKind,
     local_part,
     refuse_options,
 )
@@ -32,7 +32,7 @@ _ELEMENTS_AT_ONCE = 1 << 22
 """Elements that are decoded together: a few tensors of 16 MiB, where the moments of a large model take gigabytes."""
 
 
-class AdamW8bitKind(OptimizerKind):
+class AdamW8bitKind(ScaledUpdatesKind):
     """AdamW with moments in blocks of 8 bits."""
 
     # Of each moment a byte an element and a scale in 32 bits a block.
@@ -45,11 +45,6 @@ class AdamW8bitKind(OptimizerKind):
         """Return it over `groups`, with the rates and decays of the run file."""
         refuse_options(config)
         return AdamW8bit(groups, config)
-
-    def update(self, optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
-        """Update without waiting for the device: `divisor` and `skip` are read there."""
-        assert isinstance(optimizer, AdamW8bit)
-        optimizer.update(divisor, skip)
 
 
 ADAMW8BIT = AdamW8bitKind()

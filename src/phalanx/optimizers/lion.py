@@ -12,14 +12,14 @@ from phalanx.config.schema import Optimizer
 from phalanx.optimizers.optimizer_kind import (
     Group,
     HeldParameters,
-    OptimizerKind,
     ScaledUpdates,
+    ScaledUpdatesKind,
     local_part,
     refuse_options,
 )
 
 
-class LionKind(OptimizerKind):
+class LionKind(ScaledUpdatesKind):
     """Lion, whose one moment is half of AdamW's state."""
 
     state_values = 1
@@ -30,11 +30,6 @@ class LionKind(OptimizerKind):
         """Return Lion over `groups`."""
         refuse_options(config)
         return Lion(groups, lr=config.lr, betas=config.betas)
-
-    def update(self, optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
-        """Update without waiting for the device: `divisor` and `skip` are read there."""
-        assert isinstance(optimizer, Lion)
-        optimizer.update(divisor, skip)
 
 
 LION = LionKind()

@@ -8,16 +8,22 @@ key, value, gate, up, every expert) is orthogonalised by itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.config.schema import Optimizer
 from phalanx.optimizers.adamw import build_adamw
-from phalanx.optimizers.optimizer_kind import Group, HeldParameters, OptimizerKind, local_part, refuse_options
+from phalanx.optimizers.optimizer_kind import (
+    Group,
+    HeldParameters,
+    ScaledUpdates,
+    ScaledUpdatesKind,
+    local_part,
+    refuse_options,
+)
 from phalanx.optimizers.whole_matrices import WholeMatrices
 from phalanx.torch_compat import common as compat
 
@@ -30,7 +36,7 @@ _EPS = 1e-7
 """Smallest norm that a matrix is divided by."""
 
 
-class MuonKind(OptimizerKind):
+class MuonKind(ScaledUpdatesKind):
     """Muon for matrices, AdamW for the rest."""
 
     # AdamW's two moments for what is no matrix; a matrix has its momentum alone.
@@ -44,11 +50,6 @@ class MuonKind(OptimizerKind):
         """Return Muon over the matrices in `groups`, and AdamW over what else is there."""
         refuse_options(config)
         return Muon(groups, config, held)
-
-    def update(self, optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
-        """Update without waiting for the device: `divisor` and `skip` are read there."""
-        assert isinstance(optimizer, Muon)
-        optimizer.update(divisor, skip)
 
     def matrix_flops(self, config: Optimizer, rows: int, columns: int) -> float:
         """Return the operations of the Newton-Schulz steps: two products with the short side, one of short by short."""
@@ -64,7 +65,7 @@ class MuonKind(OptimizerKind):
 MUON = MuonKind()
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(ScaledUpdates):
     """See the module. Groups of matrices have `whole` set; state of a matrix is its `momentum`, of the rest AdamW's."""
 
     def __init__(self, groups: Sequence[Group], config: Optimizer, held: HeldParameters) -> None:
@@ -85,13 +86,6 @@ class Muon(torch.optim.Optimizer):
         if self.adamw is not None:
             self.adamw.param_groups = [group for group in self.param_groups if not group["whole"]]
             self.adamw.state = self.state
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update with the gradients as they are."""
-        assert closure is None
-        sample = self.param_groups[0]["params"][0]
-        one = torch.ones((), device=sample.device)
-        self.update(one, torch.zeros_like(one))
 
     @torch.no_grad()
     def update(self, divisor: Tensor, skip: Tensor) -> None:

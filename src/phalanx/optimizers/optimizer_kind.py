@@ -92,7 +92,10 @@ class OptimizerKind(ABC):
 
 
 class ScaledUpdates(torch.optim.Optimizer):
-    """An optimizer that updates one parameter after the other, and reads on the device what divides gradients."""
+    """An optimizer that reads on the device what divides gradients, and whether to skip; its kind is a `ScaledUpdatesKind`.
+
+    It updates one parameter after the other by `update_parameter`, unless it replaces `update`.
+    """
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Update with the gradients as they are."""
@@ -111,6 +114,15 @@ class ScaledUpdates(torch.optim.Optimizer):
     def update_parameter(self, parameter: Tensor, group: dict[str, Any], divisor: Tensor, skip: Tensor) -> None:
         """Update one parameter that has a gradient, with the settings of its group."""
         raise NotImplementedError
+
+
+class ScaledUpdatesKind(OptimizerKind):
+    """A kind of `ScaledUpdates`."""
+
+    def update(self, optimizer: torch.optim.Optimizer, divisor: Tensor, skip: Tensor) -> None:
+        """Update without waiting for the device: `divisor` and `skip` are read there."""
+        assert isinstance(optimizer, ScaledUpdates)
+        optimizer.update(divisor, skip)
 
 
 @dataclass(frozen=True)
