@@ -127,11 +127,15 @@ def generate_text(
     for index, stream in enumerate(streams):
         add(index, stream.finish())
     written = [Continuation(s, text, ids, len(ids) < limit) for s, text, ids in zip(seeds, texts, tokens, strict=True)]
-    if ranks > 1:
-        parts = [written] * ranks
-        dist.all_gather_object(parts, written)
-        written = sorted(itertools.chain.from_iterable(parts), key=lambda continuation: continuation.seed)
-    return Generation(len(prompt_ids), written, time.perf_counter() - start)
+    everything = written if ranks == 1 else _gather_continuations(written, ranks)
+    return Generation(len(prompt_ids), everything, time.perf_counter() - start)
+
+
+def _gather_continuations(written: list[Continuation], ranks: int) -> list[Continuation]:
+    """Return the continuations of all ranks, in the order of their seeds."""
+    parts = [written] * ranks
+    dist.all_gather_object(parts, written)
+    return sorted(itertools.chain.from_iterable(parts), key=lambda continuation: continuation.seed)
 
 
 def generate_tokens(

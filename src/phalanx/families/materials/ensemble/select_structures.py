@@ -25,8 +25,8 @@ from phalanx.families.materials.ensemble.joint_predictions import LoadedEnsemble
 
 _BATCH_ATOMS = 1024
 """Atoms that are computed together, at least: devices wait less, and members beside each other still fit."""
-_TOLD = {"total_charge": {"key": "charge", "unit": "e"}, "multiplicity": {"key": "spin", "unit": "1"}}
-"""What a structure says of its electrons, under the names of OMol25 and of the calculator."""
+_ELECTRON_LABELS = {"total_charge": {"key": "charge", "unit": "e"}, "multiplicity": {"key": "spin", "unit": "1"}}
+"""Labels of a structure's electrons, under the names of OMol25 and of the calculator."""
 
 Criterion = Literal["forces", "energy"]
 
@@ -51,7 +51,7 @@ class Selection:
     ranked: int
     """Structures that were compared."""
     median: float
-    """Of all their spreads, in the unit of the criterion."""
+    """Median of the spreads of all that were compared, in the unit of the criterion."""
     unknown: dict[int, int]
     """Structures left out, by the atomic number that some member was not trained on."""
 
@@ -83,13 +83,13 @@ def select_structures(
     ranking = _Ranking(ensemble, branch)
     spreads: list[float] = []
 
-    def widths() -> Iterator[Spread]:
-        for found in ranking.measure(pools):
+    def record_spreads() -> Iterator[Spread]:
+        for found in ranking.measure_spreads(pools):
             spreads.append(getattr(found, by))
             yield found
 
     # A pool may be larger than memory: only the best so far are kept.
-    chosen = heapq.nlargest(top, widths(), key=lambda found: float(getattr(found, by)))
+    chosen = heapq.nlargest(top, record_spreads(), key=lambda found: float(getattr(found, by)))
     if not chosen:
         raise DataError(
             f"{', '.join(pools)}: no structure is left to choose from; all have elements that a member was not trained on"
@@ -130,11 +130,10 @@ class _Ranking:
                 self._known &= trained.of(first.run.model.branches[self._branch].name)
         self.unknown: dict[int, int] = {}
 
-    def measure(self, pools: Sequence[str]) -> Iterator[Spread]:
+    def measure_spreads(self, pools: Sequence[str]) -> Iterator[Spread]:
         """Yield the spread of every structure that members know the elements of."""
         waiting: list[tuple[Structure, Edges]] = []
-        for structure in self._read(pools):
-            source = self._source(structure.raw.file)
+        for source, structure in self._read(pools):
             edges = find_edges(
                 structure.positions,
                 structure.cell,
@@ -150,19 +149,19 @@ class _Ranking:
         if waiting:
             yield from self._compare(waiting)
 
-    def _read(self, pools: Sequence[str]) -> Iterator[Structure]:
+    def _read(self, pools: Sequence[str]) -> Iterator[tuple[GraphSource, Structure]]:
+        """Yield the structures whose elements all members know, each with its file as a source."""
         for path in (path for pool in pools for path in find_files(pool)):
-            source = self._source(str(path))
+            source = GraphSource.model_validate(
+                {"name": "pool", "path": str(path), "labels": _ELECTRON_LABELS, "no_edges": "allow"}
+            )
             file, labels = open_structures(path, source), labels_of(source)
             for raw in file.read(0, len(file)):
                 strange = set(np.unique(raw.species).tolist()) - self._known
                 for element in strange:
                     self.unknown[element] = self.unknown.get(element, 0) + 1
                 if not strange:
-                    yield convert_structure(raw, labels, 1.0, missing_allowed=True)
-
-    def _source(self, path: str) -> GraphSource:
-        return GraphSource.model_validate({"name": "pool", "path": path, "labels": _TOLD, "no_edges": "allow"})
+                    yield source, convert_structure(raw, labels, 1.0, missing_allowed=True)
 
     def _compare(self, pairs: Sequence[tuple[Structure, Edges]]) -> Iterator[Spread]:
         """Yield the spreads of a batch."""
@@ -174,7 +173,7 @@ class _Ranking:
         ]
         cells_G33 = np.stack([one.cell for one in structures]).astype(np.float64)
         shifts_E3 = [edges.images @ cell_33 for (_, edges), cell_33 in zip(pairs, cells_G33, strict=True)]
-        told = {name: [float(one.labels[name]) for one in structures] for name in _TOLD}
+        electrons = {name: [float(one.labels[name]) for one in structures] for name in _ELECTRON_LABELS}
         inputs: dict[str, Any] = {
             "positions_N3": torch.from_numpy(np.concatenate([one.positions for one in structures])).double(),
             "graph_N": torch.arange(len(structures)).repeat_interleave(atoms_G),
@@ -183,8 +182,8 @@ class _Ranking:
             "cells_G33": torch.from_numpy(cells_G33),
             "source_G": torch.full((len(structures),), self._branch),
             # As the calculator takes those that say nothing: neutral singlets.
-            "total_charge_G": torch.tensor(told["total_charge"], dtype=torch.float64).nan_to_num(0.0),
-            "multiplicity_G": torch.tensor(told["multiplicity"], dtype=torch.float64).nan_to_num(1.0),
+            "total_charge_G": torch.tensor(electrons["total_charge"], dtype=torch.float64).nan_to_num(0.0),
+            "multiplicity_G": torch.tensor(electrons["multiplicity"], dtype=torch.float64).nan_to_num(1.0),
         }
         species_N = torch.from_numpy(np.concatenate([one.species for one in structures]).astype(np.int64))
         placed = {name: value.to(device) for name, value in inputs.items()}
