@@ -113,7 +113,8 @@ def active_fake_mode() -> FakeTensorMode | None:
 
 
 ASK_DEVICE = torch.ops.prim.device.default
-"""Where a fake tensor says it is: an operation to modes, and two of three in a step, answered at once for that."""
+"""The operation that asks a fake tensor for its device. Two of three operations of a step are this one, so that modes answer
+it at once."""
 device_of = FakeTensor.__torch_dispatch__
 """Answers `ASK_DEVICE`, by the arguments that a mode is given."""
 _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out

@@ -34,7 +34,7 @@ class BoundWeather(DeclaredWeather, WeatherLayout, WeatherTracing, WeatherInputs
     def positions(self) -> SplitCount:
         """Return the tokens of a sample: `aggregation_queries` a location."""
         return SplitCount(
-            "model.n_lat * model.n_lon / model.patch_size^2 * model.aggregation_queries", self.run.model.n_tokens
+            "the patches of model.n_lat x model.n_lon, times model.aggregation_queries", self.run.model.n_tokens
         )
 
     def context_heads(self) -> SplitCount:

@@ -86,7 +86,7 @@ class DeclaredWeather(DeclaredModel):
         return [
             SplitCount("model.n_heads", self.model.n_heads),
             SplitCount("model.d_ff", self.model.ff_size),
-            SplitCount("model.n_lat * model.n_lon / model.patch_size^2", self.model.n_locations),
+            SplitCount("the patches of model.n_lat x model.n_lon", self.model.n_locations),
         ]
 
     def block_costs(self) -> tuple[float, float]:

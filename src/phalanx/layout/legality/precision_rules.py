@@ -10,8 +10,6 @@ from phalanx.layout.spec import Bools, LayoutTable
 
 _WHOLE_MATRICES: Fix = {"layout.gather": "layer"}
 _BF16: Fix = {"layout.precision": "bf16"}
-
-
 _WHOLE_MOMENTS: Fix = {"optimizer.name": "adamw"}
 
 

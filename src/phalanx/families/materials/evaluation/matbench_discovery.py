@@ -25,7 +25,7 @@ HULL = "e_above_hull_mp2020_corrected_ppd_mp"
 FORMATION = "e_form_per_atom_mp2020_corrected"
 PROTOTYPE = "unique_prototype"
 PREDICTED = "e_form_per_atom"
-"""What the name of the column of predictions begins with."""
+"""Beginning of the name of the column of predictions."""
 MOST_STABLE = 10_000
 """Crystals of the third subset: those with the least predicted energies above the hull."""
 
