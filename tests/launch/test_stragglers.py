@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from phalanx.launch import stragglers
 from phalanx.launch.collectives import ArrivalHistory, Collective, absent_ranks, read_collectives
+from phalanx.launch.faults import blame_silent, view_rank
 from phalanx.launch.heartbeat import Heartbeat, collectives_file
 from phalanx.launch.stragglers import StragglerWatch, read_report
 
@@ -19,21 +22,67 @@ RANKS, PER_STEP, STEP_S = 4, 6, 0.1
 def record(entries: list[tuple[int, float, float | None]], finished: bool = True) -> str:
     """The flight recorder's text of collectives: number, when it was entered, ms on the device."""
     return json.dumps(
-        {
-            "entries": [
-                {
-                    "collective_seq_id": number,
-                    "process_group": ["0", "default_pg"],
-                    "profiling_name": "gloo:all_reduce",
-                    "time_created_ns": round(at * 1e9),
-                    "duration_ms": duration,
-                    "retired": finished or number < entries[-1][0],
-                    "is_p2p": False,
-                }
-                for number, at, duration in entries
-            ]
-        }
+        [
+            {
+                "entries": [
+                    {
+                        "collective_seq_id": number,
+                        "process_group": ["0", "default_pg"],
+                        "profiling_name": "gloo:all_reduce",
+                        "time_created_ns": round(at * 1e9),
+                        "duration_ms": duration,
+                        "retired": finished or number < entries[-1][0],
+                        "is_p2p": False,
+                    }
+                    for number, at, duration in entries
+                ]
+            }
+        ]
     )
+
+
+def nccl_entry(number: int, state: str, operation: str = "_all_gather_base", group: str = "dp_shard") -> dict[str, Any]:
+    """An entry as PyTorch 2.10 to 2.13 write them for NCCL with its times measured."""
+    done = state == "completed"
+    return {
+        "record_id": number - 1,
+        "pg_id": 1,
+        "process_group": ["1", group],
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "op_id": number,
+        "profiling_name": f"nccl:{operation}",
+        "time_created_ns": number * 1_000_000,
+        **({"duration_ms": 0.25} if done else {}),
+        "input_sizes": [[64]],
+        "input_dtypes": ["BFloat16"],
+        "output_sizes": [[128]],
+        "output_dtypes": ["BFloat16"],
+        "state": state,
+        "time_discovered_started_ns": 0 if state == "scheduled" else number * 1_000_000 + 1,
+        "time_discovered_completed_ns": number * 1_000_000 + 2 if done else 0,
+        "retired": done,
+        "timeout_ms": 600_000,
+        "is_p2p": False,
+    }
+
+
+def nccl_record(*entries: dict[str, Any]) -> str:
+    """The text of a rank on a device: what gloo has recorded, and NCCL."""
+    gloo = {
+        **nccl_entry(9, "scheduled", "all_reduce"),
+        "profiling_name": "gloo:all_reduce",
+        "retired": True,
+    }
+    more = {"pg_config": {"1": {"name": "1", "desc": "dp_shard", "ranks": "[0, 1]"}}, "nccl_comm_state": {}}
+    return json.dumps([{"version": "2.10", "entries": [gloo]}, {"version": "2.10", "entries": list(entries), **more}])
+
+
+def who_is_absent(folder: Path, *records: str) -> tuple[list[int], list[str]]:
+    """What is said of ranks that have left these records."""
+    for rank, text in enumerate(records):
+        collectives_file(folder, rank).write_text(text)
+    return absent_ranks({rank: read_collectives(folder, rank) for rank in range(len(records))})
 
 
 def test_a_rank_that_never_entered_a_collective_is_named(tmp_path: Path) -> None:
@@ -52,6 +101,72 @@ def test_ranks_that_all_came_are_not_absent(tmp_path: Path) -> None:
         collectives_file(tmp_path, rank).write_text(record([(1, 1.0, None), (2, 2.0, None)], finished=False))
     assert absent_ranks({rank: read_collectives(tmp_path, rank) for rank in range(2)}) == ([], [])
     assert read_collectives(tmp_path, 7) == []
+
+
+def test_of_ranks_on_devices_the_one_is_named_whose_host_launched_nothing(tmp_path: Path) -> None:
+    """A host runs ahead of its device: it has launched more than the collective in which the device waits."""
+    waiting = nccl_record(
+        nccl_entry(1411, "completed"),
+        nccl_entry(1412, "started"),
+        nccl_entry(1413, "scheduled", "_reduce_scatter_base"),
+    )
+    absent, sentences = who_is_absent(tmp_path, waiting, nccl_record(nccl_entry(1411, "completed")))
+    assert absent == [1]
+    assert sentences == ["rank 1 never entered all_gather 1,412 of group 1 dp_shard, in which rank 0 waits"]
+
+
+def test_of_ranks_on_devices_the_one_is_named_whose_device_does_something_else(tmp_path: Path) -> None:
+    """Both hosts have launched the collective, but on one device a kernel before it does not end."""
+    stuck = nccl_record(nccl_entry(1411, "completed"), nccl_entry(1412, "scheduled"), nccl_entry(1413, "scheduled"))
+    waiting = nccl_record(nccl_entry(1411, "completed"), nccl_entry(1412, "started"))
+    absent, sentences = who_is_absent(tmp_path, stuck, waiting)
+    assert absent == [0]
+    assert sentences == ["the device of rank 0 never began all_gather 1,412 of group 1 dp_shard, in which rank 1 waits"]
+
+
+def test_a_broadcast_that_its_source_has_left_behind_is_waited_for_by_nobody_else(tmp_path: Path) -> None:
+    source = nccl_record(nccl_entry(7, "completed", "broadcast"), nccl_entry(8, "started", "all_reduce"))
+    behind = nccl_record(nccl_entry(7, "scheduled", "broadcast"), nccl_entry(8, "scheduled", "all_reduce"))
+    absent, sentences = who_is_absent(tmp_path, source, behind)
+    assert absent == [1] and "the device of rank 1 never began all_reduce 8" in sentences[0]
+
+
+def test_devices_that_all_wait_in_one_collective_name_nobody(tmp_path: Path) -> None:
+    text = nccl_record(nccl_entry(6, "completed"), nccl_entry(7, "started"))
+    assert who_is_absent(tmp_path, text, text) == ([], [])
+
+
+def test_parts_of_a_launch_that_no_event_belongs_to_are_not_pending(tmp_path: Path) -> None:
+    """Operations launched together are recorded each, without events, and once more as a whole."""
+    text = nccl_record(nccl_entry(6, "scheduled"), nccl_entry(6, "scheduled"), nccl_entry(6, "completed", "coalesced"))
+    assert who_is_absent(tmp_path, text, nccl_record(nccl_entry(6, "completed", "coalesced"))) == ([], [])
+
+
+def test_of_a_chain_of_groups_the_rank_that_waits_for_nobody_is_named(tmp_path: Path) -> None:
+    """Rank 0 waits for rank 1 in one group, which waits for rank 2 in another."""
+    first = nccl_record(nccl_entry(3, "started", group="tp"))
+    between = nccl_record(nccl_entry(2, "completed", group="tp"), nccl_entry(5, "started", group="pp"))
+    last = nccl_record(nccl_entry(4, "completed", group="pp"))
+    absent, sentences = who_is_absent(tmp_path, first, between, last)
+    assert absent == [2] and len(sentences) == 2
+
+
+def test_the_rank_that_others_wait_for_is_blamed_though_it_went_silent_last(tmp_path: Path) -> None:
+    who_is_absent(tmp_path, nccl_record(nccl_entry(2, "scheduled")), nccl_record(nccl_entry(2, "started")))
+    for rank in range(2):
+        Heartbeat(tmp_path, rank).enter("backward", 22)
+        time.sleep(0.01)
+    views = [view_rank(tmp_path, rank, 1, None, 0.0) for rank in (1, 0)]
+    assert views[0].heard > views[1].heard
+    blamed, _ = blame_silent(tmp_path, [views[0]], views)
+    assert blamed.rank == 0
+
+
+def test_what_a_device_has_not_yet_timed_is_compared_later(tmp_path: Path) -> None:
+    ended = {**nccl_entry(2, "completed"), "retired": False}
+    del ended["duration_ms"]
+    collectives_file(tmp_path, 0).write_text(nccl_record(nccl_entry(1, "completed"), ended))
+    assert [one.measured for one in read_collectives(tmp_path, 0)] == [True, True, False]
 
 
 def arrivals(

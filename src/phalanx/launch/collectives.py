@@ -1,4 +1,4 @@
-"""What PyTorch's flight recorder says of the ranks of a node: which never entered a collective, and which comes last to all.
+"""What PyTorch's flight recorders say of the ranks of a node: which never entered a collective, and which comes last to all.
 
 Every rank writes its last collectives to a file (see `heartbeat`); the process that watches reads them. No torch here.
 """
@@ -24,7 +24,7 @@ class Collective:
     group: str
     """Name of its process group, the same on all of its ranks."""
     number: int
-    """Place among the collectives of that group, from 1."""
+    """Place among the collectives of that group and backend, from 1."""
     name: str
     """all_reduce, all_gather and so on."""
     entered_s: float
@@ -32,54 +32,135 @@ class Collective:
     device_s: float | None
     """How long it took on the device, waiting for others included; None where nothing measures that."""
     finished: bool
+    began: bool = False
+    """Whether the rank's device is known to have begun it; without a device nothing tells."""
+    backend: str = "gloo"
+
+    @property
+    def sequence(self) -> tuple[str, str]:
+        """What its number counts in: a group has one sequence for each backend."""
+        return self.backend, self.group
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is done and all is known of it: a device's time comes a moment after its end."""
+        return self.finished and (self.device_s is not None or not self.began)
 
 
 def read_collectives(folder: Path, rank: int) -> list[Collective]:
     """Return the last collectives of a rank in their order; none where it has written none yet."""
     try:
-        record = json.loads(collectives_file(folder, rank).read_text())
+        records = json.loads(collectives_file(folder, rank).read_text())
     except (OSError, ValueError):
         return []
-    return [_parse_entry(entry) for entry in record.get("entries", ()) if not entry.get("is_p2p")]
+    return [_parse_entry(entry) for record in records for entry in record.get("entries", ()) if not entry.get("is_p2p")]
 
 
 def _parse_entry(entry: Mapping[str, Any]) -> Collective:
     duration = entry.get("duration_ms")
     name, description = (*entry["process_group"], "")[:2]
+    backend, _, operation = str(entry["profiling_name"]).rpartition(":")
+    # What gloo has done it calls "scheduled" for ever; both backends note that they are done with a collective.
+    state = entry.get("state")
     return Collective(
-        group=f"{name} {description}".strip(),
+        group=f"{name} {'' if description == 'undefined' else description}".strip(),
         number=int(entry["collective_seq_id"]),
-        name=str(entry["profiling_name"]).rpartition(":")[2],
+        # NCCL calls a gather into one tensor _all_gather_base.
+        name=operation.strip("_").removesuffix("_base"),
         entered_s=entry["time_created_ns"] / 1e9,
         device_s=None if duration is None else duration / 1e3,
-        finished=bool(entry.get("retired")),
+        finished=bool(entry.get("retired")) or state == "completed",
+        began=state in ("started", "completed"),
+        backend=backend,
     )
 
 
 def absent_ranks(records: Mapping[int, Sequence[Collective]]) -> tuple[list[int], list[str]]:
-    """Return the ranks that never entered a collective in which others of their group wait, and a sentence on each.
+    """Return the ranks that others wait for and that wait for nobody, and a sentence on each collective that is held up.
 
-    records: each rank's last collectives. Only ranks that have used a group before are known to belong to it.
+    A rank is waited for where it never entered the collective, or where its device never began it. Those that are held up
+    in another group themselves are left out, unless all are. records: each rank's last collectives. Only ranks that have
+    used a group before are known to belong to it.
     """
-    latest: dict[str, dict[int, Collective]] = defaultdict(dict)
+    members: dict[tuple[str, str], dict[int, _Progress]] = defaultdict(dict)
     for rank, collectives in records.items():
         for one in collectives:
-            known = latest[one.group].get(rank)
-            if known is None or known.number < one.number:
-                latest[one.group][rank] = one
+            members[one.sequence].setdefault(rank, _Progress()).add(one)
     absent: dict[int, None] = {}
+    held_up: set[int] = set()
     sentences = []
-    for group, members in latest.items():
-        newest = max(members.values(), key=lambda one: one.number)
-        late = sorted(rank for rank, one in members.items() if one.number < newest.number)
-        waiting = sorted(rank for rank, one in members.items() if one.number == newest.number and not one.finished)
-        if late and waiting:
-            absent |= dict.fromkeys(late)
-            sentences.append(
-                f"{_name_ranks(late)} never entered {newest.name} {newest.number:,} of group {group}, in which "
-                f"{_name_ranks(waiting)} wait{'s' if len(waiting) == 1 else ''}"
-            )
-    return list(absent), sentences
+    for (_, group), ranks in members.items():
+        found = _find_held_up(ranks)
+        if found is None:
+            continue
+        absent |= dict.fromkeys(found.late)
+        held_up |= set(found.waiting)
+        sentences.append(found.in_words(group))
+    return [rank for rank in absent if rank not in held_up] or list(absent), sentences
+
+
+class _Progress:
+    """How far one rank has come in one sequence of collectives."""
+
+    def __init__(self) -> None:
+        self.entered: dict[int, Collective] = {}
+        self.finished = 0
+        """Number of the last collective that is done; all before it are, in whatever state they were recorded."""
+
+    def add(self, one: Collective) -> None:
+        """Take up a collective. Several records of one number are one launch, which begins and ends as a whole."""
+        known = self.entered.get(one.number)
+        if known is None or (one.finished, one.began) > (known.finished, known.began):
+            self.entered[one.number] = one
+        if one.finished:
+            self.finished = max(self.finished, one.number)
+
+    @property
+    def pending(self) -> Collective | None:
+        """The first collective that was entered and is not done; None while there is none."""
+        return min(
+            (one for one in self.entered.values() if one.number > self.finished),
+            key=lambda one: one.number,
+            default=None,
+        )
+
+
+@dataclass(frozen=True)
+class _HeldUp:
+    """A collective in which ranks wait for others."""
+
+    collective: Collective
+    waiting: list[int]
+    late: list[int]
+    entered: bool
+    """Whether the hosts of those that are late have entered it, and only their devices have not come to it."""
+
+    def in_words(self, group: str) -> str:
+        """Return one sentence for a report."""
+        late = _name_ranks(self.late)
+        who = f"the device of {late} never began" if self.entered else f"{late} never entered"
+        verb = "waits" if len(self.waiting) == 1 else "wait"
+        return (
+            f"{who} {self.collective.name} {self.collective.number:,} of group {group}, in which "
+            f"{_name_ranks(self.waiting)} {verb}"
+        )
+
+
+def _find_held_up(ranks: Mapping[int, _Progress]) -> _HeldUp | None:
+    """Return the collective of a sequence that the ranks furthest ahead wait in; None where nobody waits for another."""
+    pending = {rank: one for rank, progress in ranks.items() if (one := progress.pending) is not None}
+    if not pending:
+        return None
+    newest = max(pending.values(), key=lambda one: one.number)
+    ahead = {rank: one for rank, one in pending.items() if one.number == newest.number}
+    behind = {rank for rank, one in pending.items() if one.number < newest.number}
+    never = sorted(rank for rank, progress in ranks.items() if max(progress.entered) < newest.number)
+    # Launches queue on a device behind what it has to do before: one that never began there was not held up by others.
+    begun = [rank for rank, one in ahead.items() if one.began]
+    not_begun = sorted(behind | {rank for rank, one in ahead.items() if begun and not one.began})
+    late = never or not_begun
+    waiting = sorted(rank for rank in ahead if rank not in late and (rank in begun or not begun))
+    return _HeldUp(newest, waiting, late, entered=not never) if late and waiting else None
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
@@ -129,8 +210,10 @@ class ArrivalHistory:
         self._arrivals: deque[Arrival] = deque(maxlen=_KEPT)
 
     def add(self, records: Mapping[int, Sequence[Collective]]) -> None:
-        """Take up each rank's last collectives; those that all ranks have entered count."""
-        entered = {rank: {(one.group, one.number): one for one in found} for rank, found in records.items()}
+        """Take up each rank's last collectives; those that all ranks are done with count."""
+        entered = {
+            rank: {(*one.sequence, one.number): one for one in found if one.measured} for rank, found in records.items()
+        }
         if len(entered) < 2:
             return
         shared = [

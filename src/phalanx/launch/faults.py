@@ -135,7 +135,8 @@ def blame_silent(folder: Path, silent: Sequence[RankView], views: Sequence[RankV
     """
     absent, sentences = absent_ranks({view.rank: read_collectives(folder, view.rank) for view in views})
     stopped = [view for view in silent if view.stopped]
-    missing = [view for view in silent if view.rank in absent]
+    # Not only of the silent: the one that all wait for may have given its last sign of life a moment after them.
+    missing = [view for view in views if view.rank in absent and view.code is None]
     # Of several the one that went silent first; a rank that waits went silent when it came to the collective.
     found = min(stopped or missing or silent, key=lambda view: (view.heard, view.rank))
     return found, sentences

@@ -105,7 +105,7 @@ def error_file(folder: Path, rank: int) -> Path:
 
 
 def collectives_file(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's last collectives, as PyTorch's flight recorder writes them."""
+    """Return the file of a rank's last collectives, as PyTorch's flight recorders write them."""
     return folder / f"rank-{rank}.collectives"
 
 
@@ -282,5 +282,6 @@ def _report_collectives(collectives: Callable[[], str | None], file: Path) -> No
             if text is None or sys.is_finalizing():
                 return
             _replace_text(file, text)
-        except OSError:
+        # The folder is gone, or the device has failed and answers no question: what was written last stays.
+        except (OSError, RuntimeError):
             return

@@ -1,4 +1,8 @@
-"""PyTorch's flight recorder: the last collectives of this rank, whatever the backend. Private names are used here alone."""
+"""PyTorch's flight recorders: the last collectives of this rank, whatever the backend. Private names are used here alone.
+
+Backends that measure with events of a device, NCCL and RCCL, have a recorder of their own; gloo writes to another. A run on
+devices has groups of both.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,32 @@ import os
 import torch
 
 RECORDS = 512
-"""Collectives that a rank remembers."""
+"""Collectives that a rank remembers, in each recorder."""
+
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""Functions that give a recorder's text: gloo's, and that of NCCL or RCCL, which a build for the CPU does not have."""
 
 
 def record_collectives() -> None:
     """Have this process remember its last collectives. Call before the first process group is made."""
-    # NCCL measures how long a collective takes on the device only where it is asked to.
+    # NCCL measures when a collective begins on the device, and how long it takes there, only where it is asked to.
     for name, value in (("TORCH_FR_BUFFER_SIZE", str(RECORDS)), ("TORCH_NCCL_ENABLE_TIMING", "1")):
         os.environ.setdefault(name, value)
 
 
 def last_collectives() -> str | None:
-    """Return the last collectives of this rank as JSON; None where this PyTorch cannot tell."""
-    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_fr_trace_json", None)
-    if dump is None:
+    """Return the last collectives of this rank as JSON: a list of what each recorder gives; None where PyTorch has none.
+
+    A recorder on a device asks for the state of events, which another thread's capture of a CUDA graph forbids unless it is
+    "thread_local", as all captures here and those of the compiler are. Raises RuntimeError where the device has failed.
+    """
+    module = getattr(torch._C, "_distributed_c10d", None)
+    dumps = [dump for name in _DUMPS if (dump := getattr(module, name, None)) is not None]
+    if not dumps:
         return None
-    text = dump()
-    return text.decode() if isinstance(text, bytes) else str(text)
+    # Joined as text: to read and to write them again would keep Python's lock for milliseconds.
+    return f"[{','.join(_as_text(dump()) for dump in dumps)}]"
+
+
+def _as_text(dumped: bytes | str) -> str:
+    return dumped.decode() if isinstance(dumped, bytes) else dumped
