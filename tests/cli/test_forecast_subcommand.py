@@ -52,6 +52,18 @@ def test_a_table_and_the_skill_are_printed(call: Call, trained: Path, tmp_path: 
     assert lines[-1] == str(page) and "u10, 12 h from 2000-" in page.read_text()
 
 
+def test_precipitation_is_scored_where_the_run_says_which_it_is(call: Call, trained: Path, tmp_path: Path) -> None:
+    # The wind stands for rain: below 1 m/s it is dry.
+    words = ["forecast", str(trained), "--hours", "12", "--device", "cpu", "--html", str(tmp_path / "page.html")]
+    done = call(*words, "data.dry_thresholds.u10=1.0")
+    assert done.code == 0, done.err
+    scores = {line.split()[0]: line.split() for line in done.out.splitlines() if line.startswith("  ")}
+    assert scores["variable"][-1] == "SEEPS" and 0.0 < float(scores["u10"][-1]) < 2.0 and len(scores["z500"]) == 7
+    assert (tmp_path / "page.html").read_text().count("SEEPS of persistence") == 1
+    done = call(*words, "data.dry_thresholds.rain=1.0")
+    assert done.code == 2 and "dry_thresholds names rain, which is not among the predicted variables" in done.err
+
+
 def test_the_report_of_the_run_shows_its_skill(call: Call, trained: Path) -> None:
     assert call("report", str(trained)).code == 0
     page = (trained / "report.html").read_text()

@@ -47,6 +47,7 @@ def test_scores_are_those_of_members_and_of_their_mean(runs: list[Path]) -> None
         assert row.raw.rmse**2 < sum(one.rmse**2 for one in each) / 3
         assert row.scores.spread == pytest.approx(row.stretch * row.raw.spread)
         assert row.scores.spread_skill == pytest.approx(row.stretch * row.raw.spread_skill)
+        assert len(row.raw.ranks) == len(row.scores.ranks) == 4 and sum(row.raw.ranks) == pytest.approx(1.0)
     off = [[abs(math.log(one.spread_skill)) for one in (row.raw, row.scores)] for row in found.rows]
     assert sum(after for _, after in off) < 0.5 * sum(before for before, _ in off)
 
@@ -85,7 +86,7 @@ def test_an_ensemble_of_forecasts_is_written_shown_and_read(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 + len(found.rows) and lines[-1].split()[0] == found.rows[-1].variable
     page = render_ensemble(found.summary())
-    assert page.count('<svg viewBox="0 0 1000') == 3 and page.count("<tr>") == 1 + len(found.rows) + 1 + 2
+    assert page.count('<svg viewBox="0 0 1000') == 3 * 2 and page.count("<tr>") == 1 + len(found.rows) + 1 + 2
 
 
 def test_ranks_share_the_starts(runs: list[Path]) -> None:

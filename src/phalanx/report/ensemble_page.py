@@ -43,14 +43,16 @@ def render_ensemble(summary: Row) -> str:
     if family == "weather":
         rows = summary["forecasts"]
         variables = list(dict.fromkeys(row["variable"] for row in rows))
-        by_lead = [(name, [draw_by_lead([row for row in rows if row["variable"] == name])]) for name in variables]
+        mine = {name: [row for row in rows if row["variable"] == name] for name in variables}
+        by_lead = [(name, [draw_by_lead(found), draw_ranks(found[-1])]) for name, found in mine.items()]
         page |= {
             "about": "Stretched on the validation split, scored on the test split, "
             f"{summary['hours_between']:g} h away from it.",
             "curves": (
-                "Error and spread by lead time",
+                "Error and spread by lead time, and ranks of the truth",
                 "Area-weighted, in the units of the variable. Where spread and error are alike the ensemble says how far it "
-                "may be off.",
+                "may be off. The truth then has every rank among the members equally often; high ends mean too little "
+                "spread, a slope a bias.",
                 by_lead,
             ),
             "tables": [("table", "All scores", ALL_SCORES_HINT, FORECAST_COLUMNS, rows)],
@@ -339,4 +341,25 @@ def draw_by_lead(rows: Sequence[Row]) -> Drawing:
         f"{format_number(last['best_member_rmse'])}; spread over error {format_number(last['scores']['spread_skill'])}, "
         f"members as they are {format_number(last['raw']['spread_skill'])}.",
         tuple((f"dot-{number}", name) for number, (name, _, _) in enumerate(series, 1)),
+    )
+
+
+def draw_ranks(row: Row) -> Drawing:
+    """Draw the rank histogram of one variable at one lead time, stretched and as it is, beside a reliable ensemble's."""
+    found, raw = (row[which]["ranks"] for which in ("scores", "raw"))
+    if not np.isfinite([*found, *raw]).all():
+        return draw_nothing("Nothing could be scored.")
+    ranks, flat = list(range(len(found))), 1.0 / len(found)
+    plot = _tall_plot(Scale(0.0, float(ranks[-1])), fit_scale(np.array([*found, *raw, flat]), from_zero=True))
+    plot.label_up(format_percent)
+    plot.label_across(ranks, lambda rank: f"{rank:.0f}", apart=30)
+    height = plot.place_up([flat])[0]
+    plot.parts.append(make_line(plot.left, height, plot.right, height, "ideal"))
+    plot.add_curve(ranks, raw, 2, "strong dashed")
+    plot.add_curve(ranks, found, 1, "strong")
+    outside = format_percent(found[0] + found[-1])
+    return plot.finish(
+        f"At {row['lead_hours']:g} h: share of truths above that many members. {outside} lie outside all members, of a "
+        f"reliable ensemble {format_percent(2 * flat)}.",
+        (("dot-1", "stretched"), ("dot-2", "as they are")),
     )

@@ -50,7 +50,8 @@ def run_forecast(asked: ForecastArguments) -> None:
         print_json({**about, **found.as_dict()})
     else:
         print_lines([f"{loaded.where} on the {found.split} split: {found.starts:,} starts"])
-        print_table(SCORE_COLUMNS, found.rows)
+        rain = any(row.seeps is not None for row in found.rows)
+        print_table((*SCORE_COLUMNS, SEEPS_COLUMN) if rain else SCORE_COLUMNS, found.rows)
         if found.without_climatology is not None:
             print_lines([f"  no climatology: {found.without_climatology}"])
         print_lines([skill_in_words(found.rows), str(page)])
@@ -65,3 +66,4 @@ SCORE_COLUMNS: tuple[Column[ScoreRow], ...] = (
     Column("saved", lambda row: f"{row.skill:+.0%}"),
     Column("ACC", lambda row: "-" if row.acc is None else f"{row.acc:.3f}"),
 )
+SEEPS_COLUMN: Column[ScoreRow] = Column("SEEPS", lambda row: "" if row.seeps is None else f"{row.seeps:.3f}")

@@ -379,6 +379,9 @@ class FieldData(Section):
     """Days of the year that each day of the climatology is averaged over, itself in the middle."""
     climatology_weights: Literal["equal", "linear"] = "equal"
     """Weights of these days: equal, or falling linearly from the middle to 0 at both ends, as WeatherBench 2 has them."""
+    dry_thresholds: dict[str, Annotated[float, Field(ge=0.0)]] = Field(default={})
+    """Predicted variables that are amounts of precipitation, each with the amount in its own unit up to which a time is dry
+    (0.25 mm in WeatherBench 2): SEEPS is scored of them."""
     gaps: Literal["refuse", "skip"] = "refuse"
     """What a hole in the time axis does: end the run, or only leave out the samples that would need it."""
     missing: Literal["skip", "refuse", "mask"] = "skip"
@@ -397,6 +400,9 @@ class FieldData(Section):
             twice = first_repeated(names)
             if twice is not None:
                 raise ValueError(f"{field} names {twice} twice")
+        _all_among(
+            "dry_thresholds", tuple(self.dry_thresholds), "the predicted variables", tuple(self.target_variables)
+        )
         return self
 
     @model_validator(mode="after")

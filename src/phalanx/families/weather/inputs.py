@@ -140,11 +140,13 @@ class WeatherInputs(TrainableModel):
                 persistence_rmse=1.0,
                 persistence_acc=0.0,
                 climatology_rmse=1.0,
+                seeps=0.0 if variable in run.data.dry_thresholds else None,
+                persistence_seeps=0.0 if variable in run.data.dry_thresholds else None,
             )
             for lead in run.data.leads
             for variable in run.data.target_variables
         ]
-        return ExpectedEvaluation(_evaluation_fields(0.0, 0, rows), frozenset(("loss", "rmse", "mae")))
+        return ExpectedEvaluation(_evaluation_fields(0.0, 0, rows), frozenset(("loss", "rmse", "mae", "seeps")))
 
 
 def _evaluation_fields(loss: float, forecasts: int, rows: Sequence[ScoreRow]) -> dict[str, Any]:

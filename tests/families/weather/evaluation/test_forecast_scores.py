@@ -11,7 +11,7 @@ import pytest
 import torch
 import xarray
 from scores.continuous import additive_bias, mae, mse
-from scores.probability import crps_for_ensemble
+from scores.probability import crps_for_ensemble, rank_histogram
 
 from phalanx.families.weather.data.coordinates import Grid
 from phalanx.families.weather.evaluation.forecast_scores import (
@@ -95,6 +95,37 @@ def test_ensemble_scores_are_those_of_an_independent_implementation() -> None:
         assert score.spread_skill == pytest.approx(score.spread / score.rmse * math.sqrt(7 / 6), rel=1e-12)
 
 
+def test_ranks_with_ties_are_those_of_an_independent_implementation() -> None:
+    # Whole numbers, as of amounts that are often nothing: many members equal the truth.
+    members, truth = random_fields(8, FORECASTS, 5, len(VARIABLES)).div(3).round(), TRUTH.div(3).round()
+    assert (members == truth[:, None]).float().mean() > 0.1
+    scores = EnsembleScores(VARIABLES, LEADS, WEIGHTS, members=5)
+    scores.add(members, truth, LEAD_HOURS)
+    for number, score in enumerate(scores.results()):
+        lead, variable = divmod(number, 2)
+        ensemble, known = arrays(LEADS[lead], variable, members, truth)
+        expected = rank_histogram(ensemble, known, "e", weights=AREA)
+        assert score.ranks == pytest.approx(expected.values.tolist(), rel=1e-10)
+
+
+def test_a_truth_among_equal_members_has_each_of_its_ranks_alike() -> None:
+    members = torch.tensor([1.0, 2.0, 2.0, 5.0])[None, :, None, None, None].expand(3, 4, 1, *GRID.shape)
+    truth = torch.tensor([0.0, 2.0, 9.0])[:, None, None, None].expand(3, 1, *GRID.shape)
+    scores = EnsembleScores(("z500",), (24,), WEIGHTS, members=4)
+    scores.add(members, truth, torch.full((3,), 24))
+    # Below all, above one and level with two, above all.
+    assert scores.results()[0].ranks == pytest.approx([1 / 3, 1 / 9, 1 / 9, 1 / 9, 1 / 3])
+
+
+def test_a_member_without_values_has_no_ranks() -> None:
+    members = random_fields(6, FORECASTS, 3, len(VARIABLES))
+    members[0, 1, 0, 2, 2] = math.nan
+    scores = EnsembleScores(VARIABLES, LEADS, WEIGHTS, members=3)
+    scores.add(members, TRUTH, LEAD_HOURS)
+    found = scores.results()
+    assert all(map(math.isnan, found[0].ranks)) and sum(found[1].ranks) == pytest.approx(1.0)
+
+
 def test_the_fair_crps_does_not_depend_on_the_number_of_members() -> None:
     generator = torch.Generator().manual_seed(3)
     truth = torch.randn(200_000, generator=generator, dtype=torch.float64)
@@ -169,7 +200,8 @@ def test_uneven_shares_add_up(ends: list[int]) -> None:
         ensemble._sums += ensemble_share._sums
     np.testing.assert_allclose(table(total.results()), table(scored()), rtol=1e-12)
     for found, expected in zip(ensemble.results(), whole.results(), strict=True):
-        assert dataclasses.astuple(found)[2:] == pytest.approx(dataclasses.astuple(expected)[2:], rel=1e-12)
+        assert dataclasses.astuple(found)[2:-1] == pytest.approx(dataclasses.astuple(expected)[2:-1], rel=1e-12)
+        assert found.ranks == pytest.approx(expected.ranks, rel=1e-12)
 
 
 def test_the_error_of_a_mean_state_counts_although_its_pattern_is_right() -> None:

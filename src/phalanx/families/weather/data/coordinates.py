@@ -194,10 +194,24 @@ class TimeAxis:
         """Return the number of values that `days_of_year` may have."""
         return 360 if self.calendar == "360_day" else 366
 
+    @cached_property
+    def months(self) -> Int64Array:
+        """Return the calendar month [T], from 0."""
+        return np.array([date.month - 1 for date in self._dates], dtype=np.int64)
+
     @property
     def seconds_of_day(self) -> Int64Array:
         """Return seconds since midnight, [T]."""
         return np.mod(self.seconds, DAY)
+
+    @property
+    def frames_a_day(self) -> int:
+        """Return the number of frames a day where that is a whole number greater than one, else 1."""
+        return DAY // self.step if 0 < self.step < DAY and DAY % self.step == 0 else 1
+
+    def parts_of_day(self, parts: int) -> Int64Array:
+        """Return which of `parts` equal parts of the day each time is in, [T]."""
+        return self.seconds_of_day * parts // DAY
 
     @cached_property
     def parts_of_cycles(self) -> Float32Array:

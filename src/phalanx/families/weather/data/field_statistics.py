@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from phalanx.data.prepared_folder import read_checked
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import DataError
-from phalanx.families.weather.data.coordinates import DAY, Float32Array, Float64Array, TimeAxis
+from phalanx.families.weather.data.coordinates import Float32Array, Float64Array, TimeAxis
 from phalanx.families.weather.data.field_store import FieldStore
+from phalanx.families.weather.data.precipitation_climatology import PrecipitationClimate
 from phalanx.files import write_atomically
 
 _FRAMES_AT_ONCE = 64
@@ -92,6 +93,8 @@ class Climatology:
     """Days of the year that each mean covers, its own in the middle; those of weight 0 are none of them."""
     name: str
     """Path that the frames come from, for messages."""
+    precipitation: PrecipitationClimate | None = None
+    """Climate of those of the variables that are precipitation; None where none is."""
 
     def at(self, times: TimeAxis, frames: Int64Array) -> Float32Array:
         """Return the climatology [n, V, H, W] of the times of `frames`, int64 [n].
@@ -102,7 +105,7 @@ class Climatology:
             raise DataError(
                 f"the climatology of {self.name} has calendar {self.calendar}, the forecasts {times.calendar}"
             )
-        day, part = times.days_of_year[frames], _part_of_day(times, self.mean.shape[1])[frames]
+        day, part = times.days_of_year[frames], times.parts_of_day(self.mean.shape[1])[frames]
         unknown = np.flatnonzero(self.frames[day, part] == 0)
         # A mean of no frames is NaN, which would drop the case from the scores without a word.
         if unknown.size:
@@ -132,10 +135,9 @@ def mean_by_day(
     linear = weights == "linear" and days > 2
     window = _linear_sums if linear else _window_sums
     covered = 2 * (days // 2) - 1 if linear else days
-    # Frames a day, where that is a whole number greater than one.
-    parts = DAY // times.step if 0 < times.step < DAY and DAY % times.step == 0 else 1
+    parts = times.frames_a_day
     # One slot for each day of the year and time of day: the daily cycle is no forecast skill.
-    slots = (times.days_of_year * parts + _part_of_day(times, parts))[frames]
+    slots = (times.days_of_year * parts + times.parts_of_day(parts))[frames]
     in_year = times.days_in_year
     count = np.bincount(slots, minlength=in_year * parts).reshape(in_year, parts)
     mean = np.empty((in_year, parts, len(variables), *store.grid.shape), dtype=np.float32)
@@ -172,8 +174,3 @@ def _window_sums(values: Float64Array, days: int) -> Float64Array:
     sums = np.cumsum(np.concatenate([np.zeros((1, *values.shape[1:])), around]), axis=0)
     windows: Float64Array = sums[days:] - sums[:-days]
     return windows
-
-
-def _part_of_day(times: TimeAxis, parts: int) -> Int64Array:
-    """Return which of `parts` equal parts of the day each time is in, [T]."""
-    return times.seconds_of_day * parts // DAY

@@ -6,6 +6,7 @@ The format of a store is told apart by what lies at the path, never by a setting
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ from phalanx.families.weather.data.field_survey import (
     require_whole_axis,
     survey_store,
 )
+from phalanx.families.weather.data.precipitation_climatology import climate_by_month
 from phalanx.families.weather.data.prepared_store import PreparedStore, is_prepared
 from phalanx.remote_files import is_kept_elsewhere, is_remote, local_path
 
@@ -139,7 +141,10 @@ class FieldSet:
         # A frame that was never written would pull its day's mean to the fill value.
         whole = frames[~self.surveys[source].blank[frames][:, columns].any(axis=1)]
         data = self.data
-        return mean_by_day(store, columns, whole, days=data.climatology_days, weights=data.climatology_weights)
+        found = mean_by_day(store, columns, whole, days=data.climatology_days, weights=data.climatology_weights)
+        if not data.dry_thresholds:
+            return found
+        return replace(found, precipitation=climate_by_month(store, data.target_variables, whole, data.dry_thresholds))
 
     def _find_statistics(self) -> FieldStatistics:
         """Return the statistics that the run file names, or those of the training split."""

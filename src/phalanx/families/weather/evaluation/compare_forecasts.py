@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from phalanx.families.weather.data.field_samples import Cases, FieldReader
 from phalanx.families.weather.data.field_statistics import Climatology
 from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.evaluation.forecast_scores import ForecastScores
+from phalanx.families.weather.evaluation.seeps import PrecipitationClimates
 
 _FRAMES_AT_ONCE = 16
 """Frames whose climatology is looked up at a time."""
@@ -39,6 +41,9 @@ class ScoreRow:
     persistence_rmse: float
     persistence_acc: float | None
     climatology_rmse: float | None
+    seeps: float | None = None
+    """SEEPS of the model; None of what is no precipitation and without a climatology."""
+    persistence_seeps: float | None = None
 
     @property
     def baseline_rmse(self) -> float:
@@ -78,9 +83,11 @@ class Comparison:
         hours = reader.lead_hours(cases)
         truth = reader.read_outputs(cases).to(device)
         usual = None if self.climatologies is None else climatology_at(reader, self.climatologies, cases).to(device)
-        self._model.add(forecast.to(device), truth, hours, usual)
+        known = self.climatologies
+        rain = None if known is None else precipitation_at(reader, known, cases, device)
+        self._model.add(forecast.to(device), truth, hours, usual, rain)
         # On the same cases as the model: skill compares like with like.
-        self._persistence.add(reader.read_outputs(cases, at_start=True).to(device), truth, hours, usual)
+        self._persistence.add(reader.read_outputs(cases, at_start=True).to(device), truth, hours, usual, rain)
         if usual is not None:
             self._climatology.add(usual, truth, hours)
 
@@ -105,6 +112,8 @@ class Comparison:
                 persistence_rmse=stays.rmse,
                 persistence_acc=stays.acc if known else None,
                 climatology_rmse=usual.rmse if known else None,
+                seeps=mine.seeps if math.isfinite(mine.seeps) else None,
+                persistence_seeps=stays.seeps if math.isfinite(stays.seeps) else None,
             )
             for mine, stays, usual in both
         ]
@@ -177,3 +186,27 @@ def climatology_at(reader: FieldReader, climatologies: Mapping[int, Climatology]
             frames = cases.target[mine.numpy()]
             out[mine] = torch.from_numpy(climatology.at(reader.sources[source].store.times, frames))
     return out
+
+
+def precipitation_at(
+    reader: FieldReader, climatologies: Mapping[int, Climatology], cases: Cases, device: torch.device
+) -> PrecipitationClimates | None:
+    """Return the climates of precipitation at the targets; None where no variable is precipitation."""
+    climates = [one.precipitation for one in climatologies.values() if one.precipitation is not None]
+    if not climates:
+        return None
+    # All sources have the variables of the run, so the first tells which.
+    shape = (len(cases), len(climates[0].places), *reader.grid.shape)
+    fraction, heavy = (np.full(shape, np.nan, dtype=np.float32) for _ in range(2))
+    for source, climatology in climatologies.items():
+        mine = np.flatnonzero(cases.source == source)
+        if mine.size and climatology.precipitation is not None:
+            fraction[mine], heavy[mine] = climatology.precipitation.at(
+                reader.sources[source].store.times, cases.target[mine]
+            )
+    return PrecipitationClimates(
+        climates[0].places,
+        torch.from_numpy(climates[0].dry_threshold).to(device),
+        torch.from_numpy(fraction).to(device),
+        torch.from_numpy(heavy).to(device),
+    )

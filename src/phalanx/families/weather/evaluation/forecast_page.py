@@ -79,12 +79,18 @@ SCORE_COLUMNS: tuple[Column[ScoreRow], ...] = (
     Column("MAE", lambda row: _format_known(row.mae)),
     Column("bias", lambda row: _format_known(row.bias)),
 )
+SEEPS_COLUMNS: tuple[Column[ScoreRow], ...] = (
+    Column("SEEPS", lambda row: _format_known(row.seeps)),
+    Column("SEEPS of persistence", lambda row: _format_known(row.persistence_seeps)),
+)
+"""Columns of runs that predict precipitation."""
 
 
 def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
     """Return the page as text."""
     made = [f"{hours} h = {' + '.join(map(str, parts))}" for hours, parts in found.steps.items() if len(parts) > 1]
     steps = f"Roll-outs: {'; '.join(made)}. Other lead times are one step of the model."
+    known_rain = any(row.seeps is not None for row in found.rows)
     curves: dict[str, list[Drawing]] = {}
     for name in dict.fromkeys(row.variable for row in found.rows):
         rows = [row for row in found.rows if row.variable == name]
@@ -104,7 +110,13 @@ def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
             {"this model": lambda row: row.acc, "persistence": lambda row: row.persistence_acc},
             from_zero=False,
         )
-        curves[name] = [drawing for drawing in (errors, correlations) if drawing is not None]
+        rain = draw_scores(
+            "SEEPS",
+            rows,
+            {"this model": lambda row: row.seeps, "persistence": lambda row: row.persistence_seeps},
+            from_zero=True,
+        )
+        curves[name] = [drawing for drawing in (errors, correlations, rain) if drawing is not None]
     return render_page(
         "forecast.html",
         "figures.css",
@@ -124,7 +136,8 @@ def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
             for at in skill_by_lead(found.rows)
         ],
         curves=curves,
-        columns=SCORE_COLUMNS,
+        columns=(*SCORE_COLUMNS, *SEEPS_COLUMNS * known_rain),
+        rain=known_rain,
         maps=[(one, paint_maps(one)) for one in found.maps],
     )
 

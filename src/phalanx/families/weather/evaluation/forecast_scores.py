@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from phalanx.families.weather.evaluation.seeps import PrecipitationClimates, seeps_errors
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class Score:
     acc: float
     """Mean over forecasts of the anomaly correlation: of forecast and truth, each less the climatology of its day, with
     area weights and without removing the mean of the anomalies. NaN without a climatology."""
+    seeps: float
+    """Mean over forecasts of the area-weighted mean SEEPS (see `seeps_errors`), over points whose climate allows it. NaN of
+    what is no precipitation."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,10 @@ class EnsembleScore:
     """Square root of the mean over forecasts of the area-weighted ensemble variance (divided by members - 1)."""
     spread_skill: float
     """spread / rmse * sqrt((members + 1) / members): 1 for a reliable ensemble (Fortin et al. 2014, equation 15)."""
+    ranks: tuple[float, ...]
+    """Rank histogram, [members + 1]: mean over forecasts of the area-weighted share of points whose truth is above that many
+    members; one that equals some members is shared equally by the ranks that it may have. Flat for a reliable ensemble
+    (Hamill 2001)."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class _Means:
 class _ScoreSums:
     """Sums and counts of named values of forecasts, by lead time and variable: float64 [2, N, L, V]."""
 
-    names: ClassVar[tuple[str, ...]]
+    names: tuple[str, ...]
 
     def __init__(self, variables: Sequence[str], lead_hours: Sequence[int], area_weights: Tensor) -> None:
         """area_weights: [H, W], see `Grid.area_weights`; their scale does not matter. They name the device of the sums."""
@@ -125,15 +133,21 @@ class _ScoreSums:
 class ForecastScores(_ScoreSums):
     """Sums from which the scores of single forecasts follow, by lead time and variable."""
 
-    names = ("squared", "error", "absolute", "correlation")
+    names: tuple[str, ...] = ("squared", "error", "absolute", "correlation", "seeps")
 
     def add(
-        self, forecast_BVHW: Tensor, truth_BVHW: Tensor, lead_hours_B: Tensor, climatology_BVHW: Tensor | None = None
+        self,
+        forecast_BVHW: Tensor,
+        truth_BVHW: Tensor,
+        lead_hours_B: Tensor,
+        climatology_BVHW: Tensor | None = None,
+        precipitation: PrecipitationClimates | None = None,
     ) -> None:
         """Score forecasts, whose truth and climatology are given in the same units; lead_hours: whole hours.
 
         A point counts where truth (and for the correlation climatology) is not NaN; a NaN in a forecast at such a point
-        makes its scores NaN, so a forecast cannot choose where it is scored.
+        makes its scores NaN, so a forecast cannot choose where it is scored. precipitation: climates of the variables that
+        SEEPS is scored of.
         """
         there_BVHW = ~truth_BVHW.isnan()
         weights_BVHW = _mean_weights(self._area, there_BVHW)
@@ -155,6 +169,23 @@ class ForecastScores(_ScoreSums):
             # Without any anomaly, as where the climatology itself is the forecast, nothing is correlated.
             correlation_BV = torch.where(size_BV == 0, 0.0, product_BV / size_BV.sqrt())
             self._add_values({"correlation": correlation_BV}, there_BVHW, lead_hours_B)
+        if precipitation is not None:
+            self._add_seeps(forecast_BVHW, truth_BVHW, lead_hours_B, precipitation)
+
+    def _add_seeps(
+        self, forecast_BVHW: Tensor, truth_BVHW: Tensor, lead_hours_B: Tensor, climates: PrecipitationClimates
+    ) -> None:
+        """Score the variables that are precipitation, at points whose climate allows it."""
+        places = list(climates.places)
+        there_BVHW = torch.zeros_like(truth_BVHW, dtype=torch.bool)
+        there_BVHW[:, places] = ~truth_BVHW[:, places].isnan() & climates.scored_points()
+        errors_BPHW = seeps_errors(forecast_BVHW[:, places], truth_BVHW[:, places], climates)
+        there_BPHW = there_BVHW[:, places]
+        means_BV = torch.zeros(truth_BVHW.shape[:2], dtype=torch.float64, device=truth_BVHW.device)
+        means_BV[:, places] = _area_sum(
+            torch.where(there_BPHW, errors_BPHW, 0.0), _mean_weights(self._area, there_BPHW)
+        )
+        self._add_values({"seeps": means_BV}, there_BVHW, lead_hours_B)
 
     def results(self) -> list[Score]:
         """Return one score for each lead time and variable."""
@@ -167,6 +198,7 @@ class ForecastScores(_ScoreSums):
                 mae=found.mean("absolute"),
                 bias=found.mean("error"),
                 acc=found.mean("correlation"),
+                seeps=found.mean("seeps"),
             )
             for found in self._means()
         ]
@@ -175,7 +207,7 @@ class ForecastScores(_ScoreSums):
 class EnsembleScores(_ScoreSums):
     """Sums from which the scores of ensemble forecasts follow, by lead time and variable."""
 
-    names = ("squared", "error", "variance", "crps", "fair_crps")
+    names: tuple[str, ...] = ("squared", "error", "variance", "crps", "fair_crps")
 
     def __init__(
         self,
@@ -188,6 +220,8 @@ class EnsembleScores(_ScoreSums):
     ) -> None:
         """members: members of every ensemble, at least 2. independent: whether the fair score applies to them."""
         assert members >= 2, members
+        self._ranks = tuple(f"rank {rank}" for rank in range(members + 1))
+        self.names = (*self.names, *self._ranks)
         super().__init__(variables, lead_hours, area_weights)
         self.independent = independent
         self.members = members
@@ -209,6 +243,10 @@ class EnsembleScores(_ScoreSums):
             "crps": _area_sum(torch.where(there_BVHW, crps_BVHW, 0.0), weights_BVHW),
             "fair_crps": _area_sum(torch.where(there_BVHW, fair_BVHW, 0.0), weights_BVHW),
         }
+        # A rank at a time: together they would take as much memory as the members.
+        for rank, name in enumerate(self._ranks):
+            share_BVHW = rank_share(members_BMVHW, truth_BVHW, rank)
+            values[name] = _area_sum(torch.where(there_BVHW, share_BVHW, 0.0), weights_BVHW)
         self._add_values(values, there_BVHW, lead_hours_B)
 
     def results(self) -> list[EnsembleScore]:
@@ -229,9 +267,20 @@ class EnsembleScores(_ScoreSums):
                     fair_crps=means.mean("fair_crps") if self.independent else None,
                     spread=spread,
                     spread_skill=ratio,
+                    ranks=tuple(means.mean(name) for name in self._ranks),
                 )
             )
         return found
+
+
+def rank_share(members: Tensor, truth: Tensor, rank: int) -> Tensor:
+    """Return how much of each truth has this rank among the members, from 0 to 1; shapes as in `fair_crps`.
+
+    A truth that equals k members has k + 1 ranks and counts for each of them alike. NaN where a member has no value.
+    """
+    below, equal = (found.sum(1) for found in (members < truth.unsqueeze(1), members == truth.unsqueeze(1)))
+    share = ((below <= rank) & (rank <= below + equal)) / (equal + 1).double()
+    return torch.where(members.isnan().any(1), torch.nan, share)
 
 
 def fair_crps(members: Tensor, truth: Tensor) -> Tensor:
