@@ -21,6 +21,8 @@ from phalanx.kernels.float8 import (
     row_column_amax,
     row_column_amax_reference,
     scaled_product,
+    transpose_quantised,
+    transpose_reference,
 )
 from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient, quantises_gradients, swiglu_gradient_amax
 from phalanx.kernels.swiglu import swiglu
@@ -67,6 +69,9 @@ def test_quantised_bit_by_bit(
     for scales in ((one, one), tuple(power_of_two_scale(each, kind) for each in amax)):
         wanted = quantise_reference(x.cpu(), *(scale.cpu() for scale in scales), kind, True, True)
         assert all(map(same, quantise(x, *scales, kind, True, True), wanted))
+        q, by_row = quantise(x, *scales, kind, True, False)[0], scales if scales[0] is not one else (None, None)
+        here = (None if scale is None else scale.cpu() for scale in by_row)
+        assert same(transpose_quantised(q, *by_row), transpose_reference(wanted[0], *here))
         assert same(quantise(x, *scales, kind, False, True)[1], wanted[1])
     for square in (False, True):
         wanted_blocks = quantise_blocks_reference(x.cpu(), kind, 128, square, True, True)

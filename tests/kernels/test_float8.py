@@ -18,6 +18,7 @@ from phalanx.kernels.float8 import (
     quantise_blocks,
     row_column_amax,
     scaled_product,
+    transpose_quantised,
 )
 from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient, swiglu_gradient_amax
 from phalanx.kernels.swiglu import swiglu_backward_reference
@@ -118,9 +119,35 @@ def test_operations_are_sound() -> None:
         torch.library.opcheck(quantise_blocks, (x, E4M3, 128, True, *wanted), test_utils=checks)
     torch.library.opcheck(row_column_amax, (x,), test_utils=checks)
     q = x.to(E4M3)
+    torch.library.opcheck(transpose_quantised, (q, None, None), test_utils=checks)
+    torch.library.opcheck(transpose_quantised, (q, torch.ones(20), torch.ones(36)), test_utils=checks)
     torch.library.opcheck(scaled_product, (q, q, one, one, torch.bfloat16, True), test_utils=checks)
     blocks = torch.ones(20, 1)
     torch.library.opcheck(block_product, (q, q, blocks, blocks, torch.bfloat16, 128), test_utils=checks)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, FNUZ])
+def test_numbers_in_eight_bits_are_transposed_and_brought_to_other_scales(dtype: torch.dtype) -> None:
+    x = random(37, 53) * random(37, 53, seed=1)
+    of_rows, of_columns = (power_of_two_scale(amax, dtype) for amax in row_column_amax(x))
+    q, wanted = quantise(x, of_rows, of_columns, dtype, True, True)
+    assert torch.equal(transpose_quantised(q, None, None).float(), q.float().t())
+    found = transpose_quantised(q, of_rows, of_columns).float()
+    least = torch.finfo(dtype).smallest_normal
+    kept = (x.float().abs() >= least * torch.maximum(of_rows[:, None], of_columns)).t()
+    assert 0.5 < kept.float().mean() < 0.9 and torch.equal(found[kept], wanted.float()[kept])
+    # A number that is small beside the largest of its row or of its column is rounded to what these are rounded to.
+    lost = (found - wanted.float()).abs() * of_columns[:, None]
+    assert lost.max() > 0 and (lost <= least * torch.maximum(of_rows, of_columns[:, None])).all()
+
+
+def test_a_number_rounded_beyond_the_scale_of_its_column_stays_a_number() -> None:
+    """The smallest number of a row's scale may be more than the column's scale holds."""
+    x = torch.tensor([[1.0, 2.0**-17 * 0.8]])
+    of_rows, of_columns = (power_of_two_scale(amax, E4M3) for amax in row_column_amax(x))
+    q = quantise(x, of_rows, of_columns, E4M3, True, False)[0]
+    assert float(q[0, 1].float() * of_rows / of_columns[1]) > torch.finfo(E4M3).max
+    assert float(transpose_quantised(q, of_rows, of_columns)[1, 0].float()) == torch.finfo(E4M3).max
 
 
 @pytest.mark.parametrize("block", [1, 16, 64])
@@ -159,6 +186,11 @@ def quantising(name: str, read: str, element: str) -> tuple[Any, int, dict[str, 
         types = {"x": f"*{read}", **scales, "q": q, "q_t": q, **sizes}
         constants = {"BY_ROW": name == "by row", **SHAPED, **dict(zip(("TILE_R", "TILE_C"), tiles, strict=True))}
         return kernels.quantise_kernel, warps, types, constants
+    if name == "transpose":
+        *tiles, warps = kernels.QUANTISE_TILES
+        types = {"q": q, **scales, "q_t": q, **sizes}
+        constants = {"BY_ROW": True, "MOST": 240.0, **dict(zip(("TILE_R", "TILE_C"), tiles, strict=True))}
+        return kernels.transpose_kernel, warps, types, constants
     if name == "gated":
         types = {"grad_hidden": f"*{read}", "gate_up": f"*{read}", "scale": "*fp32", "same_scale": "*fp32"}
         types |= {"hidden_scale": "*fp32", "q": q, "q_t": q, "hidden_t": q, "rows": "i32", "features": "i32"}
@@ -198,7 +230,7 @@ def test_no_tile_of_eight_bits_is_stored_both_as_it_is_and_transposed(name: str,
 def test_kernels_compile(target: str, element: str) -> None:
     from phalanx.kernels import float8_triton as kernels  # noqa: PLC0415
 
-    for name in ("quantise", "blocks", "gated"):
+    for name in ("quantise", "transpose", "blocks", "gated"):
         kernel, warps, types, constants = quantising(name, "bf16", element)
         assembly_of(kernel, target, warps, types, constants, even=tuple(range(len(types))))
     types = {"grad_hidden": "*bf16", "gate_up": "*bf16", "amax": "*fp32", "rows": "i32", "features": "i32"}
@@ -247,6 +279,10 @@ for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         kernels.run_quantise(x, *scales, *found)
         for f, w in zip(found, wanted):
             assert torch.equal(f.float(), w.float())
+        by_row = scales if scales[0].numel() > 1 else (None, None)
+        turned = torch.empty_like(wanted[1])
+        kernels.run_transpose(wanted[0], *by_row, turned)
+        assert torch.equal(turned.float(), transpose_reference(wanted[0], *by_row).float())
     for square in (False, True):
         wanted = quantise_blocks_reference(x, dtype, 128, square, True, True)
         found = tuple(torch.empty_like(w) for w in wanted)

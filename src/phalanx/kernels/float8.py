@@ -132,6 +132,43 @@ def quantise_reference(
     return q_NI, q_IN
 
 
+@torch.library.custom_op("phalanx::transpose_quantised", mutates_args=())
+def transpose_quantised(
+    q_OI: Tensor, scale: Tensor | None, column_scale: Tensor | None, after: Tensor | None = None
+) -> Tensor:
+    """Return the transposed of a matrix in 8 bits, [I, O]: its numbers as they are, or brought to other scales.
+
+    scale: what rows are multiplied by, float32 [O]. column_scale: what rows of the transposed will be, [I]; numbers that
+    rounding made too large for these become the largest of the format. None for both leaves the numbers alone. after: see
+    `quantise`.
+    """
+    return transpose_reference(q_OI, scale, column_scale)
+
+
+@transpose_quantised.register_fake
+def _(q_OI: Tensor, scale: Tensor | None, column_scale: Tensor | None, after: Tensor | None = None) -> Tensor:
+    return q_OI.new_empty(q_OI.shape[::-1])
+
+
+@transpose_quantised.register_kernel("cuda")
+def _(q_OI: Tensor, scale: Tensor | None, column_scale: Tensor | None, after: Tensor | None = None) -> Tensor:
+    kernel = triton_module("float8_triton")
+    if kernel is None or not q_OI.numel():
+        return transpose_reference(q_OI, scale, column_scale)
+    q_IO = q_OI.new_empty(q_OI.shape[::-1])
+    kernel.run_transpose(q_OI.contiguous(), scale, column_scale, q_IO)
+    return q_IO
+
+
+def transpose_reference(q_OI: Tensor, scale: Tensor | None, column_scale: Tensor | None) -> Tensor:
+    """Do as `transpose_quantised` in plain PyTorch, for every device and format."""
+    if scale is None or column_scale is None:
+        return q_OI.view(torch.uint8).t().contiguous().view(q_OI.dtype)
+    most = torch.finfo(q_OI.dtype).max
+    turned_IO = q_OI.float().mul(scale.view(-1, 1)).div(column_scale).clamp(-most, most).t()
+    return turned_IO.contiguous().to(q_OI.dtype)
+
+
 @torch.library.custom_op("phalanx::quantise_blocks", mutates_args=())
 def quantise_blocks(
     x_NI: Tensor,

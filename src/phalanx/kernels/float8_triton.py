@@ -78,6 +78,36 @@ def quantise_kernel(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def transpose_kernel(
+    q: tl.tensor,
+    scale: tl.tensor,
+    column_scale: tl.tensor,
+    q_t: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    BY_ROW: tl.constexpr,
+    MOST: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_C: tl.constexpr,
+) -> None:
+    """One tile of q [rows, columns] transposed. BY_ROW: brought from scales of its rows to those of its columns."""
+    tiles = tl.cdiv(columns, TILE_C)
+    row = (tl.program_id(0) // tiles) * TILE_R + tl.arange(0, TILE_R)
+    column = (tl.program_id(0) % tiles) * TILE_C + tl.arange(0, TILE_C)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    value = tl.load(q + row.to(tl.int64)[:, None] * columns + column[None, :], mask=inside, other=0.0)
+    value = value.to(tl.float32)
+    if BY_ROW:
+        value *= tl.load(scale + row, mask=row < rows, other=1.0)[:, None]
+        value *= tl.div_rn(1.0, tl.load(column_scale + column, mask=column < columns, other=1.0))[None, :]
+        # By comparison: what is no number stays none.
+        value = tl.where(value > MOST, MOST, tl.where(value < -MOST, -MOST, value))
+    place = q_t + column.to(tl.int64)[:, None] * rows + row[None, :]
+    turned = tl.trans(value.to(q_t.dtype.element_ty))
+    tl.store(place, turned, mask=(column < columns)[:, None] & (row < rows)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def quantise_blocks_kernel(
     x: tl.tensor,
     q: tl.tensor,
@@ -302,6 +332,27 @@ def run_quantise(x_NI: Tensor, scale: Tensor, column_scale: Tensor, q_NI: Tensor
             BY_ROW=scale.numel() > 1 or column_scale.numel() > 1,
             ROWS=q_NI.numel() > 0,
             COLUMNS=q_IN.numel() > 0,
+            TILE_R=tile_r,
+            TILE_C=tile_c,
+            num_warps=warps,
+        )
+
+
+def run_transpose(q_OI: Tensor, scale: Tensor | None, column_scale: Tensor | None, q_IO: Tensor) -> None:
+    """Do as `kernels.float8.transpose_reference` into `q_IO`, for contiguous matrices of a CUDA or ROCm device."""
+    rows, columns = q_OI.shape
+    tile_r, tile_c, warps = QUANTISE_TILES
+    with torch.cuda.device(q_OI.device):
+        transpose_kernel[(triton.cdiv(rows, tile_r) * triton.cdiv(columns, tile_c),)](
+            q_OI,
+            # Where there are no scales, whatever stands for them is not read.
+            q_OI if scale is None else scale.contiguous(),
+            q_OI if column_scale is None else column_scale.contiguous(),
+            q_IO,
+            rows,
+            columns,
+            BY_ROW=scale is not None,
+            MOST=torch.finfo(q_OI.dtype).max,
             TILE_R=tile_r,
             TILE_C=tile_c,
             num_warps=warps,

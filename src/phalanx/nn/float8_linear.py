@@ -23,6 +23,7 @@ from phalanx.kernels.float8 import (
     quantise_blocks,
     row_column_amax,
     scaled_product,
+    transpose_quantised,
 )
 from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient, swiglu_gradient_amax
 from phalanx.kernels.swiglu import swiglu
@@ -46,7 +47,10 @@ class HeldWeight(NamedTuple):
     """A weight in 8 bits, made once an optimizer step: for the forward pass, and transposed for the input's gradient."""
 
     rows: Operand
-    columns: Operand
+    column_scale: Tensor
+    """Scales of the transposed."""
+    turned: Tensor | None = None
+    """The transposed; None where each backward pass makes it of `rows`."""
 
 
 LinearProduct = Callable[[Tensor, Tensor, Tensor | None, HeldWeight | None], Tensor]
@@ -115,34 +119,57 @@ class Float8Product:
 
     def hold_weight(self, weight_OI: Tensor, amax: Tensor) -> HeldWeight:
         """Return a weight in 8 bits in both orders. amax: float32, 0-dim, of the whole weight, all parts of it."""
+        if self.scaling == "row":
+            rows = self._weight_operands(weight_OI, columns=False)[0]
+            columns = self._turn_by_row(weight_OI, rows)
+        elif self.scaling != "tensor":
+            rows, columns = self._weight_operands(weight_OI)
         if self.scaling != "tensor":
-            return HeldWeight(*self._weight_operands(weight_OI))
+            return HeldWeight(rows, columns.scale, columns.q)
         scale = power_of_two_scale(amax.bfloat16().view(1), self.format)
         q, q_t = quantise(weight_OI, scale, scale, self.format, True, True)
         # Compilers take no tensor as two arguments of a function with a gradient of its own.
-        return HeldWeight(Operand(q, scale), Operand(q_t, scale.clone()))
+        return HeldWeight(Operand(q, scale), scale.clone(), q_t)
 
     def forward_operand(self, weight_OI: Tensor, held: Sequence[Tensor]) -> tuple[Operand, Sequence[Tensor]]:
-        """Return a weight as an operand of the forward pass, and the two tensors that `turn_weight` wants to have.
+        """Return a weight as an operand of the forward pass, and the tensors that `turn_weight` wants to have.
 
-        held: those of a `HeldWeight`; none where the weight is to be quantised now.
+        held: those of a `HeldWeight`, in the order of `_flatten`; none where the weight is to be quantised now.
         """
-        if held:
-            return Operand(*held[:2]), held[2:]
-        rows = self._weight_operands(weight_OI, columns=False)[0]
-        return rows, (weight_OI, rows.scale)
+        if not held:
+            rows = self._weight_operands(weight_OI, columns=False)[0]
+            return rows, (weight_OI, rows.scale)
+        q, scale, column_scale, *turned = held
+        return Operand(q, scale), (*turned, column_scale) if turned else (q, scale, column_scale)
 
-    def turn_weight(self, kept: Tensor, scale: Tensor, *, after: Tensor) -> Operand:
+    def turn_weight(self, kept: Sequence[Tensor], *, after: Tensor) -> Operand:
         """Return the transposed of a weight, for the gradient of the input.
 
-        kept: it, in 8 bits, with its scales, or the weight as it came, with those of the forward pass. after: see
-        `kernels.float8.quantise`.
+        kept: the transposed in 8 bits and its scales; or the weight in 8 bits, its scales and those of the transposed; or
+        the weight as it came and the scales of the forward pass. after: see `kernels.float8.quantise`.
         """
-        if kept.dtype == self.format:
-            return Operand(kept, scale)
+        if len(kept) == 3:
+            q, scale, column_scale = kept
+            scales = (scale, column_scale) if self.scaling == "row" else (None, None)
+            return Operand(transpose_quantised(q, *scales, after), column_scale)
+        weight, scale = kept
+        if weight.dtype == self.format:
+            return Operand(weight, scale)
         if self.scaling == "tensor":
-            return Operand(quantise(kept, scale, scale, self.format, False, True, after)[1], scale)
-        return self._weight_operands(kept, rows=False, after=after)[1]
+            return Operand(quantise(weight, scale, scale, self.format, False, True, after)[1], scale)
+        if self.scaling == "row":
+            rows = Operand(quantise(weight, scale, scale, self.format, True, False, after)[0], scale)
+            return self._turn_by_row(weight, rows, after)
+        return self._weight_operands(weight, rows=False, after=after)[1]
+
+    def _turn_by_row(self, weight_OI: Tensor, rows: Operand, after: Tensor | None = None) -> Operand:
+        """Return the transposed of `rows`, which is the weight with a scale a row, with a scale for each of its own rows.
+
+        Made of 8 bits, as ranks make it that have gathered nothing else.
+        """
+        of_columns = _agree(row_column_amax(weight_OI)[1], self.output_group)
+        column_scale = power_of_two_scale(of_columns, self.format)
+        return Operand(transpose_quantised(rows.q, rows.scale, column_scale, after), column_scale)
 
     def _weight_operands(
         self, weight_OI: Tensor, *, rows: bool = True, columns: bool = True, after: Tensor | None = None
@@ -170,7 +197,9 @@ def _apply_pair(
 
 def _flatten(held: HeldWeight | None) -> tuple[Tensor, ...]:
     # Compilers see tensors that are arguments of their own.
-    return () if held is None else (*held.rows, *held.columns)
+    if held is None:
+        return ()
+    return (*held.rows, held.column_scale) if held.turned is None else (*held.rows, held.column_scale, held.turned)
 
 
 def quantise_both(
@@ -246,7 +275,7 @@ class _Product(torch.autograd.Function):
         rows, columns = product.quantise_gradient(grad_NO, rows=needs_x, columns=needs_weight)
         grad_x = grad_weight = None
         if needs_x:
-            turned = product.turn_weight(*kept, after=rows.scale)
+            turned = product.turn_weight(kept, after=rows.scale)
             grad_x = multiply(rows, turned, product.scaling, grad.dtype, fast=False)
             grad_x = grad_x.view(*grad.shape[:-1], ctx.width)
         if needs_weight:
@@ -277,7 +306,7 @@ class _GatedPair(torch.autograd.Function):
         rows, _ = second.quantise_input(swiglu(gate_up, block), columns=False)
         second_rows, second_kept = second.forward_operand(down_weight, held[half:])
         ctx.save_for_backward(*x_columns, gate_up, rows.scale, *first_kept, *second_kept)
-        ctx.block, ctx.first, ctx.second = block, first, second
+        ctx.block, ctx.first, ctx.second, ctx.of_first = block, first, second, len(first_kept)
         ctx.dtypes, ctx.width, ctx.others = (gate_up_weight.dtype, down_weight.dtype), x.shape[-1], 3 + len(held)
         return multiply(rows, second_rows, "tensor", x.dtype, fast=True).view(*x.shape[:-1], down_weight.shape[0])
 
@@ -287,7 +316,7 @@ class _GatedPair(torch.autograd.Function):
         first: Float8Product = ctx.first
         needs_x, needs_first, needs_second, *_ = ctx.needs_input_grad
         rows, columns = ctx.second.quantise_gradient(grad.reshape(-1, grad.shape[-1]), columns=needs_second)
-        turned = ctx.second.turn_weight(*kept[2:], after=rows.scale)
+        turned = ctx.second.turn_weight(kept[ctx.of_first :], after=rows.scale)
         grad_hidden = multiply(rows, turned, "tensor", grad.dtype, fast=False)
         grad_x = grad_first = grad_second = None
         amax = _agree(swiglu_gradient_amax(grad_hidden, gate_up, ctx.block), first.output_group)
@@ -298,7 +327,7 @@ class _GatedPair(torch.autograd.Function):
             hidden = Operand(hidden_t, hidden_scale)
             grad_second = multiply(columns, hidden, "tensor", ctx.dtypes[1], fast=False)
         if needs_x:
-            turned = first.turn_weight(*kept[:2], after=scale)
+            turned = first.turn_weight(kept[: ctx.of_first], after=scale)
             grad_x = multiply(Operand(q, scale), turned, "tensor", grad.dtype, fast=False)
             grad_x = grad_x.view(*grad.shape[:-1], ctx.width)
         if needs_first:

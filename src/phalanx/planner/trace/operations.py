@@ -187,7 +187,14 @@ _GROUPED = frozenset(["grouped_product", "grouped_gradient"])
 _IN_8_BITS = frozenset(["scaled_product", "block_product"])
 """Products of 8-bit numbers, the second one transposed (`kernels.float8`)."""
 QUANTISATION = frozenset(
-    ["quantise", "quantise_blocks", "row_column_amax", "swiglu_gradient_amax", "quantise_swiglu_gradient"]
+    [
+        "quantise",
+        "quantise_blocks",
+        "transpose_quantised",
+        "row_column_amax",
+        "swiglu_gradient_amax",
+        "quantise_swiglu_gradient",
+    ]
 )
 """What makes 8-bit numbers: kernels of our own, which no compiler joins to other work."""
 _ATTENTION = "_scaled_dot_product_"
