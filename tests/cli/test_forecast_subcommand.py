@@ -64,6 +64,19 @@ def test_precipitation_is_scored_where_the_run_says_which_it_is(call: Call, trai
     assert done.code == 2 and "dry_thresholds names rain, which is not among the predicted variables" in done.err
 
 
+def test_forecasts_are_written(call: Call, trained: Path, tmp_path: Path) -> None:
+    words = ["forecast", str(trained), "--hours", "12", "--device", "cpu"]
+    store = tmp_path / "scored.zarr"
+    done = call(*words, "--starts", "2", "--out", str(store), "--html", str(tmp_path / "page.html"), "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["forecasts"] == str(store) and (store / ".zmetadata").is_file()
+    done = call(*words, "--from", "2000-01-02 06:00", "--from", "2000-01-03 00:00", "--out", str(tmp_path / "two.nc"))
+    assert done.code == 0, done.err
+    assert "from 2000-01-02 06:00, 2000-01-03 00:00: 6, 12 hours ahead" in done.out and (tmp_path / "two.nc").is_file()
+    done = call(*words, "--from", "2000-01-02 06:00")
+    assert done.code == 2 and "name --out FILE.zarr or FILE.nc" in done.err
+
+
 def test_the_report_of_the_run_shows_its_skill(call: Call, trained: Path) -> None:
     assert call("report", str(trained)).code == 0
     page = (trained / "report.html").read_text()

@@ -272,6 +272,17 @@ class ForecastArguments:
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to write the page; by default forecast.html in RUN_DIR.")
     ] = None
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the forecasts themselves: FILE.zarr or FILE.nc.")
+    ] = None
+    times: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from",
+            metavar="TIME",
+            help="Forecast from the fields of this time alone, whose truth need not be known, into --out; may be repeated.",
+        ),
+    ] = None
     nproc: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Share the starts among N ranks of this machine.")
     ] = None

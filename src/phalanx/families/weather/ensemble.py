@@ -29,11 +29,10 @@ from phalanx.families.weather.evaluation.forecast_scores import EnsembleScore, E
 from phalanx.families.weather.evaluation.forecast_split import (
     LoadedForecaster,
     batch_rows,
-    forecasts_of,
-    lead_steps,
     load_forecaster,
     spread_rows,
 )
+from phalanx.families.weather.evaluation.roll_out import forecasts_of, lead_steps
 from phalanx.families.weather.inputs import require_grid
 
 _BATCH = 8
@@ -174,7 +173,6 @@ class _SplitScores:
             scores.add(forecasts[:, number], truth, hours)
         lead = int((self._leads == int(hours[0])).nonzero()[0, 0])
         factor_V = self._stretches_LV[lead].to(self._device)
-        # In float64: deviations are small beside the fields.
         # In float64: deviations are small beside the fields.
         wide = forecasts.double()
         mean = wide.mean(1, keepdim=True)

@@ -71,6 +71,10 @@ class FieldStore(ABC):
     def read_static(self) -> Float32Array:
         """Read the fields without time, [S, H, W]."""
 
+    def unit_of(self, variable: int) -> str:
+        """Return the unit of a variable; empty where the data do not say, or its numbers were converted."""
+        return ""
+
     def locate(self, variable: int, frame: int) -> tuple[Path, int]:
         """Find the file that holds a frame of a variable, and the time index in that file; by default by `segments`."""
         segment = next(segment for segment in self.segments if segment.first <= frame < segment.end)
@@ -122,6 +126,10 @@ class PartialStore(FieldStore):
         """See `FieldStore`."""
         return self.inner.read_static()
 
+    def unit_of(self, variable: int) -> str:
+        """See `FieldStore`."""
+        return "" if variable in self.lacking else self.inner.unit_of(self.columns.index(variable))
+
     def locate(self, variable: int, frame: int) -> tuple[Path, int]:
         """See `FieldStore`."""
         return self.inner.locate(0 if variable in self.lacking else self.columns.index(variable), frame)
@@ -147,12 +155,15 @@ class Naming:
 
     def convert(self, name: str, fields: Float32Array) -> Float32Array:
         """Turn stored numbers of a variable into those of the run, in place, and return them."""
-        scale, offset = self.rule(name).scale, self.rule(name).offset
         # Most variables need neither, and a pass over the fields costs time.
-        if (scale, offset) != (1.0, 0.0):
-            fields *= np.float32(scale)
-            fields += np.float32(offset)
+        if self.converts(name):
+            fields *= np.float32(self.rule(name).scale)
+            fields += np.float32(self.rule(name).offset)
         return fields
+
+    def converts(self, name: str) -> bool:
+        """Return whether the numbers of a variable are not those in the files."""
+        return (self.rule(name).scale, self.rule(name).offset) != (1.0, 0.0)
 
     def display_name(self, name: str) -> str:
         """Return the name in the files, and in the run where that differs."""

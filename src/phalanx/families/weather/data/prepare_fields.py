@@ -72,6 +72,7 @@ def prepare_fields(
             columns=store.grid.shape[1],
             source=source.path,
             converted=[rule for rule in source.names if rule.name in (*variables, *statics)],
+            units={name: unit for place, name in enumerate(store.variables) if (unit := store.unit_of(place))},
             arrays=file_record(folder / FIELDS),
             shards=shards,
         )

@@ -72,6 +72,8 @@ class FieldsManifest(Part):
     """Path of what was prepared, as given."""
     converted: list[FieldName] = Field(default=[])
     """Rules by which variables got their names and units when they were prepared."""
+    units: dict[str, str] = Field(default={})
+    """Units by variable, of those whose files say them."""
     arrays: FileRecord
     shards: list[ShardRecord]
 
@@ -119,6 +121,11 @@ class PreparedStore(FieldStore):
             [self.manifest.arrays.sha256, *(shard.file.sha256 for shard in self.manifest.shards)],
             self._naming.describe((*variables, *statics)),
         )
+
+    def unit_of(self, variable: int) -> str:
+        """See `FieldStore`."""
+        name = self.manifest.variables[self._columns[variable]]
+        return "" if self._naming.converts(self.variables[variable]) else self.manifest.units.get(name, "")
 
     def fill(self, out: Float32Array, frames: Int64Array, variables: Sequence[int]) -> None:
         """Write the fields of these frames to `out`, [n, len(variables), H, W]."""

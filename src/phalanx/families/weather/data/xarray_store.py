@@ -117,6 +117,13 @@ class XarrayStore(FieldStore):
         ]
         return self.stack_static(fields)
 
+    def unit_of(self, variable: int) -> str:
+        """See `FieldStore`: of the first file, with whose numbers those of the others were compared."""
+        piece = self._pieces[variable][0]
+        if self._naming.converts(self.variables[variable]):
+            return ""
+        return str(piece.file.dataset[piece.slot.array].attrs.get("units", ""))
+
     def locate(self, variable: int, frame: int) -> tuple[Path, int]:
         """Find the file that holds a frame of a variable, and the time index in that file."""
         number = int(np.searchsorted(self._starts[variable], frame, side="right")) - 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from phalanx.families.weather.data.coordinates import Float32Array, Grid
 from phalanx.families.weather.data.field_samples import Cases, FieldReader, SplitName, Windows
 from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.evaluation.compare_forecasts import Comparison, ScoreRow, known_climatologies
+from phalanx.families.weather.evaluation.forecast_file import FileLayout, ForecastFile, open_forecast_file
+from phalanx.families.weather.evaluation.roll_out import known_cases, lead_steps, roll_out
 from phalanx.families.weather.inputs import STATISTICS, require_grid
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.hardware.device import require_cpu_format
@@ -110,22 +113,6 @@ def load_forecaster(path: Path, device: torch.device, overrides: Sequence[str] =
     return LoadedForecaster(model.eval(), run, newest.path, newest.step)
 
 
-def plan_steps(trained: Sequence[int], hours: int) -> dict[int, tuple[int, ...]]:
-    """Return for every lead time up to `hours` the fewest steps of the `trained` lead times that add up to it.
-
-    Of equally few the last step is the shortest, so that longer lead times build on shorter ones.
-    """
-    found: dict[int, tuple[int, ...]] = {0: ()}
-    for reached in range(1, hours + 1):
-        # Each step adds its own error, so the fewest are taken.
-        before = [(len(found[reached - lead]), lead) for lead in trained if reached - lead in found]
-        if before:
-            lead = min(before)[1]
-            found[reached] = (*found[reached - lead], lead)
-    del found[0]
-    return found
-
-
 def forecast_split(
     loaded: LoadedForecaster,
     *,
@@ -134,6 +121,7 @@ def forecast_split(
     step_hours: int | None = None,
     starts: int | None = None,
     mapped: Sequence[str] = (),
+    out: Path | None = None,
     rank: int = 0,
     ranks: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -142,6 +130,7 @@ def forecast_split(
 
     step_hours: roll out in steps of this lead time alone; None takes the fewest steps of the lead times trained on.
     starts: inputs to start from, spread evenly over each source; None takes all. mapped: variables to show as maps.
+    out: file to write all forecasts to, those without a truth too; see `evaluation.forecast_file`.
     rank, ranks: this rank among those of the process group, which share the starts; each of them gets all scores and maps.
     progress: called with inputs done and in all, of this rank.
 
@@ -159,12 +148,22 @@ def forecast_split(
     usual = [name for name in _MAPPED if name in reader.outputs]
     shown = _MapKeeper(reader, list(mapped) or usual or list(reader.outputs[:_MAPS]), list(steps), chosen)
     mine, done = [rows[rank::ranks] for rows in chosen], 0
-    for index, rows in batch_rows(mine, _BATCH):
-        for cases, forecast in forecasts_of(loaded.model, reader, index, rows, steps):
-            comparison.add(cases, forecast)
-            shown.look(cases, forecast)
-        done += len(rows)
-        progress(done, sum(map(len, mine)))
+    with ExitStack() as opened:
+        file = (
+            None if out is None else opened.enter_context(_open_file(out, loaded, reader, chosen, steps, rank, ranks))
+        )
+        for index, rows in batch_rows(mine, _BATCH):
+            starting = reader.sources[index].windows.starts[rows]
+            for column, forecast in enumerate(roll_out(loaded.model, reader, index, starting, steps)):
+                if file is not None:
+                    file.write(np.searchsorted(chosen[index], rows), column, forecast)
+                cases, known = known_cases(reader, index, rows, column)
+                if len(cases):
+                    scored = forecast[torch.from_numpy(known).to(device)]
+                    comparison.add(cases, scored)
+                    shown.look(cases, scored)
+            done += len(rows)
+            progress(done, sum(map(len, mine)))
     maps = [shown.maps] * ranks
     if ranks > 1:
         comparison.all_reduce()
@@ -173,26 +172,25 @@ def forecast_split(
     return Forecasts(split, sum(map(len, chosen)), steps, comparison.rows(), max(maps, key=len), reader.grid, without)
 
 
-def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int, tuple[int, ...]]:
-    """Return the steps that make up each lead time up to `hours`; see `plan_steps` and `forecast_split`. Raises
-    ConfigError."""
-    trained = run.data.leads if run.data.rollout_hours is None else [run.data.rollout_hours]
-    if step_hours is not None and step_hours not in trained:
-        known = ", ".join(map(str, trained))
-        raise ConfigError(f"--step {step_hours}: the model was trained on lead times of {known} hours")
-    taken = trained if step_hours is None else [step_hours]
-    steps = plan_steps(taken, hours)
-    unpredicted = [name for name in run.data.inputs if name not in run.data.target_variables]
-    if unpredicted:
-        # What is not predicted is not known for a second step.
-        steps = {reached: parts for reached, parts in steps.items() if len(parts) == 1}
-    if hours not in steps:
-        nearest = max((reached for reached in steps if reached < hours), default=min(trained))
-        why = f" (no roll-out: {unpredicted[0]} is read but not predicted)" if unpredicted else ""
+def _open_file(
+    out: Path,
+    loaded: LoadedForecaster,
+    reader: FieldReader,
+    chosen: Sequence[Int64Array],
+    steps: dict[int, tuple[int, ...]],
+    rank: int,
+    ranks: int,
+) -> AbstractContextManager[ForecastFile]:
+    """Open the file of the forecasts from the rows chosen. Raises ConfigError where it cannot hold them."""
+    if len(chosen) > 1:
         raise ConfigError(
-            f"--hours {hours}: steps of {', '.join(map(str, taken))} hours do not reach it{why}\nnearest: --hours {nearest}"
+            f"--out {out}: a file has one list of times, but the run has {len(chosen)} sources; name one of them, as in "
+            f'data.sources=["{loaded.run.data.sources[0].path}"]'
         )
-    return steps
+    source = reader.sources[0]
+    starting = source.windows.starts[chosen[0]]
+    layout = FileLayout.of(source.store, reader.outputs, source.store.times.seconds[starting], list(steps))
+    return open_forecast_file(out, layout, f"{loaded.where}, step {loaded.step}", rank, ranks)
 
 
 def spread_rows(windows: Windows, count: int | None, sources: int) -> Int64Array:
@@ -206,33 +204,6 @@ def spread_rows(windows: Windows, count: int | None, sources: int) -> Int64Array
 def batch_rows(chosen: Sequence[Int64Array], size: int) -> list[tuple[int, Int64Array]]:
     """Return number of the source and rows, `size` at a time, of the rows chosen of each source."""
     return [(n, rows[first : first + size]) for n, rows in enumerate(chosen) for first in range(0, len(rows), size)]
-
-
-@torch.no_grad()
-def forecasts_of(
-    model: Forecaster, reader: FieldReader, source: int, rows: Int64Array, steps: dict[int, tuple[int, ...]]
-) -> Iterator[tuple[Cases, Tensor]]:
-    """Yield for each lead time the cases of these inputs that have a truth, and their forecasts in the units of the
-    fields."""
-    windows = reader.sources[source].windows
-    starts, targets = windows.starts[rows], windows.targets[rows]
-    sources = np.full(len(rows), source, dtype=np.int64)
-    device = next(model.parameters()).device
-    # Any target will do, as only inputs are read; the last is there (-1 stands for none).
-    inputs = reader.read_cases(Cases(sources, starts, targets.max(axis=1))).fields.to(device)
-    # Longer lead times begin where shorter ones ended, so every step is computed once.
-    states: dict[tuple[int, ...], Tensor] = {(): inputs}
-    for column, parts in enumerate(steps.values()):
-        lead = torch.full((len(rows),), float(parts[-1]), device=device)
-        predicted = model.forecast(states[parts[:-1]], lead)
-        # A step can only follow where everything that is read was predicted or stays as it is.
-        if set(model.config.output_names) <= set(model.config.input_names):
-            states[parts] = model.next_inputs(inputs, predicted)
-        known = np.flatnonzero(targets[:, column] >= 0)
-        if known.size:
-            cases = Cases(sources[known], starts[known], targets[known, column])
-            # In float32: geopotential in its own units has more digits than bfloat16.
-            yield cases, reader.denormalise(predicted[torch.from_numpy(known).to(device)].float())
 
 
 class _MapKeeper:
