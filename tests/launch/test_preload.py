@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.launch import preload
 from phalanx.launch.local_launch import launch_ranks
 from phalanx.launch.parent import STORE_SOCKET
 from phalanx.launch.preload import RankCommand, RankTemplate
@@ -25,6 +26,11 @@ with open("loaded", "a") as file:
     print(os.getpid(), file=file)
 if os.path.exists("threads"):
     threading.Thread(target=threading.Event().wait, daemon=True).start()
+if os.path.exists("thread until a fork"):
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, daemon=True)
+    thread.start()
+    os.register_at_fork(before=lambda: (over.set(), thread.join()))
 """
 RANK = """
 import json, os, signal, socket, sys, time
@@ -93,6 +99,23 @@ def test_a_forked_rank_is_what_an_interpreter_would_have_been(folder: Path, thre
     second.kill()
     assert places(folder, 1)[0]["port"] is None
     assert loaded(folder) == (3 if threads else 1)
+
+
+def test_threads_that_end_at_a_fork_are_no_reason_to_load_anew(folder: Path) -> None:
+    """As those of OpenBLAS do, of which numpy starts one a core."""
+    (folder / "thread until a fork").touch()
+    template = RankTemplate(["big_library"], os.environ, 1)
+    rank = template.start(command(folder, 0, "7"))
+    assert rank is not None and rank.wait() == 7
+    template.close()
+    assert loaded(folder) == 1
+
+
+def test_a_device_that_is_open_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preload, "_DEVICES", (str(tmp_path / "nvidia"),))
+    assert not preload._opened_device()
+    with (tmp_path / "nvidia0").open("w"):
+        assert preload._opened_device()
 
 
 def test_ranks_that_begin_again_load_nothing(folder: Path) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,9 @@ def fails(kind):
         raise ValueError("the batch is bad")
     except ValueError as error:
         heart.fail(kind, error)
+        (folder / "said").write_text(str(time.time()))
+    if "slowly" in scenario:
+        time.sleep(2)
     sys.exit(1)
 
 def state(pid):
@@ -82,7 +86,13 @@ for step in range(11, 31):
             time.sleep(0.01)
         # It is the other one that gave its last sign of life first.
         heart.enter("collective")
-        # What a rank does whose peer is gone.
+        # What a rank does that waits on a device for a peer that is gone.
+        if "deaf" in scenario:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            time.sleep(1000)
+        # What one does that is told so by gloo.
+        if "alone" in scenario:
+            time.sleep(1000)
         if any(word in scenario for word in ("killed", "raises", "refuses")):
             fails("lost link")
         if "stopped" in scenario or "hangs" in scenario:
@@ -158,6 +168,27 @@ def test_the_first_rank_to_fail_is_named_and_all_are_started_again(
     if cause in ("hang", "stopped"):
         assert report["silent_s"] < 1.0 + 1.0
         assert set(report["stacks"]) == {"0", "1"}
+
+
+def test_a_rank_that_waits_on_its_device_is_not_waited_for(tmp_path: Path) -> None:
+    """It hears of nothing, and no signal reaches Python there."""
+    launch = Launch(tmp_path, "killed deaf")
+    code, errors = launch.finish()
+    assert code == 0, errors
+    report = launch.report()
+    assert (report["rank"], report["cause"]) == (1, "signal")
+    # A second for last words; the rest is a busy machine's.
+    assert launch.attempts()[1] - datetime.fromisoformat(report["time"]).timestamp() < 3.0
+
+
+def test_a_fault_is_found_when_a_rank_says_so_and_not_when_it_ends(tmp_path: Path) -> None:
+    launch = Launch(tmp_path, "raises slowly alone")
+    code, errors = launch.finish()
+    assert code == 0, errors
+    report = launch.report()
+    assert (report["rank"], report["cause"], report["phase"]) == (1, "exception", "data")
+    said = float((tmp_path / "said").read_text())
+    assert datetime.fromisoformat(report["time"]).timestamp() - said < 1.5
 
 
 def test_a_rank_that_said_why_it_fails_is_not_called_hung_while_it_closes() -> None:

@@ -53,10 +53,12 @@ _BAD_USAGE = 2
 _PASSED_ON = (*STOP_SIGNALS, signal.SIGQUIT)
 _LAST_WORDS_S = 2.0
 """Seconds in which ranks may fail by themselves after another failed, and may end after a second request to stop."""
+_WATCHED_LAST_WORDS_S = 1.0
+"""The same for ranks with heartbeats: over gloo one that lost another says so in half a second, over NCCL it never does."""
 _DYING_S = 30.0
 """Seconds between SIGTERM and SIGKILL for ranks that are stopped because another failed."""
-_WATCHED_DYING_S = 3.0
-"""The same for ranks whose heartbeats say that they write no checkpoint: they wait for the one that is gone."""
+_CLOSING_S = 3.0
+"""The same for ranks with heartbeats that have said what they fail of, and close what they hold."""
 _STOPPING_S = 10.0
 """Most seconds without a sign of life, in an ordinary phase, of ranks that were told to stop."""
 _POLL_S = 0.05
@@ -170,7 +172,7 @@ class RankProcesses:
         self._place = self._folder / f"attempt-{self._count.restarts}"
         self._place.mkdir()
         self._kills = KillCount()
-        self._fault, self._seen, self._stacks = None, [], {}
+        self._fault, self._seen, self._found, self._stacks = None, [], "", {}
         self._stragglers = StragglerWatch(self._place, range(world_size)) if self._policy is not None else None
         self._looked_at = self._awake_since = time.monotonic()
         # Bound here, so that no other process takes the port before rank 0, in which the store lives, listens there. By
@@ -240,16 +242,20 @@ class RankProcesses:
             worst = self._first_failed()
             assert worst is not None
             return worst
-        if self._policy is not None:
+        if self._policy is not None and not self._found:
             # At once: the others are about to end too, and what they were doing would be lost.
-            self._seen, self._seen_at, self._found = self._view(), time.monotonic(), timestamp()
-            self._stacks = collect_stacks(self._place, self._seen)
+            self._note_fault(self._view())
         # This line comes before those of the other ranks, which can only report a lost connection.
         self._say_who_was_killed(failed)
         self._stop_others()
         if self._policy is None:
             return failed
         return self._name_fault(failed).rank
+
+    def _note_fault(self, views: list[RankView]) -> None:
+        """Keep what all ranks do now that one of them fails."""
+        self._seen, self._seen_at, self._found = views, time.monotonic(), timestamp()
+        self._stacks = collect_stacks(self._place, views)
 
     def _look(self, policy: RestartPolicy) -> int | None:
         """Look at the heartbeats; return the rank that hangs, once it is named and all are ended, or None."""
@@ -265,6 +271,9 @@ class RankProcesses:
         if self._asked:
             limits = replace(limits, heartbeat_s=min(limits.heartbeat_s, _STOPPING_S))
         views = self._view()
+        # Its process may take seconds to end.
+        if not self._found and any(view.error is not None for view in views):
+            self._note_fault(views)
         silent = silent_ranks(views, limits, now, self._awake_since)
         if not silent:
             return None
@@ -287,14 +296,23 @@ class RankProcesses:
 
     def _stop_others(self) -> None:
         """End the ranks that are left after a fault."""
-        # Another rank may know the reason: it gets time to print it.
-        self._wait_for_all(_LAST_WORDS_S, heard=self._policy is not None)
-        # They may be writing a checkpoint: killed at once they could not clean up.
+        if self._policy is None:
+            # Another rank may know the reason: it gets time to print it.
+            self._wait_for_all(_LAST_WORDS_S)
+            # They may be writing a checkpoint: killed at once they could not clean up.
+            self._signal(signal.SIGTERM)
+            self._wait_for_all(_DYING_S)
+            return
+        self._wait_for_all(_WATCHED_LAST_WORDS_S, heard=True)
+        views = [view for view in self._view() if view.code is None]
+        saving = {view.rank for view in views if view.beat is not None and view.beat.phase == "checkpoint"}
+        for view in views:
+            # It waits for the rank that is gone, on a device perhaps, where no signal that Python handles reaches it.
+            if view.error is None and view.rank not in saving:
+                self._processes[view.rank].kill()
         self._signal(signal.SIGTERM)
-        saves = any(view.beat is not None and view.beat.phase == "checkpoint" for view in self._view())
-        self._wait_for_all(_DYING_S if self._policy is None or saves else _WATCHED_DYING_S)
-        if self._policy is not None:
-            self._end_all()
+        self._wait_for_all(_DYING_S if saving else _CLOSING_S)
+        self._end_all()
 
     def _name_fault(self, failed: int) -> Fault:
         """Return the fault, now that every rank has said what it had to say. failed: the first that was seen to fail."""

@@ -33,6 +33,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LOAD_S, _FORK_S = 600.0, 10.0
 """Most seconds to load the libraries, which may lie on a slow file system, and to fork a rank afterwards."""
 _LOOK_S = 0.2
+_DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg")
+"""Files by which the drivers of NVIDIA and AMD devices are reached."""
 
 
 class RankProcess(Protocol):
@@ -189,7 +191,7 @@ def main() -> None:
 
 
 def _load(modules: Sequence[str]) -> int:
-    """Import `modules`, and return how many threads this process has since."""
+    """Import `modules`, and return how many threads this process has since that a fork does not end."""
     for name in modules:
         # The rank says what is missing, where a person reads it.
         with contextlib.suppress(ImportError):
@@ -197,6 +199,11 @@ def _load(modules: Sequence[str]) -> int:
     # Left out of all garbage collection to come, which would copy every page of it into each rank.
     gc.collect()
     gc.freeze()
+    # Libraries such as OpenBLAS end their threads when a process forks and start them anew where they are needed.
+    trial = os.fork()
+    if trial == 0:
+        os._exit(0)
+    os.waitpid(trial, 0)
     return len(list(Path("/proc/self/task").iterdir()))
 
 
@@ -270,8 +277,12 @@ def _become_rank(command: RankCommand, listener: int | None, threads: int) -> No
 
 def _opened_device() -> bool:
     """Return whether a library that was loaded has opened a device."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    return cuda is not None and bool(cuda._is_in_bad_fork())
+    opened = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        # The listing's own descriptor is closed by now.
+        with contextlib.suppress(OSError):
+            opened.append(os.readlink(descriptor))
+    return any(name.startswith(_DEVICES) for name in opened)
 
 
 if __name__ == "__main__":
