@@ -11,13 +11,18 @@ import ase.io
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from distributed_ranks import run_ranks
+from graph_files import graph_data
 from phalanx.cli.main import run_command_line
 from phalanx.ensemble.family import EnsembleOptions
-from phalanx.ensemble.members import open_member
+from phalanx.ensemble.members import Share, open_member
 from phalanx.errors import ConfigError, DataError
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
+from phalanx.families.materials.ensemble import select_structures as module
 from phalanx.families.materials.ensemble.build_ensemble import build_ensemble
-from phalanx.families.materials.ensemble.select_structures import select_structures, write_selection
+from phalanx.families.materials.ensemble.select_structures import Selection, select_structures, write_selection
 from phalanx.families.materials.evaluation.calculator import PhalanxCalculator
 
 CPU = torch.device("cpu")
@@ -127,6 +132,73 @@ def test_a_person_and_a_program_read_the_same(
     assert title.startswith(f"2 of 24 structures written to {tmp_path}/b.extxyz: members are ")
     for row, chosen in zip(rows, found["chosen"], strict=True):
         assert f"{1e3 * chosen['energy']:.2f}" in row and row.endswith(f"{chosen['file']}: {chosen['place']}")
+
+
+def prepare_pool(folder: Path, cutoff: float) -> Path:
+    """The same structures, of which one is an anion, as prepared ones, with energies that nobody looks at."""
+    structures = molecules(24)
+    structures[5].info.update(charge=-1, spin=2)
+    for one in structures:
+        one.info["energy"] = -1.0
+    folder.mkdir()
+    ase.io.write(folder / "pool.extxyz", structures, format="extxyz")
+    electrons = {"total_charge": {"key": "charge", "unit": "e"}, "multiplicity": {"key": "spin", "unit": "1"}}
+    source = {
+        "name": "pool",
+        "path": str(folder / "pool.extxyz"),
+        "labels": {"energy": "eV", **electrons},
+        "missing_labels": "allow",
+        "no_edges": "allow",
+        "check_units": False,
+    }
+    shares = {"validation_fraction": 0.3, "test_fraction": 0.2}
+    prepare_graphs(graph_data(folder / "prepared", [source], cutoff=cutoff, **shares), workers=1)
+    return folder / "prepared" / "pool"
+
+
+def chosen_of(selection: Selection) -> list[tuple[str, int, float]]:
+    return [(one.structure.raw.place[-2:], one.structure.raw.number, one.forces) for one in selection.chosen]
+
+
+# The members' own cutoff, whose edges are taken, and another one, of which they are found anew.
+@pytest.mark.parametrize("own", [True, False])
+def test_prepared_structures_are_ranked_as_their_file(
+    own: bool, ensemble_dir: Path, member_dirs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cutoff = open_member(member_dirs[0]).run.data.cutoff  # type: ignore[attr-defined]
+    folder = prepare_pool(tmp_path / "set", cutoff if own else cutoff + 1.0)
+    expected = select_structures(ensemble_dir, [str(tmp_path / "set" / "pool.extxyz")], top=6, device=CPU)
+    searched = []
+    plain = module.find_edges
+    monkeypatch.setattr(module, "find_edges", lambda *given: searched.append(1) or plain(*given))
+    found = select_structures(ensemble_dir, [str(folder)], top=6, device=CPU)
+    assert len(searched) == (0 if own else 24) and found.ranked == 24
+    assert [number for _, number, _ in chosen_of(found)] == [number for _, number, _ in chosen_of(expected)]
+    for one, other in zip(found.chosen, expected.chosen, strict=True):
+        assert (one.energy, one.forces) == pytest.approx((other.energy, other.forces), rel=1e-4, abs=1e-7)
+        assert one.structure.raw.file == other.structure.raw.file
+        assert dict(one.structure.raw.values) == {
+            key: value for key, value in other.structure.raw.values.items() if key in ("charge", "spin")
+        }
+
+
+def _select_share(
+    ensemble_dir: Path, pools: list[str]
+) -> tuple[list[tuple[str, int, float]], int, float, dict[int, int]]:
+    share = Share(dist.get_rank(), dist.get_world_size())
+    found = select_structures(ensemble_dir, pools, top=5, device=CPU, share=share)
+    return chosen_of(found), found.ranked, found.median, found.unknown
+
+
+def test_ranks_share_the_structures_and_all_get_the_selection(ensemble_dir: Path, pool: Path, tmp_path: Path) -> None:
+    strange = ase.Atoms("N2", [[0, 0, 0], [0, 0, 1.1]])
+    ase.io.write(tmp_path / "strange.extxyz", [strange] * 18, format="extxyz")
+    pools = [str(pool), str(tmp_path / "strange.extxyz")]
+    whole = select_structures(ensemble_dir, pools, top=5, device=CPU)
+    for chosen, ranked, median, unknown in run_ranks(_select_share, 2, ensemble_dir, pools):
+        assert [one[:2] for one in chosen] == [one[:2] for one in chosen_of(whole)]
+        assert [one[2] for one in chosen] == pytest.approx([one.forces for one in whole.chosen], rel=1e-4)
+        assert (ranked, unknown) == (24, {7: 18}) and median == pytest.approx(whole.median, rel=1e-4)
 
 
 def test_what_cannot_be_ranked_is_refused(ensemble_dir: Path, tmp_path: Path) -> None:

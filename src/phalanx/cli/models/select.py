@@ -6,9 +6,11 @@ from typing import Any
 
 from phalanx.cli.console import print_json, print_lines, print_table
 from phalanx.cli.options.models import SelectArguments
+from phalanx.cli.ranks import start_or_join_ranks
+from phalanx.ensemble.members import Share
 from phalanx.errors import PhalanxError
 from phalanx.families.materials.ensemble.select_structures import select_structures, write_selection
-from phalanx.hardware.device import choose_device
+from phalanx.layout.mesh import leave_process_group
 from phalanx.report.table import Column
 
 COLUMNS: list[Column[dict[str, Any]]] = [
@@ -22,14 +24,19 @@ _SHOWN = 10
 
 def run_select(asked: SelectArguments) -> None:
     """Run the subcommand."""
+    ranks, device = start_or_join_ranks(asked.nproc, asked.device)
     found = select_structures(
         asked.ensemble,
         asked.pools,
         top=asked.top,
         by=asked.by,
         branch=asked.branch,
-        device=choose_device(asked.device),
+        device=device,
+        share=Share(ranks.rank, ranks.world_size),
     )
+    leave_process_group()
+    if not ranks.first:
+        return
     try:
         write_selection(found, asked.out)
     except OSError as error:

@@ -228,7 +228,10 @@ class SelectArguments:
     ensemble: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that phalanx ensemble wrote.")]
     pools: Annotated[
         list[str],
-        typer.Argument(metavar="FILE...", help="Files of structures (positions in angstrom), or patterns of such."),
+        typer.Argument(
+            metavar="FILE...",
+            help="Files of structures (positions in angstrom), patterns of such, or folders of prepared structures.",
+        ),
     ]
     out: Annotated[Path, typer.Option(metavar="FILE", help="The chosen structures, extended XYZ.")]
     top: Annotated[int, typer.Option(min=1, metavar="N", help="Choose this many.")] = 100
@@ -238,6 +241,9 @@ class SelectArguments:
     ] = "forces"
     branch: Annotated[
         str | None, typer.Option(metavar="NAME", help="The data set that is meant, of models with several.")
+    ] = None
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Share the structures among N ranks of this machine.")
     ] = None
     device: Device = "auto"
     as_json: Json = False

@@ -4,6 +4,7 @@ learning by query by committee: Seung, Opper and Sompolinsky, COLT 1992)."""
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,21 +13,26 @@ from typing import Any, Literal
 import ase.io
 import numpy as np
 import torch
+import torch.distributed as dist
 from ase import Atoms
 
+from phalanx.ensemble.members import ALONE, Share
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.materials.config import GraphSource
 from phalanx.families.materials.data.labels import labels_of
 from phalanx.families.materials.data.neighbours import Edges, find_edges
-from phalanx.families.materials.data.structure_files import find_files, open_structures
 from phalanx.families.materials.data.structures import Structure, check_structure, convert_structure
 from phalanx.families.materials.data.trained_elements import trained_elements
 from phalanx.families.materials.ensemble.joint_predictions import LoadedEnsemble
+from phalanx.families.materials.ensemble.structure_pools import (
+    ELECTRON_LABELS,
+    StructurePool,
+    open_pools,
+    pool_starts,
+    shared_chunks,
+)
 
 _BATCH_ATOMS = 1024
 """Atoms that are computed together, at least: devices wait less, and members beside each other still fit."""
-_ELECTRON_LABELS = {"total_charge": {"key": "charge", "unit": "e"}, "multiplicity": {"key": "spin", "unit": "1"}}
-"""Labels of a structure's electrons, under the names of OMol25 and of the calculator."""
 
 Criterion = Literal["forces", "energy"]
 
@@ -36,6 +42,8 @@ class Spread:
     """How far members are apart about one structure."""
 
     structure: Structure
+    number: int
+    """Number of the structure among all of the pools."""
     energy: float
     """Standard deviation of the energy, eV/atom."""
     forces: float
@@ -64,11 +72,13 @@ def select_structures(
     by: Criterion = "forces",
     branch: str | None = None,
     device: torch.device,
+    share: Share = ALONE,
 ) -> Selection:
-    """Return the `top` structures of `pools` that members are farthest apart about.
+    """Return the `top` structures of `pools` that members are farthest apart about. Every rank calls it.
 
-    folder: of an ensemble. pools: files of structures or patterns, in angstrom; labels are not looked at. branch: as of the
-    calculator. Structures with an element that a member was not trained on are left out, since there it answers at random.
+    folder: of an ensemble. pools: files of structures or patterns, in angstrom, and folders of prepared structures; labels
+    are not looked at. branch: as of the calculator. share: this rank among those that share the structures; all get the same
+    selection. Structures with an element that a member was not trained on are left out, since there it answers at random.
 
     Raises DataError for a structure that cannot be computed, and where none is left; ConfigError for an ensemble without
     energies or whose members cannot differ.
@@ -84,17 +94,36 @@ def select_structures(
     spreads: list[float] = []
 
     def record_spreads() -> Iterator[Spread]:
-        for found in ranking.measure_spreads(pools):
+        for found in ranking.measure_spreads(pools, share):
             spreads.append(getattr(found, by))
             yield found
 
+    def rank_spread(found: Spread) -> tuple[float, int]:
+        # Of equal ones the first, whichever rank has it.
+        return float(getattr(found, by)), -found.number
+
     # A pool may be larger than memory: only the best so far are kept.
-    chosen = heapq.nlargest(top, record_spreads(), key=lambda found: float(getattr(found, by)))
+    mine = _Part(heapq.nlargest(top, record_spreads(), key=rank_spread), spreads, ranking.unknown)
+    parts = [mine] * share.ranks
+    if share.ranks > 1:
+        dist.all_gather_object(parts, mine)
+    chosen = heapq.nlargest(top, (found for part in parts for found in part.chosen), key=rank_spread)
     if not chosen:
         raise DataError(
             f"{', '.join(pools)}: no structure is left to choose from; all have elements that a member was not trained on"
         )
-    return Selection(chosen, len(spreads), float(np.median(spreads)), ranking.unknown)
+    every = np.concatenate([part.spreads for part in parts])
+    unknown: Counter[int] = sum((Counter(part.unknown) for part in parts), Counter())
+    return Selection(chosen, len(every), float(np.median(every)), dict(unknown))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank found."""
+
+    chosen: list[Spread]
+    spreads: list[float]
+    unknown: dict[int, int]
 
 
 def write_selection(selection: Selection, out: Path) -> None:
@@ -115,6 +144,16 @@ def write_selection(selection: Selection, out: Path) -> None:
     ase.io.write(out, frames, format="extxyz")
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A structure to compare."""
+
+    structure: Structure
+    edges: Edges
+    number: int
+    """Number among all structures of the pools."""
+
+
 class _Ranking:
     """Spreads of structures, batch by batch."""
 
@@ -130,50 +169,50 @@ class _Ranking:
                 self._known &= trained.of(first.run.model.branches[self._branch].name)
         self.unknown: dict[int, int] = {}
 
-    def measure_spreads(self, pools: Sequence[str]) -> Iterator[Spread]:
-        """Yield the spread of every structure that members know the elements of."""
-        waiting: list[tuple[Structure, Edges]] = []
-        for source, structure in self._read(pools):
-            edges = find_edges(
-                structure.positions,
-                structure.cell,
-                structure.periodic,
-                self.run.model.cutoff,
-                self.run.data.max_neighbours,
-            )
-            check_structure(structure, edges, source, self.run.model.cutoff)
-            waiting.append((structure, edges))
-            if sum(len(one.species) for one, _ in waiting) >= _BATCH_ATOMS:
-                yield from self._compare(waiting)
-                waiting = []
+    def measure_spreads(self, pools: Sequence[str], share: Share) -> Iterator[Spread]:
+        """Yield the spread of every structure of this rank that members know the elements of."""
+        opened = open_pools(pools, self.run.model.cutoff, self.run.data.max_neighbours)
+        starts = pool_starts(opened)
+        waiting: list[_Candidate] = []
+        for number, first, stop in shared_chunks(opened, share.rank, share.ranks):
+            for candidate in self._read(opened[number], first, stop, int(starts[number])):
+                waiting.append(candidate)
+                if sum(len(one.structure.species) for one in waiting) >= _BATCH_ATOMS:
+                    yield from self._compare(waiting)
+                    waiting = []
         if waiting:
             yield from self._compare(waiting)
 
-    def _read(self, pools: Sequence[str]) -> Iterator[tuple[GraphSource, Structure]]:
-        """Yield the structures whose elements all members know, each with its file as a source."""
-        for path in (path for pool in pools for path in find_files(pool)):
-            source = GraphSource.model_validate(
-                {"name": "pool", "path": str(path), "labels": _ELECTRON_LABELS, "no_edges": "allow"}
-            )
-            file, labels = open_structures(path, source), labels_of(source)
-            for raw in file.read(0, len(file)):
-                strange = set(np.unique(raw.species).tolist()) - self._known
-                for element in strange:
-                    self.unknown[element] = self.unknown.get(element, 0) + 1
-                if not strange:
-                    yield source, convert_structure(raw, labels, 1.0, missing_allowed=True)
+    def _read(self, pool: StructurePool, first: int, stop: int, before: int) -> Iterator[_Candidate]:
+        """Yield the structures first..stop-1 whose elements all members know. before: structures in earlier pools."""
+        model, labels = self.run.model, labels_of(pool.source)
+        for number, (raw, known_edges) in enumerate(pool.read(first, stop), before + first):
+            strange = set(np.unique(raw.species).tolist()) - self._known
+            for element in strange:
+                self.unknown[element] = self.unknown.get(element, 0) + 1
+            if strange:
+                continue
+            structure = convert_structure(raw, labels, 1.0, missing_allowed=True)
+            edges = known_edges
+            if edges is None:
+                edges = find_edges(
+                    structure.positions, structure.cell, structure.periodic, model.cutoff, self.run.data.max_neighbours
+                )
+            check_structure(structure, edges, pool.source, model.cutoff)
+            yield _Candidate(structure, edges, number)
 
-    def _compare(self, pairs: Sequence[tuple[Structure, Edges]]) -> Iterator[Spread]:
+    def _compare(self, candidates: Sequence[_Candidate]) -> Iterator[Spread]:
         """Yield the spreads of a batch."""
-        structures, device = [structure for structure, _ in pairs], self.ensemble.weights_K.device
+        structures, device = [one.structure for one in candidates], self.ensemble.weights_K.device
         atoms_G = torch.tensor([len(one.species) for one in structures])
         starts = np.cumsum([0, *atoms_G[:-1].tolist()])
         edges_2E = [
-            np.stack((edges.source, edges.target)) + start for (_, edges), start in zip(pairs, starts, strict=True)
+            np.stack((one.edges.source, one.edges.target)) + start
+            for one, start in zip(candidates, starts, strict=True)
         ]
         cells_G33 = np.stack([one.cell for one in structures]).astype(np.float64)
-        shifts_E3 = [edges.images @ cell_33 for (_, edges), cell_33 in zip(pairs, cells_G33, strict=True)]
-        electrons = {name: [float(one.labels[name]) for one in structures] for name in _ELECTRON_LABELS}
+        shifts_E3 = [one.edges.images @ cell_33 for one, cell_33 in zip(candidates, cells_G33, strict=True)]
+        electrons = {name: [float(one.labels[name]) for one in structures] for name in ELECTRON_LABELS}
         inputs: dict[str, Any] = {
             "positions_N3": torch.from_numpy(np.concatenate([one.positions for one in structures])).double(),
             "graph_N": torch.arange(len(structures)).repeat_interleave(atoms_G),
@@ -192,7 +231,7 @@ class _Ranking:
         forces_N = spread["forces"].norm(dim=1).cpu()
         zeros_G = torch.zeros(len(structures), dtype=forces_N.dtype)
         forces_G = zeros_G.scatter_reduce(0, inputs["graph_N"], forces_N, "amax")
-        for structure, energy, forces in zip(structures, energy_G.tolist(), forces_G.tolist(), strict=True):
+        for one, energy, forces in zip(candidates, energy_G.tolist(), forces_G.tolist(), strict=True):
             if not np.isfinite(energy) or not np.isfinite(forces):
-                raise structure.raw.wrong("a member predicts no finite number; leave the structure out")
-            yield Spread(structure, energy, forces)
+                raise one.structure.raw.wrong("a member predicts no finite number; leave the structure out")
+            yield Spread(one.structure, one.number, energy, forces)
