@@ -36,8 +36,9 @@ def estimate_pipelines(steps: Steps, times: PartTimes, constants: Constants, _pr
     layouts, busiest = steps.layouts, busiest_rank(steps, times)
     weight, mine = busiest.of_parts(steps, times.weight), busiest.forward + busiest.backward
     whole = times.seconds.sum(axis=(1, 2))
-    pp = layouts.pp
-    everything = steps.layers.mean * pp * whole[steps.block] + whole[steps.embedding] + whole[steps.head]
+    pp, leading = layouts.pp, steps.leading_layers
+    of_blocks = (steps.n_layers - leading) * whole[steps.block] + leading * whole[steps.leading]
+    everything = of_blocks + whole[steps.embedding] + whole[steps.head]
     others = np.where(pp > 1, (everything - mine) / (np.maximum(pp - 1, 1) * mine), 1.0)
     found = PipelineTimes(*np.zeros((2, len(steps))))
     for number, schedule in enumerate(SCHEDULES):

@@ -88,10 +88,8 @@ class BlockingDataParallel(DataParallel):
 
     def exposed(self, steps: Steps, busiest: Busiest) -> Floats:
         """Return the seconds a step, [layouts]."""
-        held = (
-            busiest.blocks * steps.block_parameters
-            + busiest.embedding * steps.embedding_parameters
-            + busiest.head * steps.head_parameters
+        held = busiest.sum_parts(
+            steps.block_parameters, steps.leading_parameters, steps.embedding_parameters, steps.head_parameters
         )
         return self.gather(steps, held) + self.scatter(steps, held) + self.sum_replicas(steps, held)
 

@@ -101,7 +101,7 @@ def test_one_rank_takes_what_its_operations_take(steps: Steps) -> None:
     # The host may be slower than the device, and gradients of further micro-batches are added.
     assert of_parts >= BATCH * kernels
     quick = _seconds(steps, replace(PROFILE, host_s=0.0))[0, : len(PartBreakdown)].sum()
-    added = (BATCH - 1) * steps.layers.first[0] * steps.block_parameters[0] * 10 / PROFILE.memory_b_s
+    added = (BATCH - 1) * steps.ranks.blocks[0].max() * steps.block_parameters[0] * 10 / PROFILE.memory_b_s
     assert quick == pytest.approx(BATCH * kernels + added, rel=0.02)
     assert np.all(
         found[[StepBreakdown.TP, StepBreakdown.CP, StepBreakdown.BUBBLE, StepBreakdown.TRANSFER, StepBreakdown.DATA]]

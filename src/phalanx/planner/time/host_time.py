@@ -24,6 +24,8 @@ class HostWaits:
     """Seconds that a device waits more than `PartTimes` says, in one micro-batch of each part: [layouts, directions]."""
 
     block: Floats
+    leading: Floats
+    """Of a leading block."""
     embedding: Floats
     head: Floats
 
@@ -45,6 +47,7 @@ class HostWaits:
         tensors = steps.tensors
         return cls(
             block=_waits(times, steps.block, exchanges * tensors.block[:, None] + messages),
+            leading=_waits(times, steps.leading, exchanges * tensors.leading[:, None] + messages),
             embedding=_waits(times, steps.embedding, exchanges * tensors.embedding[:, None]),
             head=_waits(times, steps.head, exchanges * tensors.head[:, None]),
         )

@@ -14,8 +14,8 @@ import numpy as np
 
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import Placement, join_placements, place_groups
-from phalanx.layout.spec import CONTEXTS, RECOMPUTES, SCHEDULES, LayoutTable
-from phalanx.layout.stage_assignment import stage_layer_counts
+from phalanx.layout.spec import CONTEXTS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
+from phalanx.layout.stage_assignment import count_leading, stage_layer_counts, stages_of_rank
 from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.time.framework import FrameworkProfile
@@ -26,22 +26,25 @@ from phalanx.planner.trace.traced_model import PartName, Setting, part_tracer
 
 
 @dataclass(frozen=True)
-class RankLayers:
-    """Blocks of the ranks of a pipeline. Arrays of [layouts]."""
+class RankParts:
+    """Parts of the model on ranks of its pipeline.
 
-    first: Floats
-    """Blocks of the rank that holds the embedding."""
-    last: Floats
-    """Blocks of the rank that holds the head; 0 where that is the first."""
-    other: Floats
-    """Blocks of the fullest rank among the others; 0 where there is none."""
-    mean: Floats
-    """Mean over all ranks."""
+    Arrays of [layouts, ranks]: ranks that have no more of any part than another one are left out, and layouts with fewer
+    ranks than others have ranks without parts.
+    """
+
+    blocks: Floats
+    """Blocks, leading ones apart."""
+    leading: Floats
+    """Leading blocks of the model."""
+    embedding: Floats
+    """1 on the rank of the embedding, else 0."""
+    head: Floats
 
     @property
-    def most(self) -> Floats:
-        """Blocks of the fullest rank."""
-        return np.maximum(np.maximum(self.first, self.last), self.other)
+    def most_layers(self) -> Floats:
+        """Blocks of both kinds on the fullest rank, [layouts]."""
+        return np.asarray((self.blocks + self.leading).max(axis=1))
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Tensors:
     """Parameters as tensors, which are gathered and reduced one by one. Arrays of [layouts]."""
 
     block: Floats
+    leading: Floats
+    """Those of a leading block; of a block where there is none."""
     embedding: Floats
     head: Floats
 
@@ -112,24 +117,20 @@ class Steps:
     leading: Ints
     """A leading block; the block where there is none."""
     head: Ints
-    n_leading: Floats
-    """Leading blocks of the first stage."""
     n_layers: Ints
     """Blocks of the model."""
     leading_layers: Ints
     """Leading blocks of the model: dense ones of a mixture of experts."""
     end_costs: Floats
     """Costs of the embedding and of the head, in blocks, by which stages are split, [layouts, 2]."""
-    layers: RankLayers
+    ranks: RankParts
     unit: Ints
     """Blocks whose parameters are gathered, and gradients reduced, together."""
-    joined: Floats
-    """1 where the first pipeline rank holds the head too, else 0."""
     block_parameters: Floats
     """Elements on one rank before data parallelism shards them."""
     embedding_parameters: Floats
     leading_parameters: Floats
-    """Parameters that the leading blocks have more than as many others; less than 0 where these have more."""
+    """Elements of a leading block; those of a block where there is none."""
     expert_parameters: Floats
     """Elements of a block's experts, which expert parallelism shards."""
     head_parameters: Floats
@@ -153,12 +154,21 @@ class Steps:
     def __len__(self) -> int:
         return len(self.layouts)
 
-    def of_start(self, column: Floats) -> Floats:
-        """Return `column` of the embedding, plus what leading blocks have more of it than as many others, [layouts].
+    def sum_parts(self, column: Floats) -> Floats:
+        """Return the sum of `column`, a quantity of each part, over the parts of every rank, [layouts, ranks]."""
+        return self._sum_over_ranks(column[self.block], column[self.leading], column[self.embedding], column[self.head])
 
-        column: a time, a size or a count of each part.
-        """
-        return column[self.embedding] + self.n_leading * (column[self.leading] - column[self.block])
+    def sum_parameters(self) -> Floats:
+        """Return the elements on every rank before data parallelism shards them, [layouts, ranks]."""
+        return self._sum_over_ranks(
+            self.block_parameters, self.leading_parameters, self.embedding_parameters, self.head_parameters
+        )
+
+    def _sum_over_ranks(self, block: Floats, leading: Floats, embedding: Floats, head: Floats) -> Floats:
+        """Return the sum over the parts of every rank, [layouts, ranks]. block: of one block, [layouts], as the others."""
+        ranks = self.ranks
+        counts = ((ranks.blocks, block), (ranks.leading, leading), (ranks.embedding, embedding), (ranks.head, head))
+        return np.asarray(sum(count * each[:, None] for count, each in counts))
 
     def take(self, which: Ints) -> Steps:
         """Return those at these positions."""
@@ -167,7 +177,7 @@ class Steps:
             column = getattr(self, field.name)
             if isinstance(column, LayoutTable | Streams):
                 values[field.name] = column.take(which)
-            elif isinstance(column, Placement | RankLayers | Tensors):
+            elif isinstance(column, Placement | RankParts | Tensors):
                 values[field.name] = at(column, which)
             elif field.name != "parts":
                 values[field.name] = column[which]
@@ -192,7 +202,9 @@ class Steps:
         values: dict[str, object] = {"parts": Parts.joined([steps.parts for steps in several])}
         for field in fields(cls):
             columns = [getattr(steps, field.name) for steps in moved]
-            if isinstance(columns[0], LayoutTable | RankLayers | Streams | Tensors):
+            if isinstance(columns[0], RankParts):
+                values[field.name] = _join_rank_parts(columns)
+            elif isinstance(columns[0], LayoutTable | Streams | Tensors):
                 kind = type(columns[0])
                 values[field.name] = kind(
                     **{
@@ -234,13 +246,11 @@ def steps_of(
     sizes = sizes.take(which)
     one_stage = layouts.pp == 1
     ends = framework.end_costs(plain)
-    layers, joined = rank_layers(plain, layouts, framework)
-    unit = np.minimum(gather_blocks, np.ceil(layers.most / layouts.stages_per_rank).astype(np.int64))
+    ranks = list_rank_parts(plain, layouts, framework)
+    unit = np.minimum(gather_blocks, np.ceil(ranks.most_layers / layouts.stages_per_rank).astype(np.int64))
     width = setting.model.d_model * PRECISIONS[setting.precision].compute_dtype.itemsize
     _, like_parts = distinct_rows([layouts.tp, layouts.cp, layouts.ep, layouts.streamed, one_stage])
     groups, like_groups = _place_groups(machine, layouts)
-    first_stage = [stage_layer_counts(plain.model.n_layers, n, *ends)[0] for n in layouts.n_stages]
-    n_leading = np.minimum(np.asarray(first_stage, np.float64), plain.model.leading_layers)
     return Steps(
         layouts=layouts,
         parts=parts_of(wanted, framework),
@@ -248,16 +258,14 @@ def steps_of(
         block=len(kinds) * which + 1,
         leading=len(kinds) * which + (3 if plain.model.leading_layers else 1),
         head=len(kinds) * which + 2,
-        n_leading=n_leading,
         n_layers=np.full(len(layouts), plain.model.n_layers),
         leading_layers=np.full(len(layouts), plain.model.leading_layers),
         end_costs=np.tile(ends, (len(layouts), 1)),
-        layers=layers,
+        ranks=ranks,
         unit=unit,
-        joined=joined,
         block_parameters=sizes.block,
         embedding_parameters=sizes.embedding,
-        leading_parameters=n_leading * (sizes.leading - sizes.block),
+        leading_parameters=sizes.leading,
         expert_parameters=sizes.experts,
         # One rank that holds both ends has the shared table once.
         head_parameters=sizes.head - np.where(one_stage, sizes.shared, 0.0),
@@ -365,43 +373,70 @@ def _part_sizes(
         embedding, block, head, *leading = (part_costs(name, traced, microbatch) for name in _part_names(one))
         blocks.append(block)
         shared = head.largest_parameter.count if part_tracer(one).tied() else 0
-        counts = [part.parameter_count for part in (embedding, block, head, leading[0] if leading else block)]
+        before = leading[0] if leading else block
+        counts = [part.parameter_count for part in (embedding, block, head, before)]
         experts = sum(parameter.count for parameter in block.parameters if parameter.expert)
         # Streamed matrices travel in chunks of their own.
-        tensors = [sum(not parameter.streamed for parameter in part.parameters) for part in (block, embedding, head)]
+        parts = (block, before, embedding, head)
+        tensors = [sum(not parameter.streamed for parameter in part.parameters) for part in parts]
         rows.append((*counts, shared, experts, *tensors))
-    first, middle, last, before, tied, of_experts, *counted = np.asarray(rows, np.float64).T
-    return _PartSizes(first, middle, last, before, tied, of_experts, Tensors(*counted)), blocks
+    start, middle, end, front, tied, of_experts, *counted = np.asarray(rows, np.float64).T
+    return _PartSizes(start, middle, end, front, tied, of_experts, Tensors(*counted)), blocks
 
 
-def rank_layers(setting: Setting, layouts: LayoutTable, framework: FrameworkProfile) -> tuple[RankLayers, Floats]:
-    """Return the blocks of the ranks of each layout, and 1 where its first rank holds the head too, else 0."""
+def list_rank_parts(setting: Setting, layouts: LayoutTable, framework: FrameworkProfile) -> RankParts:
+    """Return the parts of the model on the ranks of each layout's pipeline."""
     schedule = np.where(layouts.pp > 1, layouts.schedule, 0)
     keys = [layouts.pp, layouts.stages_per_rank, schedule]
     rows, which = distinct_rows(keys)
-    extra = framework.end_costs(setting)
-    blocks = setting.model.n_layers
+    model, ends = setting.model, framework.end_costs(setting)
     distinct = zip(*(key[rows].tolist() for key in keys), strict=True)
-    table = np.asarray(
-        [_count_rank_layers(blocks, extra, pp, each, SCHEDULES[name] == "zbv") for pp, each, name in distinct]
-    )
-    first, last, other, joined = table[which].T
-    return RankLayers(first, last, other, setting.model.n_layers / layouts.pp), joined
+    found = [
+        _largest_ranks(model.n_layers, model.leading_layers, ends, pp, each, SCHEDULES[name])
+        for pp, each, name in distinct
+    ]
+    table = np.zeros((len(found), max(map(len, found), default=0), len(fields(RankParts))))
+    for row, ranks in zip(table, found, strict=True):
+        row[: len(ranks)] = ranks
+    return RankParts(*np.moveaxis(table[which], 2, 0))
 
 
 @cache
-def _count_rank_layers(
-    n_layers: int, extra: tuple[float, float], pp: int, per_rank: int, there_and_back: bool
-) -> tuple[float, float, float, float]:
-    """Return the blocks of the first, the last and the fullest other rank, and 1 where the first holds the head too.
+def _largest_ranks(
+    n_layers: int, leading_layers: int, ends: tuple[float, float], pp: int, stages_per_rank: int, schedule: str
+) -> list[tuple[float, float, float, float]]:
+    """Return blocks, leading blocks, embedding and head of the ranks that no other one equals or surpasses in all of them.
 
-    there_and_back: stages are placed in a V: down the ranks, then back to the first.
+    The first rank comes first, then the last one, then others in their order.
     """
-    stages = stage_layer_counts(n_layers, pp * per_rank, *extra)
-    ranks = np.zeros(pp)
-    for stage, blocks in enumerate(stages):
-        turn, rank = divmod(stage, pp)
-        ranks[pp - 1 - rank if there_and_back and turn else rank] += blocks
-    if pp == 1 or (there_and_back and per_rank == 2):
-        return ranks[0], 0.0, ranks[1:].max(initial=0.0), 1.0
-    return ranks[0], ranks[-1], ranks[1:-1].max(initial=0.0), 0.0
+    layout = ResolvedLayout(global_batch=1, pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
+    layers = stage_layer_counts(n_layers, layout.n_stages, *ends)
+    leading = count_leading(layers, leading_layers)
+    held = []
+    for rank in dict.fromkeys((0, pp - 1, *range(pp))):
+        stages = stages_of_rank(layout, rank)
+        first = sum(leading[stage] for stage in stages)
+        blocks = sum(layers[stage] for stage in stages) - first
+        held.append((float(blocks), float(first), float(0 in stages), float(layout.n_stages - 1 in stages)))
+    distinct = list(dict.fromkeys(held))
+    return [
+        one
+        for one in distinct
+        if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in distinct if other != one)
+    ]
+
+
+def _join_rank_parts(several: Sequence[RankParts]) -> RankParts:
+    """Return the ranks of several lists of layouts, one after the other."""
+    most = max(parts.blocks.shape[1] for parts in several)
+    return RankParts(
+        **{
+            field.name: np.concatenate(
+                [
+                    np.pad(column, ((0, 0), (0, most - column.shape[1])))
+                    for column in (getattr(parts, field.name) for parts in several)
+                ]
+            )
+            for field in fields(RankParts)
+        }
+    )

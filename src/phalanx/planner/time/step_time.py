@@ -7,7 +7,7 @@ optimizer passes over its part of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, ClassVar, Self
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from phalanx.hardware.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.host_time import HostWaits
-from phalanx.planner.time.operation_time import Direction, Floats, PartBreakdown
+from phalanx.planner.time.operation_time import Direction, Floats, Ints, PartBreakdown
 from phalanx.planner.time.part_time import PartTimes, at, in_training
 from phalanx.planner.time.pipeline_time import PipelineModel, simulate_pipelines
 from phalanx.planner.time.profile import Profile
@@ -68,28 +68,28 @@ class StepTimes:
 
 
 @dataclass(frozen=True)
-class RankParts:
-    """Parts of the model that a pipeline rank computes. Arrays of [layouts]."""
+class Busiest:
+    """The rank that computes longest: its parts of the model, and its times. Arrays of [layouts]."""
 
     blocks: Floats
+    """Blocks, leading ones apart."""
+    leading: Floats
+    """Leading blocks of the model."""
     embedding: Floats
     """1 on the rank of the embedding, else 0."""
     head: Floats
-
-    def of_parts(self, steps: Steps, column: Floats) -> Floats:
-        """Return the sum of `column`, a quantity of each part, over the parts of the rank, [layouts]."""
-        return np.asarray(
-            self.blocks * column[steps.block] + self.embedding * steps.of_start(column) + self.head * column[steps.head]
-        )
-
-
-@dataclass(frozen=True)
-class Busiest(RankParts):
-    """The rank that computes longest, and its times. Arrays of [layouts]."""
-
     forward: Floats
     """Seconds of one micro-batch."""
     backward: Floats
+
+    def sum_parts(self, block: Floats, leading: Floats, embedding: Floats, head: Floats) -> Floats:
+        """Return the sum over the parts of the rank, [layouts]. block and the others: of one such part, [layouts]."""
+        return np.asarray(self.blocks * block + self.leading * leading + self.embedding * embedding + self.head * head)
+
+    def of_parts(self, steps: Steps, column: Floats) -> Floats:
+        """Return the sum of `column`, a quantity of each part, over the parts of the rank, [layouts]."""
+        places = (steps.block, steps.leading, steps.embedding, steps.head)
+        return self.sum_parts(*(column[place] for place in places))
 
 
 def time_steps(
@@ -117,21 +117,15 @@ def time_steps(
             seconds[component] = count * busiest.of_parts(steps, components[:, component])
     waits = HostWaits.of(steps, times, profile)
     if waits is not None:
-        seconds[StepBreakdown.HOST] += count * (
-            busiest.blocks * waits.block.sum(axis=1)
-            + busiest.embedding * waits.embedding.sum(axis=1)
-            + busiest.head * waits.head.sum(axis=1)
-        )
+        of_parts = (waits.block, waits.leading, waits.embedding, waits.head)
+        seconds[StepBreakdown.HOST] += count * busiest.sum_parts(*(each.sum(axis=1) for each in of_parts))
     pipeline, piped = pipelines(steps, times, constants, profile), layouts.pp > 1
     ramp = pipeline.computing - count * (busiest.forward + busiest.backward)
     seconds[StepBreakdown.BUBBLE] = np.where(piped, ramp * profile.pipeline_ramp, 0.0)
     seconds[StepBreakdown.TRANSFER] = pipeline.whole - pipeline.computing
     data = (data_parallel or DataParallel).of(steps, times, waits, profile, constants, framework)
     seconds[StepBreakdown.DATA] = data.exposed(steps, busiest)
-    held = parameters_held(steps)
-    # Experts under expert parallelism have shards of their own.
-    experts = steps.expert_parameters * steps.layers.most
-    mine = (held - experts) / layouts.shards + experts / layouts.expert_shards
+    held, mine = parameters_held(steps)
     seconds[StepBreakdown.OPTIMIZER] = mine * framework.optimizer_bytes / profile.optimizer_b_s
     # Gradients of further micro-batches are added to what is there, unless they are reduced first.
     reduced = layouts.reduces_each & data.reduces_each_microbatch
@@ -148,32 +142,33 @@ def time_steps(
     return StepTimes(seconds.T)
 
 
-def parameters_held(steps: Steps) -> Floats:
-    """Return the elements on the rank that holds most, before data parallelism shards them, [layouts]."""
-    start = steps.embedding_parameters + steps.leading_parameters
-    first = steps.layers.first * steps.block_parameters + start + steps.joined * steps.head_parameters
-    last = steps.layers.last * steps.block_parameters + np.where(steps.joined > 0, 0.0, steps.head_parameters)
-    return np.maximum(np.maximum(first, last), steps.layers.other * steps.block_parameters)
+def parameters_held(steps: Steps) -> tuple[Floats, Floats]:
+    """Return the elements on the rank that holds most, before and after data parallelism shards them, [layouts]."""
+    layouts, held = steps.layouts, steps.sum_parameters()
+    # Experts under expert parallelism have shards of their own. Leading blocks have none.
+    experts = steps.ranks.blocks * steps.expert_parameters[:, None]
+    mine = (held - experts) / layouts.shards[:, None] + experts / layouts.expert_shards[:, None]
+    return held.max(axis=1), mine.max(axis=1)
 
 
 def busiest_rank(steps: Steps, times: PartTimes) -> Busiest:
     """Return the rank of each layout that computes longest."""
     both = times.seconds.sum(axis=2)
-    whole, layers = both.sum(axis=1), steps.layers
-    apart = 1.0 - steps.joined
-    one, end, start = whole[steps.block], whole[steps.head], steps.of_start(whole)
-    first = layers.first * one + start + steps.joined * end
-    last = layers.last * one + apart * end
-    other = layers.other * one
-    is_first = first >= np.maximum(last, other)
-    is_last = ~is_first & (last >= other)
-    parts = RankParts(
-        blocks=np.where(is_first, layers.first, np.where(is_last, layers.last, layers.other)),
-        embedding=is_first.astype(np.float64),
-        head=np.where(is_first, steps.joined, apart * is_last),
+    longest = steps.sum_parts(both.sum(axis=1)).argmax(axis=1)[:, None]
+
+    def of_longest(column: Floats) -> Floats:
+        """Return a column of all ranks, [layouts, ranks], for the one that computes longest, [layouts]."""
+        return np.take_along_axis(column, longest, axis=1)[:, 0]
+
+    ranks = steps.ranks
+    return Busiest(
+        blocks=of_longest(ranks.blocks),
+        leading=of_longest(ranks.leading),
+        embedding=of_longest(ranks.embedding),
+        head=of_longest(ranks.head),
+        forward=of_longest(steps.sum_parts(both[:, Direction.FORWARD])),
+        backward=of_longest(steps.sum_parts(both[:, Direction.BACKWARD])),
     )
-    forward, backward = (parts.of_parts(steps, both[:, direction]) for direction in Direction)
-    return Busiest(parts.blocks, parts.embedding, parts.head, forward, backward)
 
 
 @dataclass(frozen=True)
@@ -182,8 +177,26 @@ class _OfEach:
 
     unit: Floats
     """Seconds for the blocks that are gathered together."""
+    leading: Floats
+    """Seconds for as many leading blocks."""
     embedding: Floats
     head: Floats
+
+
+@dataclass(frozen=True)
+class _BlockExchanges:
+    """What data-parallel ranks exchange for blocks of one kind. Arrays of [layouts]; seconds of those gathered together."""
+
+    units: Floats
+    """How often so many blocks are on the busiest rank."""
+    passes: tuple[Floats, Floats]
+    """Their forward and backward pass, behind which exchanges hide."""
+    gather: Floats
+    again: Floats
+    """Gathering them once more, for their backward pass."""
+    scatter: Floats
+    summed: Floats | None
+    """Replicas adding up gradients; None where there are no replicas."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +234,8 @@ class DataParallel:
     constants: Constants
     block: tuple[Floats, Floats]
     """A block's forward and backward pass, behind which exchanges hide."""
+    leading: tuple[Floats, Floats]
+    """Those of a leading block."""
     copied: npt.NDArray[np.bool_]
     """Where copy engines exchange."""
     reduces_each_microbatch: ClassVar[bool] = True
@@ -237,11 +252,15 @@ class DataParallel:
         framework: FrameworkProfile,
     ) -> Self:
         """Return the exchanges of these steps, with what they may overlap."""
-        both = times.seconds.sum(axis=2)[steps.block]
+        seconds = times.seconds.sum(axis=2)
+        block, leading = seconds[steps.block], seconds[steps.leading]
         if waits is not None:
-            both = both + waits.block
+            block, leading = block + waits.block, leading + waits.leading
+        block_passes, leading_passes = (
+            (both[:, Direction.FORWARD], both[:, Direction.BACKWARD]) for both in (block, leading)
+        )
         copied = (steps.shards.nodes == 1) & (steps.shards.size > 1) & framework.copy_engines
-        return cls(profile, framework, constants, (both[:, Direction.FORWARD], both[:, Direction.BACKWARD]), copied)
+        return cls(profile, framework, constants, block_passes, leading_passes, copied)
 
     def exposed(self, steps: Steps, busiest: Busiest) -> Floats:
         """Return the seconds of exchanges that nothing hides, per step, [layouts]."""
@@ -249,34 +268,26 @@ class DataParallel:
         if not np.any(several):
             return np.zeros(len(steps))
         layouts, count = steps.layouts, steps.layouts.accumulation
-        forward, backward = (steps.unit * each for each in self.block)
-        units = busiest.blocks / steps.unit
         exchanges = self._exchanges(steps)
         gather, scatter = exchanges.gather, exchanges.scatter
         each = layouts.gathers_each
-        again = np.where(each & layouts.reshard_after_forward, gather.unit + steps.unit * exchanges.experts, 0.0)
         # What a pipeline gathers for a backward pass stays for the next forward pass.
         gathers = np.where(each & (layouts.pp == 1), count, layouts.zero > 0)
         scatters = np.where(layouts.reduces_each, count, 1)
+        forward, backward = (steps.unit * passed for passed in self.block)
         # Nothing runs yet behind which the first gathers could hide, and nothing is left behind the last reductions.
         seconds = gathers * (
-            units * self._shown(gather.unit, forward)
-            + busiest.embedding * gather.embedding
-            + gather.unit
+            busiest.embedding * gather.embedding
+            + np.where(busiest.leading > 0, gather.leading, gather.unit)
             + busiest.head * self._shown(gather.head, forward)
         )
-        behind = scatter.unit + again
-        shown = self._shown(behind, backward)
         seconds += scatters * (
-            units * shown + busiest.embedding * scatter.embedding + busiest.head * self._shown(scatter.head, backward)
+            busiest.embedding * scatter.embedding + busiest.head * self._shown(scatter.head, backward)
         )
-        seconds += (count - scatters) * units * self._shown(again, backward)
         if (summed := exchanges.summed) is not None:
-            seconds += (
-                busiest.embedding * summed.embedding
-                + units * (self._shown(behind + summed.unit, backward) - shown)
-                + busiest.head * self._shown(summed.head, backward)
-            )
+            seconds += busiest.embedding * summed.embedding + busiest.head * self._shown(summed.head, backward)
+        for blocks in self._of_blocks(steps, busiest, exchanges):
+            seconds += self._exposed_of_blocks(blocks, gathers, scatters, count)
         if (ring := exchanges.ring) is not None:
             seconds += self._streaming(steps, busiest, ring)
         if np.any(exchanges.experts):
@@ -285,6 +296,43 @@ class DataParallel:
             seconds += gathers * busiest.blocks * exchanges.experts
         return seconds + self._straggling(steps, busiest)
 
+    def _of_blocks(self, steps: Steps, busiest: Busiest, exchanges: _Exchanges) -> Iterator[_BlockExchanges]:
+        """Yield what is exchanged for the blocks of each kind."""
+        unit, summed = steps.unit, exchanges.summed
+        again = steps.layouts.gathers_each & steps.layouts.reshard_after_forward
+        gather, scatter = exchanges.gather, exchanges.scatter
+        yield _BlockExchanges(
+            busiest.blocks / unit,
+            (unit * self.block[0], unit * self.block[1]),
+            gather.unit,
+            np.where(again, gather.unit + unit * exchanges.experts, 0.0),
+            scatter.unit,
+            None if summed is None else summed.unit,
+        )
+        if np.any(busiest.leading):
+            yield _BlockExchanges(
+                busiest.leading / unit,
+                (unit * self.leading[0], unit * self.leading[1]),
+                gather.leading,
+                np.where(again, gather.leading, 0.0),
+                scatter.leading,
+                None if summed is None else summed.leading,
+            )
+
+    def _exposed_of_blocks(self, blocks: _BlockExchanges, gathers: Floats, scatters: Floats, count: Ints) -> Floats:
+        """Return the seconds of the exchanges of blocks of one kind that their passes do not hide, per step, [layouts].
+
+        gathers, scatters: exchanges of each kind in a step, [layouts]. count: micro-batches.
+        """
+        forward, backward = blocks.passes
+        behind = blocks.scatter + blocks.again
+        shown = self._shown(behind, backward)
+        seconds = gathers * self._shown(blocks.gather, forward) + scatters * shown
+        seconds += (count - scatters) * self._shown(blocks.again, backward)
+        if blocks.summed is not None:
+            seconds += self._shown(behind + blocks.summed, backward) - shown
+        return np.asarray(blocks.units * seconds)
+
     def _exchanges(self, steps: Steps) -> _Exchanges:
         """Return the seconds of exchanges, computed once for all layouts with the same `Steps.alike`."""
         first = np.zeros(int(steps.alike.max()) + 1, np.int64)
@@ -292,10 +340,14 @@ class DataParallel:
         few = steps.take(first)
         one = replace(self, copied=self.copied[first])
         unit = few.unit * (few.block_parameters - few.streams.parameters - few.expert_parameters)
-        parameters = (unit, few.embedding_parameters, few.head_parameters)
+        leading = few.unit * few.leading_parameters if np.any(few.leading_layers) else unit
 
         def of_each(seconds: Callable[[Steps, Floats], Floats]) -> _OfEach:
-            return _OfEach(*(seconds(few, held)[steps.alike] for held in parameters))
+            blocks, start, end = (
+                seconds(few, held)[steps.alike] for held in (unit, few.embedding_parameters, few.head_parameters)
+            )
+            first = blocks if leading is unit else seconds(few, leading)[steps.alike]
+            return _OfEach(blocks, first, start, end)
 
         ring = one._ring(few) if np.any(few.streams.parameters) else None
         gather, scatter = of_each(one.gather), of_each(one.scatter)
@@ -309,7 +361,7 @@ class DataParallel:
             reduced = reduce_scatter(size, few.expert_shards, self.constants)[steps.alike]
             scatter = replace(scatter, unit=scatter.unit + reduced)
             added = all_reduce(size / few.layouts.expert_shards, few.expert_replicas, self.constants)[steps.alike]
-            summed = summed or _OfEach(*np.zeros((3, len(steps))))
+            summed = summed or _OfEach(*np.zeros((4, len(steps))))
             summed = replace(summed, unit=summed.unit + added)
         return _Exchanges(gather, scatter, summed, None if ring is None else at(ring, steps.alike), experts)
 

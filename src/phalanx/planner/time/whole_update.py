@@ -29,7 +29,7 @@ def whole_update_seconds(
     """
     layouts = steps.layouts
     columns = [getattr(layouts, name) for name in SHARED_BY]
-    blocks = np.ceil(steps.layers.most).astype(np.int64)
+    blocks = np.ceil(steps.ranks.most_layers).astype(np.int64)
     first, inverse = distinct_rows([*columns, blocks])
     some, blocks = layouts.take(first), blocks[first]
     kinds = block_matrices(model)
