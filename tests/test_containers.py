@@ -1,14 +1,17 @@
-"""Recipes of containers: what can be known of them without building one."""
+"""Recipes of containers: what can be known of them without building one, and their Python layer, built from a registry."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 DEFINITIONS = sorted((ROOT / "containers").glob("*.def"))
@@ -87,3 +90,68 @@ def test_they_install_what_there_is(file: Path) -> None:
 
 def test_there_is_one_for_each_machine() -> None:
     assert [file.stem for file in DEFINITIONS] == ["frontier", "lumi"]
+
+
+PYTHON_LAYERS = {
+    "def": r"^    (python3 -m venv .*?)\n    rm -rf",
+    "Dockerfile": r"^RUN (python3 -m venv .*?\n)^WORKDIR",
+}
+"""What follows the system's packages in each kind of recipe, up to where it ends."""
+
+
+def _python_layer(file: Path, place: Path) -> str:
+    """Return the commands of a recipe that fill `/opt/phalanx`, for a shell, with `place` where the root would be.
+
+    PyTorch is left out: an environment gets the one that runs these tests, which is not downloaded again.
+    """
+    pattern = PYTHON_LAYERS[file.name.rpartition(".")[2]]
+    (lines,) = re.findall(pattern, file.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    commands = re.sub(r"^(COPY .*|#.*)\n|^RUN ", "", lines.replace("\\\n", " "), flags=re.MULTILINE)
+    commands, installs = re.subn(
+        r"\S*pip install --no-cache-dir [^\n]*index[^\n]*", "true", commands, flags=re.IGNORECASE
+    )
+    assert installs == 1
+    return re.sub(r"/(opt|tmp)/", rf"{place}/\1/", commands)
+
+
+def _lend_torch(place: Path) -> None:
+    """Let the environment in `place` find the PyTorch of these tests, and none of the packages beside it."""
+    installed, alone = Path(torch.__file__).parents[1], place / "torch"
+    alone.mkdir()
+    for path in installed.iterdir():
+        if re.fullmatch(r"torch|torchgen|functorch|torch-.*dist-info", path.name):
+            (alone / path.name).symlink_to(path)
+    (site,) = (place / "opt" / "phalanx").glob("lib/python3*/site-packages")
+    (site / "torch.pth").write_text(str(alone))
+
+
+@pytest.mark.registry
+@pytest.mark.parametrize("file", [DEFINITIONS[0], DOCKERFILE], ids=lambda file: file.name)
+def test_the_python_layer_of_a_recipe_is_built_and_works(file: Path, tmp_path: Path) -> None:
+    copy, wheel = tmp_path / "source", tmp_path / ("opt" if file in DEFINITIONS else "tmp") / "wheel"
+    shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, copy)
+    words = ["--no-isolation", "--wheel", "--outdir", str(wheel), str(copy)]
+    environment = {**os.environ, "SETUPTOOLS_SCM_PRETEND_VERSION": "7.8.9"}
+    subprocess.run([sys.executable, "-m", "build", *words], check=True, env=environment, capture_output=True)
+    shutil.copy(ROOT / "constraints.txt", wheel)
+    program = tmp_path / "opt" / "phalanx" / "bin"
+    environment = {**os.environ, "PATH": f"{program}:{os.environ['PATH']}"}
+    del environment["PYTHONPATH"]
+    first, *others = _python_layer(file, tmp_path).split("\n", 1)
+    subprocess.run(["sh", "-euc", first], check=True, env=environment)
+    _lend_torch(tmp_path)
+    done = subprocess.run(["sh", "-euc", *others], check=False, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for words in (["phalanx", "--version"], ["pip", "check"]):
+        done = subprocess.run(
+            [str(program / words[0]), *words[1:]], check=False, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "No broken requirements found.\n"
+
+
+def test_both_machines_have_the_same_layer() -> None:
+    frontier, lumi = (_sections(file.read_text("utf-8"))["post"] for file in DEFINITIONS)
+    assert frontier == lumi
