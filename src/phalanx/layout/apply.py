@@ -306,10 +306,9 @@ def choose_sharding(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.
     """
     if mesh.data is None:
         return WholeParameters()
-    precision = PRECISIONS[run.layout.precision]
-    copy_engine = choose_copy_engine(run.layout.peer_copies, mesh.shards.group, device, precision.compute_dtype)
+    copy_engine = choose_copy_engine(run.layout.peer_copies, mesh.shards.group, device)
     options = ShardingOptions(
-        precision,
+        PRECISIONS[run.layout.precision],
         zero=layout.zero,
         reshard_after_forward=layout.reshard_after_forward,
         blocks_per_unit=run.layout.gather_blocks,

@@ -162,7 +162,7 @@ def _shard_module(
         prefetch_depth=layout.gathers_ahead,
         cast_inputs=True,
     )
-    copy_engine = choose_copy_engine(layout.peer_copies, mesh.shards.group, device, precision.compute_dtype)
+    copy_engine = choose_copy_engine(layout.peer_copies, mesh.shards.group, device)
     sharding = FullySharded(mesh, options, copy_engine)
     sharding.shard_module(module, blocks)
     if copy_engine is not None:

@@ -131,6 +131,11 @@ class Float8Product:
         # Compilers take no tensor as two arguments of a function with a gradient of its own.
         return HeldWeight(Operand(q, scale), scale.clone(), q_t)
 
+    @property
+    def takes_rows(self) -> bool:
+        """Whether rows of a weight in 8 bits, which ranks may quantise one by one, say all of it."""
+        return self.scaling != "mx"
+
     def forward_operand(self, weight_OI: Tensor, held: Sequence[Tensor]) -> tuple[Operand, Sequence[Tensor]]:
         """Return a weight as an operand of the forward pass, and the tensors that `turn_weight` wants to have.
 

@@ -8,25 +8,34 @@ saves these copies. Private names are used in this file alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+
+class ShardSize(NamedTuple):
+    """What a rank gives of a parameter that is gathered."""
+
+    elements: int
+    """Padding counts."""
+    dtype: torch.dtype
 
 
 class Gather(Protocol):
     """Gathers the parameters of one module."""
 
     def __call__(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
-        """Fill `wholes`, each [ranks * n] in the format of the arithmetic, from `shards`, each [n], of all ranks.
+        """Fill `wholes`, each [ranks * n] in the format it is gathered in, from `shards`, each [n], of all ranks.
 
         Runs on the current stream, which has waited for whatever wrote the shards and last used the memory of `wholes`.
         The tensors are the same at every call.
@@ -59,22 +68,75 @@ def accumulate_by(modules: Iterable[FSDPModule], add_up: AddUp) -> None:
             cast(_Accumulated, parameter).add_up = add_up
 
 
+def gather_as_bytes(modules: Iterable[FSDPModule], owners: Iterable[nn.Module]) -> list[ByteShard]:
+    """Let `modules` gather the parameter `weight` of each of `owners` that they have as bytes; see `ByteShard`.
+
+    To be called after `accumulate_by` and before `exchange_in_place`.
+    """
+    wanted = {id(owner): owner for owner in owners}
+    found = []
+    for group in _parameter_groups(modules):
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            if info.param_name == "weight" and id(info.module) in wanted:
+                assert isinstance(parameter, _Accumulated) and not info.shared_modules
+                parameter.__class__ = _GatheredAsBytes
+                cast(_GatheredAsBytes, parameter).bytes_of = ByteShard(parameter, info.module)
+                found.append(cast(_GatheredAsBytes, parameter).bytes_of)
+    return found
+
+
+class ByteShard:
+    """A rank's shard of a parameter of which other bytes are gathered, one an element, than those of its numbers.
+
+    The module that has the parameter finds a tensor of its shape and no memory in its place, for autograd's sake: nobody
+    may compute with its values, which are NaN.
+    """
+
+    def __init__(self, parameter: FSDPParam, owner: nn.Module) -> None:
+        self.owner = owner
+        """The module that has the parameter."""
+        self.shape = parameter._orig_size
+        """Of the whole parameter."""
+        self.rows = parameter.padded_sharded_param_size[0]
+        """Of each rank's shard; those beyond the last row count."""
+        self.first_row = parameter.mesh_info.shard_mesh_rank * self.rows
+        """Number in the whole parameter of the shard's first row."""
+        self.bytes: Tensor | None = None
+        """What is gathered, uint8 [rows * elements of a row]; set before the first gather, and written before others."""
+        self.receive: Callable[[Tensor], None] | None = None
+        """Called with what all ranks gave, uint8 [elements of the parameter], before it is first used. Its memory is filled
+        anew by each gather, and empty where the parameter is not there."""
+        self._parameter = parameter
+
+    @property
+    def main(self) -> Tensor:
+        """This rank's rows of the main parameter, without padding."""
+        return cast(DTensor, self._parameter.sharded_param).to_local()
+
+
 def exchange_in_place(
-    modules: Iterable[FSDPModule], gathers: Callable[[list[list[int]]], Sequence[Gather]], reduce: Reduce
+    modules: Iterable[FSDPModule], gathers: Callable[[list[list[ShardSize]]], Sequence[Gather]], reduce: Reduce
 ) -> None:
     """Let `modules` gather by what `gathers` gives and reduce by `reduce`.
 
-    gathers: called with the elements of shards, padding counts and the same on every rank, for each parameter of each unit
-    that is gathered together. Gives what gathers each of these units.
+    gathers: called with the sizes of shards, the same on every rank, for each parameter of each unit that is gathered
+    together. Gives what gathers each of these units.
     """
     groups = _parameter_groups(modules)
-    sizes = [[p.padded_sharded_param_size.numel() for p in group.fsdp_params] for group in groups]
+    sizes = [[_shard_size(parameter) for parameter in group.fsdp_params] for group in groups]
     for group, gather in zip(groups, gathers(sizes), strict=True):
         assert all(p.fsdp_placement.dim == 0 and not p.offload_to_cpu for p in group.fsdp_params)
         assert not group._use_post_forward_mesh
         group.__class__ = _GatheredInPlace
         cast(_GatheredInPlace, group).gather = gather
         group._reduce_scatter_comm = cast(Any, _ReducedFromPlace(reduce))
+
+
+def _shard_size(parameter: FSDPParam) -> ShardSize:
+    as_bytes = isinstance(parameter, _GatheredAsBytes)
+    computed = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
+    return ShardSize(parameter.padded_sharded_param_size.numel(), torch.uint8 if as_bytes else computed)
 
 
 def _parameter_groups(modules: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
@@ -104,6 +166,35 @@ class _Accumulated(FSDPParam):
         total = self.unsharded_accumulated_grad
         self.unsharded_accumulated_grad = self.add_up(gradient, total, total.dtype)
         self._unsharded_param.grad = None
+
+
+class _GatheredAsBytes(_Accumulated):
+    """A parameter whose module computes with gathered bytes; see `ByteShard`."""
+
+    bytes_of: ByteShard
+
+    def init_dtype_attrs(self, mp_policy: MixedPrecisionPolicy) -> None:
+        """Note formats. The main parameter is not cast to be gathered, which FSDP2 would do past `all_gather_inputs`."""
+        super().init_dtype_attrs(mp_policy)
+        self._compute_dtype = self.param_dtype or self.orig_dtype
+        self.param_dtype = None
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """What this rank gives."""
+        assert self.bytes_of.bytes is not None
+        return [self.bytes_of.bytes]
+
+    def init_unsharded_param(self) -> None:
+        """Hand on the bytes, and make what stands for the parameter."""
+        if hasattr(self, "_unsharded_param"):
+            return
+        (whole,) = self.all_gather_outputs
+        assert self.bytes_of.receive is not None
+        # `data` is no view to autograd, which would follow what gathers write.
+        self.bytes_of.receive(whole[: self._orig_size.numel()].data)
+        nothing = torch.full((), torch.nan, dtype=self._compute_dtype, device=whole.device).expand(self._orig_size)
+        self._unsharded_param = nn.Parameter(nothing, requires_grad=self.sharded_param.requires_grad)
 
 
 class _ReducedFromPlace:
@@ -156,8 +247,8 @@ class _GatheredInPlace(FSDPParamGroup):
             return
         ranks = self._all_gather_process_group.size()
         for p in self.fsdp_params:
-            numels, dtypes = [p._sharded_param_data.numel()], [p.param_dtype or p.orig_dtype]
-            p.init_all_gather_outputs(numels, dtypes, ranks, self.device)
+            size = _shard_size(p)
+            p.init_all_gather_outputs([size.elements], [size.dtype], ranks, self.device)
             p.alloc_all_gather_outputs()
         wholes = [p.all_gather_outputs[0] for p in self.fsdp_params]
         _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
@@ -168,7 +259,7 @@ class _GatheredInPlace(FSDPParamGroup):
             torch.no_grad(),
             torch.autograd._unsafe_preserve_version_counter(tuple(wholes)),
         ):
-            self.gather([p._sharded_param_data for p in self.fsdp_params], wholes)
+            self.gather([_given_shard(p) for p in self.fsdp_params], wholes)
             event = stream.record_event()
         self._all_gather_result = AllGatherResult(wholes[0], event, None, [], [], [])
 
@@ -181,6 +272,10 @@ class _GatheredInPlace(FSDPParamGroup):
             p.init_unsharded_param()
         self._to_unsharded()
         self._all_gather_result = None
+
+
+def _given_shard(parameter: FSDPParam) -> Tensor:
+    return parameter.all_gather_inputs[0] if isinstance(parameter, _GatheredAsBytes) else parameter._sharded_param_data
 
 
 def allow_units_in_checkpoints() -> None:

@@ -30,6 +30,7 @@ from phalanx.layout.data_parallel.peer_memory import BufferPool
 from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
+from phalanx.torch_compat.fsdp import ShardSize
 from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier, full_run
 from whole_model import CPU, backward, parts_of
@@ -68,7 +69,7 @@ def gradients(words: dict[str, object]) -> dict[bool, dict[str, Tensor]]:
     found = {}
     groups: Groups = {}
     for copies in (False, True):
-        run = run_with({}, precision="bf16", peer_copies=copies, dp_shard=2, reshard_after_forward=True, **words)
+        run = run_with({}, peer_copies=copies, dp_shard=2, reshard_after_forward=True, **words)
         layout = resolve_layout(bind(run), 2)
         applied = apply_layout(
             bind(run, LayoutModel), layout, build_mesh(layout, CPU, groups), CPU, AttentionChoice("sdpa")
@@ -81,9 +82,10 @@ def gradients(words: dict[str, object]) -> dict[bool, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_bfloat16_gradients_are_those_of_a_float32_reduction_to_the_bit(accumulation: int) -> None:
-    for found in run_ranks(gradients, 2, {"global_batch": 8, "microbatch": 4 // accumulation}):
+@pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 1), ("bf16", 2), ("fp8-block", 2)])
+def test_bfloat16_gradients_are_those_of_a_float32_reduction_to_the_bit(precision: str, accumulation: int) -> None:
+    words = {"precision": precision, "global_batch": 8, "microbatch": 4 // accumulation}
+    for found in run_ranks(gradients, 2, words):
         assert found[True].keys() == found[False].keys()
         for name, grad in found[True].items():
             assert grad.dtype == torch.float32
@@ -152,10 +154,18 @@ def gathers() -> None:
     group = dist.group.WORLD
     assert group is not None
     rank, size = group.rank(), group.size()
-    units = [[40_000, 3], [5], []]
-    published = PublishedShards(units, torch.bfloat16, CPU, group)
-    shards = [[torch.empty(count) for count in unit] for unit in units]
-    wholes = [[torch.empty(size * count, dtype=torch.bfloat16) for count in unit] for unit in units]
+    narrow, wide = torch.uint8, torch.bfloat16
+    units = [
+        [ShardSize(5, narrow), ShardSize(40_000, wide), ShardSize(3, wide), ShardSize(70_000, narrow)],
+        [ShardSize(5, wide)],
+        [],
+    ]
+    published = PublishedShards(units, CPU, group)
+    shards = [
+        [torch.empty(one.elements, dtype=narrow if one.dtype == narrow else torch.float32) for one in unit]
+        for unit in units
+    ]
+    wholes = [[torch.empty(size * one.elements, dtype=one.dtype) for one in unit] for unit in units]
     for number in range(6):
         if number % 2 == 0:
             for shard in chain(*shards):
@@ -177,7 +187,11 @@ def test_what_is_gathered_is_what_was_published_last() -> None:
 
 
 def test_large_shards_begin_on_even_boundaries() -> None:
-    assert _place_shards([128, 3, 64, 70, 256]) == [0, 448, 128, 451, 192]
+    sizes = [ShardSize(count, torch.bfloat16) for count in (128, 3, 64, 70, 256)]
+    assert _place_shards(sizes) == [0, 2 * 448, 2 * 128, 2 * 451, 2 * 192]
+    # Numbers in 16 bits begin at even bytes, whatever lies between them.
+    odd = [ShardSize(3, torch.uint8), ShardSize(3, torch.bfloat16), ShardSize(128, torch.uint8)]
+    assert _place_shards(odd) == [134, 128, 0]
 
 
 def chosen_without_memory(wanted: bool | str) -> str:
@@ -187,7 +201,7 @@ def chosen_without_memory(wanted: bool | str) -> str:
     layout = resolve_layout(bind(run), 2)
     try:
         group = build_mesh(layout, CPU).shards.group
-        return str(choose_copy_engine(run.layout.peer_copies, group, torch.device("cuda"), torch.bfloat16))
+        return str(choose_copy_engine(run.layout.peer_copies, group, torch.device("cuda")))
     except ConfigError as error:
         return str(error)
 

@@ -24,6 +24,7 @@ from phalanx.layout.data_parallel.peer_memory import reaches_peers
 from phalanx.layout.mesh import Axis
 from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts
 from phalanx.torch_compat import common as compat
+from phalanx.torch_compat.fsdp import ShardSize
 from phalanx.torch_compat.groups import new_group
 
 Group = dist.ProcessGroup
@@ -118,7 +119,7 @@ def time_copies(clock: Clock, group: Group, sizes: Sequence[int]) -> Iterator[Ex
 
 def _copy_call(device: torch.device, group: Group, size: int) -> Callable[[], object]:
     count = size // 2 // group.size()
-    (gather,) = PublishedShards([[count]], torch.bfloat16, device, group).gathers
+    (gather,) = PublishedShards([[ShardSize(count, torch.bfloat16)]], device, group).gathers
     shard = torch.ones(count, device=device, dtype=torch.bfloat16)
     whole = torch.empty(count * group.size(), device=device, dtype=torch.bfloat16)
     return lambda: gather([shard], [whole])
@@ -269,7 +270,7 @@ def _build_stack(device: torch.device, shared: bool) -> nn.Module:
     # As `layout.data_parallel.fully_sharded` does it, by copies between devices where training would take them.
     copies = None
     if device.type != "cpu" and reaches_peers(device, world):
-        copies = CopyEngine(world, device, torch.bfloat16)
+        copies = CopyEngine(world, device)
     units: list[FSDPModule] = []
     for unit in (*stack, stack):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not stack)

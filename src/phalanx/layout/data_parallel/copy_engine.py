@@ -28,14 +28,15 @@ from phalanx.layout.data_parallel.peer_memory import (
     reaches_peers,
 )
 from phalanx.torch_compat import fsdp as compat_fsdp
+from phalanx.torch_compat.fsdp import ShardSize
 
 
 class CopyEngine:
     """Both exchanges for the modules of one rank, over one group."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the buffers of gradients. dtype: format that parameters are gathered in."""
-        self._group, self._device, self._dtype = group, device, dtype
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Make the buffers of gradients."""
+        self._group, self._device = group, device
         self._published: list[PublishedShards] = []
         self._pool = BufferPool(group, device)
         self._reduce_scatter = CopyEngineReduceScatter(self._pool)
@@ -49,8 +50,8 @@ class CopyEngine:
         """Let `modules` exchange their parameters and gradients so; all ranks of the group call it together."""
         compat_fsdp.exchange_in_place(modules, self._publish, self._reduce_scatter)
 
-    def _publish(self, units: list[list[int]]) -> list[CopyEngineAllGather]:
-        self._published.append(PublishedShards(units, self._dtype, self._device, self._group))
+    def _publish(self, units: list[list[ShardSize]]) -> list[CopyEngineAllGather]:
+        self._published.append(PublishedShards(units, self._device, self._group))
         return self._published[-1].gathers
 
     def renew(self) -> None:
@@ -60,12 +61,12 @@ class CopyEngine:
 
 
 def choose_copy_engine(
-    wanted: bool | Literal["auto"], group: dist.ProcessGroup | None, device: torch.device, dtype: torch.dtype
+    wanted: bool | Literal["auto"], group: dist.ProcessGroup | None, device: torch.device
 ) -> CopyEngine | None:
     """Return what `layout.peer_copies`, `wanted`, asks for among the shards of `group`; None: collectives do the work.
 
-    dtype: format that parameters are gathered in. All ranks of the group call it together. Raises ConfigError where copies
-    are asked for and the ranks cannot read each other's memory.
+    All ranks of the group call it together. Raises ConfigError where copies are asked for and the ranks cannot read each
+    other's memory.
     """
     if group is None or wanted is False or (wanted == "auto" and device.type == "cpu"):
         return None
@@ -76,11 +77,11 @@ def choose_copy_engine(
             f"layout.peer_copies=true, but the {group.size()} ranks that share parameters cannot read each other's "
             "memory: they are on several machines, or their devices are not linked\nnearest: layout.peer_copies=auto"
         )
-    return CopyEngine(group, device, dtype)
+    return CopyEngine(group, device)
 
 
-_EVEN = 64
-"""Elements that shards on even boundaries are multiples of."""
+_EVEN = 128
+"""Bytes that shards on even boundaries are multiples of."""
 
 
 class CopyEngineAllGather:
@@ -111,7 +112,10 @@ class CopyEngineAllGather:
 
     def _write(self, shards: Sequence[Tensor]) -> None:
         self._published.begin_to_write()
-        torch._foreach_copy_(self._own, list(shards))
+        # One kernel copies many tensors where all are cast between the same formats.
+        for dtype in {own.dtype for own in self._own}:
+            pairs = [(own, shard) for own, shard in zip(self._own, shards, strict=True) if own.dtype == dtype]
+            torch._foreach_copy_([own for own, _ in pairs], [shard for _, shard in pairs])
         self._published.barrier()
         self._written = self._published.renewed
 
@@ -130,23 +134,24 @@ class CopyEngineAllGather:
 class PublishedShards:
     """The shards of one rank's modules, in one buffer that its peers read."""
 
-    def __init__(
-        self, units: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup
-    ) -> None:
-        """Make the buffer. units: elements of each parameter's shard, by unit; the same on every rank of `group`."""
+    def __init__(self, units: Sequence[Sequence[ShardSize]], device: torch.device, group: dist.ProcessGroup) -> None:
+        """Make the buffer. units: sizes of each parameter's shard, by unit; the same on every rank of `group`."""
         self.group = group
         self.renewed = 1
         """How often the main parameters have changed; the first time they were filled."""
         self._writing = 0
-        counts = [count for unit in units for count in unit]
-        self._buffer = make_peer_buffer_at_rest(align_size(sum(counts) * dtype.itemsize), device, group)
-        of_ranks = [self._buffer.of(rank).view(dtype) for rank in range(group.size())]
-        starts = iter(_place_shards(counts))
+        sizes = [size for unit in units for size in unit]
+        total = sum(map(_bytes_of, sizes))
+        self._buffer = make_peer_buffer_at_rest(align_size(total), device, group)
+        of_ranks = [self._buffer.of(rank) for rank in range(group.size())]
+        starts = iter(_place_shards(sizes))
         self.gathers: list[CopyEngineAllGather] = []
         """What gathers each of the units."""
         for unit in units:
-            places = [slice(start, start + count) for count, start in zip(unit, starts, strict=False)]
-            theirs = [[of_rank[place] for of_rank in of_ranks] for place in places]
+            theirs = [
+                [of_rank[start : start + _bytes_of(size)].view(size.dtype) for of_rank in of_ranks]
+                for size, start in zip(unit, starts, strict=False)
+            ]
             self.gathers.append(CopyEngineAllGather(self, [shards[group.rank()] for shards in theirs], theirs))
 
     @property
@@ -169,12 +174,18 @@ class PublishedShards:
         self._buffer.barrier()
 
 
-def _place_shards(counts: Sequence[int]) -> list[int]:
-    """Return where shards of so many elements begin in a buffer without gaps.
+def _bytes_of(size: ShardSize) -> int:
+    return size.elements * size.dtype.itemsize
 
-    Those that would shift others off the boundaries that copies run fast between come last.
+
+def _place_shards(sizes: Sequence[ShardSize]) -> list[int]:
+    """Return the bytes at which shards of such sizes begin in a buffer without gaps.
+
+    Those that would shift others off the boundaries that copies run fast between come last, and of these the narrow formats,
+    whose elements begin at any byte.
     """
-    order = sorted(range(len(counts)), key=lambda place: counts[place] % _EVEN != 0)
+    counts = list(map(_bytes_of, sizes))
+    order = sorted(range(len(counts)), key=lambda place: (counts[place] % _EVEN != 0, -sizes[place].dtype.itemsize))
     ends = accumulate((counts[place] for place in order), initial=0)
     starts = dict(zip(order, ends, strict=False))
     return [starts[place] for place in range(len(counts))]

@@ -31,8 +31,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from phalanx.kernels.parts_sum import add_gradient
 from phalanx.layout.data_parallel.copy_engine import CopyEngine
+from phalanx.layout.data_parallel.quantised_shards import QuantisedShards
 from phalanx.layout.layout_model import Stage, WholeParameters
 from phalanx.layout.mesh import Mesh
+from phalanx.nn.layers import Linear
 from phalanx.nn.precision import Precision
 from phalanx.torch_compat import fsdp as compat_fsdp
 
@@ -66,6 +68,7 @@ class FullySharded(WholeParameters):
         self.data = mesh.data
         self.options = options
         self.copy_engine = copy_engine
+        self.quantised = QuantisedShards(mesh.shards)
 
     def parameters_apart(self, stage: Stage) -> set[nn.Parameter]:
         """Return the parameters that FSDP2 leaves as they are: those of task heads have sub-groups of their own."""
@@ -120,10 +123,11 @@ class FullySharded(WholeParameters):
         self._shard([root], apart, self.data, reshard_after_forward=False)
         sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
         spread = set(experts)
+        compat_fsdp.accumulate_by(sharded, add_gradient)
+        self.quantised.add(sharded, [module for module in root.modules() if isinstance(module, Linear)])
         choose_exchanges([module for module in sharded if module not in spread], self.copy_engine)
         # Copy engines know the ranks of the data mesh alone.
         choose_exchanges([module for module in sharded if module in spread], None)
-        compat_fsdp.accumulate_by(sharded, add_gradient)
         _set_prefetching(_as_fsdp(first), _as_fsdp([unit[0] for unit in units]), _as_fsdp(last), options.prefetch_depth)
 
     def _shard(
@@ -163,6 +167,7 @@ class FullySharded(WholeParameters):
 
     def publish_parameters(self) -> None:
         """See `WholeParameters`."""
+        self.quantised.publish()
         if self.copy_engine is not None:
             self.copy_engine.renew()
 
