@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +29,7 @@ class Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = zip(FEATURES, FEATURES[1:], strict=False)
+        sizes = pairwise(FEATURES)
         self.layers = nn.ModuleList(Linear(i, o, bias=True) for i, o in sizes)
         for seed, parameter in enumerate(self.parameters()):
             generator = torch.Generator().manual_seed(seed)
@@ -147,6 +148,6 @@ def test_scales_of_a_shard_alone_are_found(recipe: str, ranks: list[dict[str, An
 
 
 def test_a_byte_is_gathered_of_each_number(ranks: list[dict[str, Any]]) -> None:
-    sizes = zip(FEATURES, FEATURES[1:], strict=False)
+    sizes = pairwise(FEATURES)
     padded = [-(-o // RANKS) * RANKS * i for i, o in sizes]
     assert ranks[0]["bytes"] == [(2, size, 0) for size in padded]
