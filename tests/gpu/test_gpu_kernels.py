@@ -15,6 +15,7 @@ from phalanx.kernels import LARGE
 from phalanx.kernels.flash4 import flash4_attention, import_flash4
 from phalanx.kernels.parts_sum import sum_parts
 from phalanx.kernels.swiglu import swiglu_backward, swiglu_backward_reference
+from phalanx.nn.cross_entropy import IGNORED, chunk_loss
 from phalanx.optimizers import build_optimizer
 from phalanx.optimizers.adamw import AdamW
 from phalanx.optimizers.adamw8bit import ADAMW8BIT
@@ -39,6 +40,28 @@ def test_gated_product_backward(rows: int, features: int, block: int, dtype: tor
     for found, exact in zip(swiglu_backward(grad, gate_up, block), wanted, strict=True):
         assert found.dtype == dtype and torch.isfinite(found).all()
         assert relative_error(found, exact) <= torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+@pytest.mark.parametrize(("rows", "columns"), [(64, 128256), (33, 50257), (3, 17)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_loss_of_logits(rows: int, columns: int, dtype: torch.dtype, z_loss: float, compiled: bool) -> None:
+    """The gradient takes the place of the logits, also where a compiler has the loss."""
+    logits = 5.0 * random(rows, columns, dtype=dtype, seed=6)
+    targets = torch.arange(rows, device=logits.device) * 7 % columns
+    targets[1] = IGNORED
+    exact = logits.double().clone()
+    wanted, gradient = chunk_loss(exact, targets, z_loss, True)
+    kernel = torch.compile(chunk_loss) if compiled else chunk_loss
+    without, _ = kernel(logits.clone(), targets, z_loss, False)
+    total, found = kernel(logits, targets, z_loss, True)
+    assert found.data_ptr() == logits.data_ptr() and found.dtype == dtype
+    assert total.dtype == without.dtype == torch.promote_types(dtype, torch.float32)
+    bound = max(torch.finfo(dtype).eps, 3e-7)
+    assert relative_error(found, gradient) <= bound and not found[1].any()
+    for loss in (total, without):
+        assert abs(float(loss) / float(wanted) - 1.0) <= 1e-5
 
 
 @pytest.mark.parametrize("add", [False, True])

@@ -51,6 +51,16 @@ def test_loss_and_gradients_equal_those_of_all_logits_at_once(
     assert result.count.item() == N - 3
 
 
+def test_gradients_are_the_same_when_they_are_asked_for_again() -> None:
+    hidden, weight, targets = inputs()
+    total = 3.0 * linear_cross_entropy(hidden, weight, targets, chunk_tokens=5).total
+    # As a pipeline does that forms gradients of inputs first, and of weights later.
+    (of_hidden,) = torch.autograd.grad(total, hidden, retain_graph=True)
+    both = torch.autograd.grad(total, (hidden, weight))
+    wanted = torch.autograd.grad(3.0 * reference(hidden, weight, targets, 0.0), (hidden, weight))
+    torch.testing.assert_close((of_hidden, *both), (wanted[0], *wanted), rtol=1e-12, atol=1e-12)
+
+
 def test_all_targets_ignored_gives_zero_loss_and_zero_gradients() -> None:
     hidden, weight, targets = inputs()
     result = linear_cross_entropy(hidden, weight, torch.full_like(targets, IGNORED), chunk_tokens=4, z_loss=0.1)

@@ -21,7 +21,7 @@ TILE = 128
 QUANTISE_WARPS = 8
 QUANTISE_TILES = (128, 128, 8)
 """Rows, columns and warps of a program that quantises with scales that are given."""
-SWIGLU_ROWS, SWIGLU_WARPS = 128, 8
+SWIGLU_ROWS, SWIGLU_WARPS = 32, 4
 """Rows and warps of a tile of gated products, which is one group of gate and up features wide."""
 PRODUCT_TILES = (128, 128, 128)
 """Rows of a, rows of b, and numbers of each that a program multiplies at a time: a block."""

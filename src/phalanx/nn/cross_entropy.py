@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.kernels.logits import log_partition, replace_by_gradient
 from phalanx.nn.layers import soft_cap
 from phalanx.torch_compat import common as compat
 
@@ -98,7 +99,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (scale,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (grad_hidden * scale).to(grad_hidden.dtype), grad_weight * scale, None, None, None, None, None
+        # In place where nobody asks for them again: a second gradient of a large table may be the peak of a step.
+        if compat.keeps_graph():
+            grad_hidden, grad_weight = grad_hidden.clone(), grad_weight.clone()
+        return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None, None, None, None
 
 
 def token_scores(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
@@ -122,18 +126,14 @@ def _capped_chunk_loss(
 
 def chunk_loss(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool) -> tuple[Tensor, Tensor]:
     """Return summed loss of one chunk and, if asked for, its gradient with respect to the logits, in their place."""
-    wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     kept_N = targets_N != IGNORED
     # gather refuses the negative mark of an ignored target; its loss is left out below.
     safe_N = targets_N.clamp(min=0)
-    log_z_N = torch.logsumexp(wide, dim=-1)
-    picked_N = wide.gather(1, safe_N[:, None]).squeeze(1)
-    loss_N = log_z_N - picked_N + z_loss * log_z_N.square()
-    total = torch.where(kept_N, loss_N, 0.0).sum()
-    if not with_grad:
-        return total, logits_NV
-    probability_NV = (wide - log_z_N[:, None]).exp() * (1.0 + 2.0 * z_loss * log_z_N)[:, None]
-    vocabulary = torch.arange(wide.shape[1], device=wide.device)
-    grad_NV = probability_NV - (vocabulary == safe_N[:, None]).to(wide.dtype)
-    # Two tensors of this size would be most of what a step with a large vocabulary takes at its peak.
-    return total, logits_NV.copy_(torch.where(kept_N[:, None], grad_NV, 0.0))
+    log_z_N = log_partition(logits_NV)
+    picked_N = logits_NV.gather(1, safe_N[:, None]).squeeze(1).to(log_z_N.dtype)
+    total = torch.where(kept_N, log_z_N - picked_N + z_loss * log_z_N.square(), 0.0).sum()
+    if with_grad:
+        # Two tensors of this size would be most of what a step with a large vocabulary takes at its peak.
+        factor_N = torch.where(kept_N, 1.0 + 2.0 * z_loss * log_z_N, 0.0)
+        replace_by_gradient(logits_NV, log_z_N, safe_N, factor_N)
+    return total, logits_NV

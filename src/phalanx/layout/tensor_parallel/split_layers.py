@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.kernels.logits import log_partition, replace_by_gradient
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
 from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts, gather_values, scatter_sum
@@ -195,19 +196,16 @@ def vocabulary_chunk_loss(
 
     Ranks exchange two numbers a token: the log-partition of their part and the target's logit.
     """
-    wide = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     kept_N = targets_N != IGNORED
-    picked_N, safe_N, mine_N = _pick_own(wide, targets_N, start)
-    parts = gather_values(torch.stack((torch.logsumexp(wide, dim=-1), picked_N)), tp)
+    log_z_N = log_partition(logits_NV)
+    picked_N, local_N = _pick_own(logits_NV, targets_N, start)
+    parts = gather_values(torch.stack((log_z_N, picked_N.to(log_z_N.dtype))), tp)
     log_z_N, picked_N = torch.logsumexp(parts[:, 0], dim=0), parts[:, 1].sum(dim=0)
     total = torch.where(kept_N, log_z_N - picked_N + z_loss * log_z_N.square(), 0.0).sum()
-    if not with_grad:
-        return total, logits_NV
-    probability_NV = (wide - log_z_N[:, None]).exp() * (1.0 + 2.0 * z_loss * log_z_N)[:, None]
-    vocabulary = torch.arange(wide.shape[1], device=wide.device)
-    target_NV = (vocabulary == safe_N[:, None]) & mine_N[:, None]
-    grad_NV = probability_NV - target_NV.to(wide.dtype)
-    return total, logits_NV.copy_(torch.where(kept_N[:, None], grad_NV, 0.0))
+    if with_grad:
+        factor_N = torch.where(kept_N, 1.0 + 2.0 * z_loss * log_z_N, 0.0)
+        replace_by_gradient(logits_NV, log_z_N, local_N, factor_N)
+    return total, logits_NV
 
 
 def vocabulary_token_scores(tp: Axis, start: int, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
@@ -216,7 +214,7 @@ def vocabulary_token_scores(tp: Axis, start: int, logits_NV: Tensor, targets_N: 
     Ranks exchange four numbers a token: those of `vocabulary_chunk_loss`, their largest logit and its token.
     """
     wide = logits_NV.double()
-    picked_N, _, _ = _pick_own(wide, targets_N, start)
+    picked_N, _ = _pick_own(wide, targets_N, start)
     largest_N, token_N = wide.max(-1)
     mine = torch.stack((torch.logsumexp(wide, dim=-1), picked_N, largest_N, (token_N + start).double()))
     parts = gather_values(mine, tp)
@@ -225,10 +223,10 @@ def vocabulary_token_scores(tp: Axis, start: int, logits_NV: Tensor, targets_N: 
     return torch.stack((nats_N, likeliest_N))
 
 
-def _pick_own(wide_NV: Tensor, targets_N: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the targets' logits, 0 for those of other ranks, their columns here, and which are this rank's."""
+def _pick_own(logits_NV: Tensor, targets_N: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Return the targets' logits, 0 for those of other ranks, and their columns here, which may be beyond the columns."""
     local_N = targets_N - start
-    mine_N = (local_N >= 0) & (local_N < wide_NV.shape[1]) & (targets_N != IGNORED)
+    mine_N = (local_N >= 0) & (local_N < logits_NV.shape[1]) & (targets_N != IGNORED)
     # Indices of other ranks' rows would be out of bounds: they read row 0, and count for nothing.
     safe_N = torch.where(mine_N, local_N, 0)
-    return torch.where(mine_N, wide_NV.gather(1, safe_N[:, None]).squeeze(1), 0.0), safe_N, mine_N
+    return torch.where(mine_N, logits_NV.gather(1, safe_N[:, None]).squeeze(1), 0.0), local_N
