@@ -10,13 +10,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
+
+from phalanx.config.model import LanguageModel
+from phalanx.hardware.collectives import Constants
+from phalanx.hardware.machine import Machine
+from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.time.framework import COMPILED, FrameworkProfile
-from phalanx.planner.time.operation_time import Floats
-from phalanx.planner.time.profile import NamedProfile
+from phalanx.planner.time.operation_time import Floats, PartBreakdown
+from phalanx.planner.time.part_time import Parts, PartTimes, part_times
+from phalanx.planner.time.profile import NamedProfile, Profile
 from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.time.step_time import Busiest, DataParallel
 from phalanx.planner.trace.operations import Attention, Matmul, Operation
 from phalanx.planner.trace.traced_model import BLOCKS, PartName, Setting
+from published.runs import PublishedRun
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,12 @@ class OtherFramework(FrameworkProfile):
     """Whether data-parallel communication runs behind computing; else it comes after it."""
     even_stages: bool = False
     """Whether all pipeline stages have equally many blocks, whatever the embedding and the head cost."""
+    experts_in_8_bits: bool = False
+    """Whether products of experts multiply 8-bit numbers where all others do; ours multiply 16-bit ones."""
+    rows_once_a_rank: bool = False
+    """Whether a token's row goes once to each rank that has some of its experts, else once for each of its experts."""
+    hides_rows: bool = False
+    """Whether rows for experts travel behind what another micro-batch computes."""
 
     def traced_setting(self, setting: Setting) -> Setting:
         """Return the setting without recompute: what is recomputed is put together from the forward pass."""
@@ -62,6 +76,12 @@ class OtherFramework(FrameworkProfile):
             ]
             forward = [op for op in operations if op.phase == "forward"]
             operations = [*forward, *again, *(op for op in operations if op.phase != "forward")]
+        operations = [_with_narrow_values(op, setting) for op in operations]
+        if self.experts_in_8_bits and PRECISIONS[setting.precision].products is not None:
+            operations = [one for op in operations for one in _in_8_bits(op)]
+        if self.rows_once_a_rank and setting.ep > 1:
+            share = _ranks_of_token(setting)
+            operations = [_with_fewer_rows(op, share) for op in operations]
         if setting.tp > 1 and not self.sequence_parallel:
             operations = list(_with_whole_activations(_without_moves(operations), setting.tp, self.fused_residual))
         elif setting.tp > 1 and self.fused_residual:
@@ -81,6 +101,29 @@ class OtherFramework(FrameworkProfile):
         return replace(named, profile=profile)
 
 
+def times_of_parts(
+    framework: FrameworkProfile, parts: Parts, machine: Machine, constants: Constants, profile: Profile
+) -> PartTimes:
+    """Return the seconds of every part, with what another program does otherwise with the rows for experts.
+
+    constants: of collectives when nothing else runs.
+    """
+    times = part_times(parts, machine, constants, profile)
+    if not isinstance(framework, OtherFramework):
+        return times
+    seconds = times.seconds.copy()
+    if framework.rows_once_a_rank:
+        # One kernel writes to all ranks at once, where NCCL sends to one after the other.
+        direct = part_times(parts, machine, replace(constants, step_s=0.0), profile)
+        seconds[..., PartBreakdown.EP] = direct.seconds[..., PartBreakdown.EP]
+    if not framework.hides_rows:
+        return replace(times, seconds=seconds)
+    computing = seconds[..., [PartBreakdown.MATMUL, PartBreakdown.ATTENTION, PartBreakdown.MEMORY]].sum(axis=2)
+    hidden = np.minimum(seconds[..., PartBreakdown.EP], profile.hidden * computing)
+    seconds[..., PartBreakdown.EP] -= (1 - profile.slowdown) * hidden
+    return replace(times, seconds=seconds)
+
+
 class BlockingDataParallel(DataParallel):
     """Data-parallel ranks that exchange all they hold once a step, when everything is computed."""
 
@@ -92,6 +135,51 @@ class BlockingDataParallel(DataParallel):
             steps.block_parameters, steps.leading_parameters, steps.embedding_parameters, steps.head_parameters
         )
         return self.gather(steps, held) + self.scatter(steps, held) + self.sum_replicas(steps, held)
+
+
+def _with_narrow_values(op: Operation, setting: Setting) -> Operation:
+    """Return attention to latents whose values are as narrow as they are; other operations as they are.
+
+    PyTorch's flash attention, which ours is traced with, takes values as wide as keys; cuDNN's and FlashAttention 3 do not
+    (TransformerEngine, `get_attention_backend`, head_dim_qk and head_dim_v).
+    """
+    model = setting.model
+    if op.attention is None or not isinstance(model, LanguageModel) or model.latent is None:
+        return op
+    return replace(op, attention=replace(op.attention, value_size=model.latent.value_size))
+
+
+def _in_8_bits(op: Operation) -> list[Operation]:
+    """Return a grouped product of 8-bit numbers, with the pass that makes them of its rows; other operations as they are.
+
+    Transformer Engine's GroupedLinear makes two copies of its input, and of its result's gradient, in 8 bits: one for this
+    product and one for the weights' gradient, which is summed along the other side.
+    """
+    product = op.matmul
+    if product is None or not product.groups or product.width == 1:
+        return [op]
+    fewer = op.bytes_read * (product.width - 1) // product.width
+    done = replace(op, matmul=replace(product, width=1), bytes_read=op.bytes_read - fewer)
+    if op.weight_gradient:
+        return [done]
+    rows = product.m * product.k
+    copied = replace(op, kind="copy", matmul=None, flops=0, bytes_read=rows * product.width, bytes_written=2 * rows)
+    return [copied, done]
+
+
+def _ranks_of_token(setting: Setting) -> float:
+    """Return the ranks that have some of a token's experts, over its experts, where each expert is as likely as another."""
+    assert isinstance(setting.model, LanguageModel) and setting.model.experts is not None
+    active = setting.model.experts.active
+    return setting.ep * (1 - (1 - 1 / setting.ep) ** active) / active
+
+
+def _with_fewer_rows(op: Operation, share: float) -> Operation:
+    """Return an exchange of rows for experts that sends `share` of them; other operations as they are."""
+    sent = op.collective
+    if sent is None or sent.axis != "ep":
+        return op
+    return replace(op, collective=replace(sent, bytes=round(sent.bytes * share)))
 
 
 def _without_moves(operations: Sequence[Operation]) -> list[Operation]:
@@ -141,10 +229,10 @@ def unfused(op: Operation, dropout: bool) -> list[Operation]:
     if x is None:
         return [op]
     batch, scores = x.samples * x.heads, x.samples * x.heads * x.queries * x.keys
-    queries, keys, size = x.queries, x.keys, x.head_size
-    products = [(queries, keys, size), (queries, size, keys)]
+    queries, keys, size, values = x.queries, x.keys, x.head_size, x.value_size or x.head_size
+    products = [(queries, keys, size), (queries, values, keys)]
     if x.backward:
-        products = [(keys, size, queries), (queries, keys, size), (queries, size, keys), (keys, size, queries)]
+        products = [(keys, values, queries), (queries, keys, values), (queries, size, keys), (keys, size, queries)]
     one = replace(op, attention=None, flops=0, bytes_written=0, weight_gradient=False)
     found = []
     for m, n, k in products:
@@ -190,6 +278,7 @@ _BRIDGE = replace(
     attention_dropout=False,
     sequence_parallel=True,
     overlap=True,
+    experts_in_8_bits=True,
 )
 """Transformer Engine's kernels are fused as a compiler fuses them; data-parallel exchanges run behind computing."""
 
@@ -213,6 +302,30 @@ _KNOWN: tuple[tuple[str, FrameworkProfile], ...] = (
     ("phalanx", COMPILED),
 )
 """By what the lower-case name of a program begins with."""
+
+
+_DISPATCHED = ("GB200", "GB300", "B200", "B300")
+"""Devices on which Megatron-Bridge's recipes mostly send rows by HybridEP or DeepEP
+(NVIDIA-NeMo/Megatron-Bridge@067f987d, src/megatron/bridge/perf_recipes; docs/performance-guide.md)."""
+_WHOLE_STEPS = 26.06
+"""Release from which on its recipes in MXFP8 record whole steps, and send rows behind another micro-batch's computing
+(`overlap_moe_expert_parallel_comm`, `delay_wgrad_compute`): `_enable_hybridep_full_iteration_mxfp8` and its likes there."""
+
+
+def with_recipe(framework: FrameworkProfile, run: PublishedRun, machine: Machine) -> FrameworkProfile:
+    """Return what Megatron-Bridge's recipe for a run on `machine` changes; other programs as they are."""
+    if not isinstance(framework, OtherFramework) or not run.framework.startswith("Megatron-Bridge"):
+        return framework
+    release = float(".".join(run.framework.split()[-1].split(".")[:2]))
+    dispatched = run.device in _DISPATCHED
+    in_whole_steps = dispatched and run.precision == "mxfp8" and release >= _WHOLE_STEPS
+    # Those for H100s hide rows between nodes (`overlap_moe_expert_parallel_comm` of qwen3-235b and deepseek-v3).
+    across = run.layout is not None and run.layout.ep > machine.node.devices
+    return replace(
+        framework,
+        rows_once_a_rank=dispatched,
+        hides_rows=in_whole_steps or (not dispatched and across),
+    )
 
 
 def framework_of(name: str, attention: str = "", sequence_parallel: bool | None = None) -> FrameworkProfile | None:

@@ -15,14 +15,13 @@ from phalanx.planner.measured import groups as measured
 from phalanx.planner.measured.groups import MeasuredGroup, System, timed_precision
 from phalanx.planner.measured.runs import MeasuredRun
 from phalanx.planner.time.framework import FrameworkProfile
-from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.profile import NamedProfile, default_profile, load_profile, shipped_profiles
 from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.time.step_time import StepTimes, time_steps
 from phalanx.planner.trace.expert_loads import BALANCED
 from phalanx.planner.trace.traced_model import Setting
 from published.bubble import estimate_pipelines
-from published.frameworks import BlockingDataParallel, OtherFramework, framework_of
+from published.frameworks import BlockingDataParallel, OtherFramework, framework_of, times_of_parts, with_recipe
 from published.runs import PublishedRun
 
 PROFILES = Path(__file__).with_name("profiles")
@@ -69,7 +68,7 @@ class PublishedGroup(MeasuredGroup):
             named = framework.as_it_runs(named)
             data_parallel = None if framework.overlap else BlockingDataParallel
         constants = named.collectives_on(machine)
-        times = part_times(self.steps.parts, machine, constants, named.profile)
+        times = times_of_parts(framework, self.steps.parts, machine, constants, named.profile)
         return time_steps(
             self.steps,
             times,
@@ -156,5 +155,6 @@ def grouped(runs: Sequence[PublishedRun]) -> list[PublishedGroup]:
             links = system.machine.links
             if not isinstance(framework, OtherFramework):
                 framework = replace(framework, copy_engines=links is not None and links.switch is not None)
+            framework = with_recipe(framework, run, system.machine)
             together.setdefault((system.profile, framework.computing_in(timed_precision(run))), []).append(run)
     return [PublishedGroup.of(systems[profile], framework, rows) for (profile, framework), rows in together.items()]

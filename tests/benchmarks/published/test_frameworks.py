@@ -17,9 +17,10 @@ from phalanx.planner.time.part_time import part_times, parts_of
 from phalanx.planner.time.profile import NamedProfile, default_profile
 from phalanx.planner.time.step_parts import steps_of
 from phalanx.planner.time.step_time import StepBreakdown
+from phalanx.planner.trace.expert_loads import BALANCED
 from phalanx.planner.trace.operations import Attention, Operation
 from phalanx.planner.trace.traced_model import Setting
-from published.frameworks import OtherFramework, framework_of, unfused
+from published.frameworks import OtherFramework, framework_of, times_of_parts, unfused
 from published.groups import PublishedGroup
 
 MODEL = LanguageModel.model_validate(
@@ -94,6 +95,64 @@ def test_plain_recompute_runs_the_forward_pass_again() -> None:
     none, full = _rows(PLAIN), _rows(PLAIN, recompute="full")
     forward = none.flops[none.direction == Direction.FORWARD].sum()
     assert full.flops.sum() == none.flops.sum() + forward
+
+
+MIXTURE = LanguageModel.model_validate(
+    {
+        "n_layers": 2,
+        "d_model": 512,
+        "n_heads": 4,
+        "d_ff": 512,
+        "vocab_size": 1024,
+        "max_positions": 256,
+        "experts": {"count": 16, "active": 4, "d_ff": 256},
+        "latent": {"query_rank": 96, "key_value_rank": 64, "rope_size": 32, "nope_size": 64, "value_size": 64},
+    }
+)
+SPREAD = Setting(MIXTURE, 256, ep=8, precision="mxfp8", compile=False, loads=BALANCED)
+
+
+def test_experts_multiply_numbers_of_8_bits_that_are_made_of_their_rows() -> None:
+    ours, theirs = (_rows(replace(PLAIN, experts_in_8_bits=way), setting=SPREAD) for way in (False, True))
+    grouped = [table.take(table.form == Form.GROUPED) for table in (ours, theirs)]
+    assert set(grouped[0].width) == {2} and set(grouped[1].width) == {1}
+    assert grouped[0].flops.tolist() == grouped[1].flops.tolist()
+    # A pass before each product of rows, but for weight gradients, which meet numbers that were made before.
+    assert len(theirs) - len(ours) == np.sum(~grouped[0].weight)
+    plain = replace(SPREAD, precision="bf16")
+    assert len(_rows(replace(PLAIN, experts_in_8_bits=True), setting=plain)) == len(_rows(PLAIN, setting=plain))
+
+
+def test_rows_that_go_once_to_a_rank_are_fewer_by_those_for_several_of_its_experts() -> None:
+    ours, theirs = (_rows(replace(PLAIN, rows_once_a_rank=way), setting=SPREAD) for way in (False, True))
+    sent = [table.bytes[table.component == PartBreakdown.EP].sum() for table in (ours, theirs)]
+    # Four draws among eight ranks.
+    drawn = np.random.default_rng(0).integers(0, 8, (100_000, 4))
+    ranks = np.mean([len(set(row)) for row in drawn.tolist()])
+    assert sent[1] / sent[0] == pytest.approx(ranks / 4, rel=0.005)
+
+
+def test_rows_behind_another_micro_batch_show_as_far_as_that_computes_less() -> None:
+    machine = load_machine("dgx-h100")
+    constants = default_constants(machine)
+    parts = parts_of([("block", SPREAD, 2)], PLAIN)
+    shown, hidden = (
+        times_of_parts(replace(PLAIN, hides_rows=way), parts, machine, constants, PROFILE).seconds
+        for way in (False, True)
+    )
+    computing = shown[..., [PartBreakdown.MATMUL, PartBreakdown.ATTENTION, PartBreakdown.MEMORY]].sum(axis=2)
+    exchanged = shown[..., PartBreakdown.EP]
+    behind = np.minimum(exchanged, PROFILE.hidden * computing)
+    assert np.all(behind > 0)
+    left = exchanged - behind + PROFILE.slowdown * behind
+    assert hidden[..., PartBreakdown.EP] == pytest.approx(left)
+    assert hidden.sum() - shown.sum() == pytest.approx((left - exchanged).sum())
+
+
+def test_attention_to_latents_sums_values_as_narrow_as_they_are() -> None:
+    attention = [op.attention for op in PLAIN.part_operations("block", SPREAD, 2) if op.attention]
+    scores = 2 * 4 * 256**2
+    assert [x.flops for x in attention] == [scores * (96 + 64), scores * (3 * 96 + 2 * 64)]
 
 
 def test_a_program_is_known_by_the_start_of_its_name() -> None:

@@ -42,6 +42,9 @@ def test_attention_sizes() -> None:
     biased = attention_of(efficient, (q, q, q, meta(2, 8, 64, 64), True, 0.0, False), {})
     assert biased is not None and biased.flops == 2 * found.flops
     assert attention_of(ATEN.add.Tensor, (q, q), {}) is None
+    narrow = attention_of(efficient, (q, q, q[..., :12], None, True, 0.0, True), {})
+    # Scores of keys of 16, sums of values of 12.
+    assert narrow is not None and narrow.flops == 2 * 2 * 8 * 64 * 64 * (16 + 12) // 2
 
 
 def test_scale_multiplies_what_the_traced_batch_divides() -> None:

@@ -59,12 +59,17 @@ class Attention:
     """Bytes of an element of queries and keys."""
     seen: float = 1.0
     """Share of these scores that is computed, the mean over layers: kernels skip what lies outside of a window."""
+    value_size: int | None = None
+    """Size of a value's head where it is another than `head_size`, which is that of queries and keys."""
 
     @property
     def flops(self) -> int:
         """What the kernel computes: two matmuls forward; five backward, one of which repeats the scores."""
         scores = self.samples * self.heads * self.queries * self.keys
-        whole = (5 if self.backward else 2) * 2 * scores * self.head_size // (2 if self.causal else 1)
+        values = self.value_size or self.head_size
+        # Forward scores and sums of values; backward scores, gradients of queries and of keys, and two of values.
+        terms = 3 * self.head_size + 2 * values if self.backward else self.head_size + values
+        whole = 2 * scores * terms // (2 if self.causal else 1)
         return whole if self.seen == 1.0 else int(whole * self.seen)
 
 
@@ -323,9 +328,13 @@ def attention_of(operation: Any, arguments: Sequence[Any], keywords: dict[str, A
     given = {**dict(zip(names, arguments, strict=False)), **keywords}
     samples, heads, queries, size = given["query"].shape
     kv_heads, keys = given["key"].shape[1:3]
+    values = given["value"].shape[-1]
     causal, backward = bool(given.get("is_causal", False)), names[0].startswith("grad")
     width = given["query"].dtype.itemsize
-    return Attention(samples, heads, kv_heads, queries, keys, size, causal, backward, width)
+    return Attention(
+        *(samples, heads, kv_heads, queries, keys, size, causal, backward, width),
+        value_size=None if values == size else values,
+    )
 
 
 def tensors_in(value: Any) -> list[Tensor]:
