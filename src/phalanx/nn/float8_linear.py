@@ -36,6 +36,11 @@ SMALLEST = 16
 """Features below which, or of which no multiple, a matrix stays in the format of the activations."""
 
 
+def takes_rows(scaling: Scaling) -> bool:
+    """Return whether rows of a weight in 8 bits, which ranks may quantise one by one, say all of it."""
+    return scaling != "mx"
+
+
 class Operand(NamedTuple):
     """A matrix in 8 bits as one side of a product, or nothing."""
 
@@ -130,11 +135,6 @@ class Float8Product:
         q, q_t = quantise(weight_OI, scale, scale, self.format, True, True)
         # Compilers take no tensor as two arguments of a function with a gradient of its own.
         return HeldWeight(Operand(q, scale), scale.clone(), q_t)
-
-    @property
-    def takes_rows(self) -> bool:
-        """Whether rows of a weight in 8 bits, which ranks may quantise one by one, say all of it."""
-        return self.scaling != "mx"
 
     def forward_operand(self, weight_OI: Tensor, held: Sequence[Tensor]) -> tuple[Operand, Sequence[Tensor]]:
         """Return a weight as an operand of the forward pass, and the tensors that `turn_weight` wants to have.

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from phalanx.errors import ConfigError
-from phalanx.nn.float8_linear import Float8Recipe, LinearProduct
+from phalanx.nn.float8_linear import Float8Recipe, LinearProduct, takes_rows
 from phalanx.torch_compat import common as compat
 
 
@@ -50,6 +50,12 @@ class Precision:
     def copies_parameters(self) -> bool:
         """Whether parameters are computed with in another format than they are kept in."""
         return self.compute_dtype != self.main_dtype
+
+    @property
+    def gathered_weight_bytes(self) -> int:
+        """Bytes of a number of the weights that `products` multiply, as data-parallel ranks gather them."""
+        in_rows = isinstance(self.products, Float8Recipe) and takes_rows(self.products.scaling)
+        return 1 if in_rows else self.compute_dtype.itemsize
 
 
 PRECISIONS = {

@@ -239,6 +239,37 @@ def test_operations_that_are_traced_are_those_of_the_closed_form(place: int) -> 
     assert traced == pytest.approx(closed, rel=0.02)
 
 
+IN_8_BITS: list[tuple[str, int, dict[str, Any]]] = [
+    ("fp8-tensor", 1, {"global_batch": 4}),
+    ("fp8-row", 8, {"dp_shard": 8, "global_batch": 8}),
+    ("fp8-block", 8, {"dp_shard": 8, "zero": 1}),
+    ("fp8-tensor", 8, {"dp_shard": 4, "tp": 2, "reshard_after_forward": True, "recompute": "full"}),
+    ("fp8-tensor", 8, {"dp_shard": 4, "pp": 2}),
+    ("fp8-row", 2, {"dp_replicate": 2, "dp_shard": 1, "zero": 0}),
+    ("mxfp8", 8, {"dp_shard": 8, "zero": 1}),
+]
+"""Recipes, numbers of ranks and layouts."""
+
+
+@pytest.mark.parametrize(("precision", "world", "words"), IN_8_BITS, ids=str)
+def test_weights_in_eight_bits_take_what_the_code_takes(precision: str, world: int, words: dict[str, Any]) -> None:
+    run = run_with(SIZES, **{"precision": precision, "global_batch": 16, **words})
+    layout, model = resolve_layout(bind(run), world), bind(run, TracedModel)
+    first = rank_memory(model, layout, run.layout.recompute, KERNELS)[0]
+    found = dry_run(model, layout, 0, build_full_step, accelerator=False, devices_per_node=None)
+    assert first.allocated == pytest.approx(found.peak, rel=0.02), (first, found.moment, found.categories)
+    if layout.dp_shard > 1:
+        block = part_costs("block", model.setting_of(layout, attention="cpu", compiled=False), 1)
+        weights = [
+            p for p in block.parameters if p.name.rsplit(".", 1)[0].endswith(("qkv", "output", "gate_up", "down"))
+        ]
+        assert [p for p in block.parameters if p.quantised] == weights and len(weights) == 4
+        narrow = 2 if precision == "mxfp8" else 1
+        sizes = [p.sharded_count(layout.shards) * (narrow if p.quantised else 2) for p in block.parameters]
+        gathers = {call.bytes for call in found.traffic if (call.axis, call.operation) == ("dp_shard", "all_gather")}
+        assert layout.shards * sum(sizes) in gathers
+
+
 LORA = {"training.lora": {"rank": 8, "alpha": 16.0, "matrices": ["*"]}}
 TRAINED_IN_PART: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (LORA, {"dp_shard": 8}),

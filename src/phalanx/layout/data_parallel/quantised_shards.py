@@ -23,7 +23,7 @@ from phalanx.kernels.float8 import (
     row_column_amax,
 )
 from phalanx.layout.mesh import Axis
-from phalanx.nn.float8_linear import Float8Product, HeldWeight, Operand
+from phalanx.nn.float8_linear import Float8Product, HeldWeight, Operand, takes_rows
 from phalanx.nn.layers import Linear
 from phalanx.torch_compat import common as compat
 from phalanx.torch_compat import fsdp as compat_fsdp
@@ -42,7 +42,7 @@ class QuantisedShards:
         """Let the weights of `layers` be gathered in 8 bits by `sharded`, where the layers multiply such rows."""
         products: dict[Linear, Float8Product] = {}
         for layer in layers:
-            if isinstance(layer.multiply, Float8Product) and layer.multiply.takes_rows:
+            if isinstance(layer.multiply, Float8Product) and takes_rows(layer.multiply.scaling):
                 products[layer] = layer.multiply
         owners = {id(layer): layer for layer in products}
         for shard in compat_fsdp.gather_as_bytes(sharded, products):

@@ -257,6 +257,8 @@ def _memory_state(
         sizes=parts,
         width=precision.compute_dtype.itemsize,
         master=precision.main_dtype.itemsize,
+        quantised_width=precision.gathered_weight_bytes,
+        copies=precision.copies_parameters and precision.products is None,
         optimizer_values=kept_values(model.run),
         matrix_values=kept_values(model.run, matrix=True),
         sharded=candidates.data_ranks * candidates.cp > 1,

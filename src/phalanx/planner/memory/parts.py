@@ -50,6 +50,12 @@ class PartBytes:
     """Those in `gathered` that are trained."""
     matrices: FloatArray
     """Those in `trained_shard` that an optimizer may treat as matrices."""
+    quantised: FloatArray
+    """Those in `count` that are multiplied in 8 bits."""
+    quantised_shard: FloatArray
+    """Those in `shard` that are."""
+    quantised_gathered: FloatArray
+    """Those in `gathered` that are."""
 
     def plus(self, other: PartBytes) -> PartBytes:
         """Both together, where both are held at once."""
@@ -66,6 +72,8 @@ class PartBytes:
             trained_shard=trained,
             trained_gathered=self.trained_count,
             matrices=self.matrices * trained / np.maximum(self.trained_shard, 1),
+            quantised_shard=self.quantised / shards,
+            quantised_gathered=self.quantised,
         )
 
 
@@ -183,7 +191,9 @@ class _RankParts:
     def measure_part(self, name: PartName) -> PartBytes:
         """Return the bytes and elements of a part, its experts aside."""
         shards = self.candidates.shards
-        count, shard, streamed, trained_count, trained_shard, matrices = self._count_parameters(name, experts=False)
+        count, shard, streamed, trained_count, trained_shard, matrices, *narrow = self._count_parameters(
+            name, experts=False
+        )
         return PartBytes(
             kept=self.column(lambda c: c[name].costs.kept_bytes),
             forward=self.column(lambda c: c[name].costs.forward_peak),
@@ -197,12 +207,15 @@ class _RankParts:
             trained_count=trained_count,
             trained_shard=trained_shard + streamed,
             trained_gathered=trained_shard * shards,
+            quantised=narrow[0],
+            quantised_shard=narrow[1],
+            quantised_gathered=narrow[1] * shards,
         )
 
     def measure_experts(self) -> PartBytes:
         """Return the bytes and elements of a block's experts that expert parallelism shards."""
         nothing = np.zeros(len(self.candidates))
-        count, shard, _, trained_count, trained_shard, matrices = self._count_parameters("block", experts=True)
+        count, shard, _, trained_count, trained_shard, matrices, *_ = self._count_parameters("block", experts=True)
         gathered_of = self.candidates.expert_shards * ~self.candidates.lone_experts
         return PartBytes(
             kept=nothing,
@@ -217,6 +230,9 @@ class _RankParts:
             trained_shard=trained_shard,
             trained_gathered=trained_shard * gathered_of,
             matrices=matrices,
+            quantised=nothing,
+            quantised_shard=nothing,
+            quantised_gathered=nothing,
         )
 
     def _count_parameters(self, name: PartName, *, experts: bool) -> tuple[FloatArray, ...]:
@@ -252,7 +268,8 @@ def _behind_experts(block: PartCosts) -> tuple[int, int]:
 
 
 def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str], *, experts: bool) -> tuple[int, ...]:
-    """Return elements of a part: before and after sharding, streamed, trained before and after, of trained matrices after.
+    """Return elements of a part: before and after sharding, streamed, trained before and after, of trained matrices after,
+    multiplied in 8 bits before and after.
 
     Streamed ones are those of the rank that has most. elsewhere: a head's parameters that another part holds. experts: count
     the experts that expert parallelism shards; else all but these.
@@ -261,10 +278,11 @@ def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str], *, exp
     mine = [p for p in part.parameters if p.expert == experts and not (p.streamed or (head and p.name in elsewhere))]
     streamed = sum(chain.piece for chain in part.chains)
     trained = [p for p in mine if not p.frozen]
-    before, after = (
-        [sum(p.count for p in some), sum(p.sharded_count(shards) for p in some)] for some in (mine, trained)
+    every, of_trained, narrow = (
+        [sum(p.count for p in some), sum(p.sharded_count(shards) for p in some)]
+        for some in (mine, trained, [p for p in mine if p.quantised])
     )
-    return (*before, streamed, *after, sum(p.sharded_count(shards) for p in trained if p.matrix))
+    return (*every, streamed, *of_trained, sum(p.sharded_count(shards) for p in trained if p.matrix), *narrow)
 
 
 def _waiting_bytes(settings: list[tuple[Setting, int]], costs: list[dict[PartName, PartCosts]]) -> FloatArray:

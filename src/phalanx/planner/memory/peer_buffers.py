@@ -29,13 +29,13 @@ def peer_buffer_bytes(state: MemoryState, parts: RankParts) -> Amount:
     rank = _RankSizes(state, parts)
     # Streamed chunks and their gradients take turns between two buffers each, all as large as the largest chunk.
     streaming = state.width * state.sizes.ring
-    published = np.vectorize(align_size, otypes=[np.float64])(state.width * rank.gathered_shards)
+    published = np.vectorize(align_size, otypes=[np.float64])(rank.published)
     pool = rank.pool_of_pipelines() if np.all(state.piped) else rank.pool_of_one_stage()
     return rank.exchanges.sharded_many * (published + pool + streaming)
 
 
 class _RankSizes:
-    """Sizes of what a rank of each layout exchanges, in parameters."""
+    """Sizes of what a rank of each layout exchanges, in parameters where nothing else is said."""
 
     def __init__(self, state: MemoryState, parts: RankParts) -> None:
         self.state, self.exchanges = state, Exchanges(state)
@@ -47,9 +47,9 @@ class _RankSizes:
         """Blocks of the last unit."""
         self.block = block.trained_gathered
         self.ends = (parts.embedding * embedding.trained_gathered, parts.head * head.trained_gathered)
-        self.gathered_shards = (
-            parts.layers * (block.shard - block.streamed) + parts.embedding * embedding.shard + parts.head * head.shard
-        )
+        each = (parts.layers, block), (parts.embedding, embedding), (parts.head, head)
+        self.published = sum(count * self.exchanges.published_bytes(part) for count, part in each)
+        """Bytes of the shards that peers read."""
         self.width_sent = np.where(self.exchanges.whole, state.master, state.width)
 
     def pool_of_pipelines(self) -> Amount:

@@ -46,6 +46,10 @@ class MemoryState:
     """Bytes of a parameter as it is computed with."""
     master: int
     """Bytes of a parameter as it is kept, of its gradient, and of each value that the optimizer keeps for it."""
+    quantised_width: int
+    """Bytes of a weight that is multiplied in 8 bits as ranks gather it."""
+    copies: bool
+    """Whether a rank that holds whole parameters computes with a copy of all of them; else with weights in 8 bits."""
     optimizer_values: float
     """Values that the optimizer keeps for each parameter: 2 for AdamW's moments."""
     matrix_values: float
@@ -99,10 +103,10 @@ class Exchanges:
         shared_out = s.sizes.shards > 1
         self.copied = shared_out & s.peer_copies
         """Shards exchange by peer copies: without buffers in the allocator's memory."""
-        self.arriving = np.where(shared_out, s.width, 0)
-        """Bytes of a parameter that is being gathered: in a buffer, with peer copies in its place."""
-        self.received = np.where(self.copied, 0, self.arriving)
-        """Bytes of a parameter in the buffer it arrived in, which goes when the next one has arrived."""
+        self.arriving = shared_out
+        """Parameters that are being gathered take as much as gathered ones: in a buffer, with peer copies in their place."""
+        self.received = shared_out & ~self.copied
+        """Parameters stay in the buffer they arrived in, which goes when the next one has arrived."""
         self.spread = s.sizes.experts.gathered > 0
         """Experts are a unit of their own inside their block's."""
         self.experts_arrived = np.where(s.sizes.expert_shards > 1, s.width, 0)
@@ -111,12 +115,23 @@ class Exchanges:
         """Bytes of a parameter's gradient as it is sent, in a buffer or, with peer copies, from its place; until the next
         is."""
 
+    def gathered_bytes(self, part: PartBytes) -> Amount:
+        """Return the bytes of a part's parameters once they are gathered."""
+        return self.s.width * part.gathered - (self.s.width - self.s.quantised_width) * part.quantised_gathered
+
+    def published_bytes(self, part: PartBytes) -> Amount:
+        """Return the bytes of a part's shards as they are gathered."""
+        whole = self.s.width * (part.shard - part.streamed)
+        return whole - (self.s.width - self.s.quantised_width) * part.quantised_shard
+
     def state_of(self, part: PartBytes) -> Allocations:
         """Bytes of parameters and optimizer state of a part, by cause."""
-        copied = self.s.width if self.s.width < self.s.master else 0
+        s = self.s
+        # Weights in 8 bits are held as they are and transposed; ranks that gather them hold their rows.
+        alone = s.width * part.count if s.copies else 2 * part.quantised
         return {
             "master parameters": self.s.master * part.shard,
-            "working copy": copied * part.count * ~self.s.sharded,
+            "working copy": np.where(s.sharded, (s.quantised_width == 1) * part.quantised_shard, alone),
             "optimizer moments": self.s.master
             * (self.s.optimizer_values * (part.trained_shard - part.matrices) + self.s.matrix_values * part.matrices),
         }

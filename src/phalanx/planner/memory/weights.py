@@ -40,7 +40,7 @@ def buffers_beside(exchanges: Exchanges) -> FloatArray:
         sent = np.where(exchanges.whole, s.master, s.width)
         for name, part in parts.items():
             pool = 0 if name in ("layers", "leading") else sent * part.trained_gathered
-            found[COLUMN[name]] = exchanges.sharded_many * (s.width * (part.shard - part.streamed) + pool)
+            found[COLUMN[name]] = exchanges.sharded_many * (exchanges.published_bytes(part) + pool)
     return found
 
 
@@ -130,15 +130,17 @@ def _gathered(r: Exchanges) -> dict[str, Allocations]:
     s, z = r.s, r.s.sizes
     found: dict[str, Allocations] = {}
     for name, part in (("blocks", z.block), ("embedding", z.embedding), ("head", z.head)):
-        found[f"gathered_{name}"] = {"gathered parameters": s.sharded * s.width * part.gathered}
-        found[f"arrived_{name}"] = {"gather buffers": s.sharded * r.received * part.gathered}
-        found[f"arriving_{name}"] = {"gather buffers": s.sharded * r.arriving * part.gathered}
-    experts = r.spread * z.experts.gathered
-    found["gathered_blocks"] = {"gathered parameters": s.sharded * s.width * (z.block.gathered + experts)}
+        gathered = r.gathered_bytes(part)
+        found[f"gathered_{name}"] = {"gathered parameters": s.sharded * gathered}
+        found[f"arrived_{name}"] = {"gather buffers": s.sharded * r.received * gathered}
+        found[f"arriving_{name}"] = {"gather buffers": s.sharded * r.arriving * gathered}
+    block = r.gathered_bytes(z.block)
+    experts = r.spread * s.width * z.experts.gathered
+    found["gathered_blocks"] = {"gathered parameters": s.sharded * (block + experts)}
     # The buffer of one arrival goes at the next: that of the experts, inside their block, is the later one.
-    later = np.where(r.spread, r.experts_arrived * z.experts.gathered, r.received * z.block.gathered)
+    later = np.where(r.spread, r.experts_arrived * z.experts.gathered, r.received * block)
     found["arrived_blocks"] = {"gather buffers": s.sharded * later}
-    found["gathered_leading"] = {"gathered parameters": s.sharded * s.width * z.leading.gathered}
+    found["gathered_leading"] = {"gathered parameters": s.sharded * r.gathered_bytes(z.leading)}
     return found
 
 
@@ -148,6 +150,10 @@ def _passes(r: Exchanges) -> dict[str, Allocations]:
     for name, part in (("embedding", z.embedding), ("block", z.block), ("head", z.head), ("leading", z.leading)):
         found[f"{name}_forward"] = {"one part's pass": part.forward}
         found[f"{name}_backward"] = {"one part's pass": part.backward}
+    # Where nobody else casts it, the head casts its matrix for every micro-batch.
+    cast = ~r.s.sharded * (r.s.width * z.head.count if r.s.width < r.s.master and not r.s.copies else 0)
+    for name in ("head_forward", "head_backward"):
+        found[name]["one part's pass"] = found[name]["one part's pass"] + cast
     for name, part in (("embedding", z.embedding), ("blocks", z.block), ("head", z.head)):
         found[f"{name}_reduced"] = {"reduce buffers": r.reducing(part)}
         # Where nothing is sharded, the gradients are gone by the time their copy is divided.

@@ -30,7 +30,8 @@ from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
 from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.adapters import EVERY_PARAMETER, TrainedParameters, add_adapters
-from phalanx.nn.layers import Norm, choose_products, separate_gradients
+from phalanx.nn.float8_linear import Float8Product
+from phalanx.nn.layers import Linear, Norm, choose_products, separate_gradients
 from phalanx.nn.parameters import ParameterKind
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
@@ -120,6 +121,8 @@ class PartParameter:
     """Whether an optimizer may treat it as one matrix or several."""
     frozen: bool = False
     """Whether it is not trained: it has neither gradients nor optimizer state."""
+    quantised: bool = False
+    """Whether it is a weight whose products are those of 8-bit numbers."""
 
     @property
     def count(self) -> int:
@@ -325,6 +328,8 @@ def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]
     whole = tracer.whole_part(stage.part.part)
     list(add_adapters(whole, setting.trained.adapters))
     shapes = {name: parameter.shape for name, parameter in named_parameters(whole, tied).items()}
+    layers = [module for module in stage.modules() if isinstance(module, Linear)]
+    quantised = {id(layer.weight) for layer in layers if isinstance(layer.multiply, Float8Product)}
     return tuple(
         PartParameter(
             name,
@@ -334,6 +339,7 @@ def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]
             expert=id(p) in spread,
             matrix=p.dim() == 2 and tracer.matrix_rows(name) is not None,
             frozen=setting.freezes(name),
+            quantised=id(p) in quantised,
         )
         for name, p in named_parameters(stage.part, tied).items()
     )
