@@ -31,6 +31,7 @@ from published.runs import PublishedRun
 class OtherFramework(FrameworkProfile):
     """Another program."""
 
+    gathers_quantised: bool = False
     issues_exchanges: bool = False
     """Whether exchanges cost the host what they do in our training: each collective of activations is called from Python,
     and each parameter is gathered and reduced by itself, as FSDP2 does it. Else next to nothing."""

@@ -144,6 +144,26 @@ def test_what_ranks_exchange_and_pass_over_grows_with_the_numbers(precision: str
     assert found.hidden_bytes[0] == 1024 * 1024 * width
 
 
+def test_weights_in_eight_bits_are_gathered_in_half_the_time() -> None:
+    table = _layouts({"dp_shard": 8, "zero": 3, "reshard_after_forward": True})
+    # Nothing hides what is exchanged.
+    shown = replace(PROFILE, hidden=0.0)
+    seconds: dict[str, float] = {}
+    for precision in ("mxfp8", "fp8-row"):
+        run = RUN.model_copy(update={"layout": RUN.layout.model_copy(update={"precision": precision})})
+        framework = our_framework(bind(run, TracedModel), MACHINE)
+        assert framework.quantised_bytes == {"mxfp8": 2, "fp8-row": 1}[precision]
+        steps = steps_of_run(bind(run, TracedModel), table, MACHINE, framework, attention="math")
+        times = part_times(steps.parts, MACHINE, CONSTANTS, shown)
+        seconds[precision] = float(time_steps(steps, times, shown, CONSTANTS, framework).seconds[0, StepBreakdown.DATA])
+    block = steps.block_parameters[0]
+    assert 0.99 * block < steps.quantised_parameters[0] < block
+    # Of six bytes a parameter (gathered twice in 16 bits, reduced in 32) blocks save two; beside them there are the ends.
+    ends = steps.embedding_parameters[0] + steps.head_parameters[0]
+    saved = 2 * RUN.model.n_layers * block / (8 * (RUN.model.n_layers * block + ends))
+    assert seconds["fp8-row"] / seconds["mxfp8"] == pytest.approx(1 - saved, rel=0.03)
+
+
 @pytest.mark.parametrize(
     "name",
     ["matmul_flop_s", "attention_flop_s", "memory_b_s", "optimizer_b_s", "link_share", "network_share", "hidden"],

@@ -26,6 +26,10 @@ class FrameworkProfile:
     """Bytes of an element of the gradients that data-parallel ranks add up."""
     gather_bytes: int = 2
     """Bytes of an element of the parameters that they gather."""
+    gathers_quantised: bool = True
+    """Whether they gather weights that are multiplied in 8 bits in these."""
+    quantised_bytes: int = 2
+    """Bytes of an element of such weights as they are gathered."""
     copy_engines: bool = False
     """Whether shards in one node exchange by copies instead of collectives."""
     single_rank_overhead: float = 0.25
@@ -46,9 +50,11 @@ class FrameworkProfile:
         """
         width = PRECISIONS[precision].compute_dtype.itemsize
         if width <= self.gather_bytes:
-            return self
+            quantised = PRECISIONS[precision].gathered_weight_bytes if self.gathers_quantised else self.gather_bytes
+            return replace(self, quantised_bytes=quantised)
         return replace(
             self,
+            quantised_bytes=width,
             gather_bytes=width,
             reduce_bytes=max(width, self.reduce_bytes),
             low_precision_copy=self.low_precision_copy and width < 4,

@@ -131,6 +131,10 @@ class Steps:
     embedding_parameters: Floats
     leading_parameters: Floats
     """Elements of a leading block; those of a block where there is none."""
+    quantised_parameters: Floats
+    """Those of a block's elements that are weights multiplied in 8 bits."""
+    leading_quantised: Floats
+    """Those of a leading block's elements that are."""
     expert_parameters: Floats
     """Elements of a block's experts, which expert parallelism shards."""
     head_parameters: Floats
@@ -266,6 +270,8 @@ def steps_of(
         block_parameters=sizes.block,
         embedding_parameters=sizes.embedding,
         leading_parameters=sizes.leading,
+        quantised_parameters=sizes.quantised,
+        leading_quantised=sizes.leading_quantised,
         expert_parameters=sizes.experts,
         # One rank that holds both ends has the shared table once.
         head_parameters=sizes.head - np.where(one_stage, sizes.shared, 0.0),
@@ -353,6 +359,10 @@ class _PartSizes:
     """Elements of the table that embedding and head share; 0 where each has its own."""
     experts: Floats
     """Elements of a block's experts, which expert parallelism shards."""
+    quantised: Floats
+    """Elements of a block's weights that are multiplied in 8 bits."""
+    leading_quantised: Floats
+    """The same of a leading block; of a block where there is none."""
     tensors: Tensors
 
     def take(self, which: Ints) -> _PartSizes:
@@ -376,12 +386,14 @@ def _part_sizes(
         before = leading[0] if leading else block
         counts = [part.parameter_count for part in (embedding, block, head, before)]
         experts = sum(parameter.count for parameter in block.parameters if parameter.expert)
+        quantised = [sum(each.count for each in part.parameters if each.quantised) for part in (block, before)]
         # Streamed matrices travel in chunks of their own.
         parts = (block, before, embedding, head)
         tensors = [sum(not parameter.streamed for parameter in part.parameters) for part in parts]
-        rows.append((*counts, shared, experts, *tensors))
-    start, middle, end, front, tied, of_experts, *counted = np.asarray(rows, np.float64).T
-    return _PartSizes(start, middle, end, front, tied, of_experts, Tensors(*counted)), blocks
+        rows.append((*counts, shared, experts, *quantised, *tensors))
+    start, middle, end, front, tied, of_experts, narrow, first_narrow, *counted = np.asarray(rows, np.float64).T
+    sizes = _PartSizes(start, middle, end, front, tied, of_experts, narrow, first_narrow, Tensors(*counted))
+    return sizes, blocks
 
 
 def list_rank_parts(setting: Setting, layouts: LayoutTable, framework: FrameworkProfile) -> RankParts:

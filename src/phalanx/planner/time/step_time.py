@@ -351,6 +351,12 @@ class DataParallel:
 
         ring = one._ring(few) if np.any(few.streams.parameters) else None
         gather, scatter = of_each(one.gather), of_each(one.scatter)
+        if np.any(few.quantised_parameters) and self.framework.quantised_bytes < self.framework.gather_bytes:
+            # As if so many elements less were gathered.
+            saved = few.unit * (1 - self.framework.quantised_bytes / self.framework.gather_bytes)
+            narrow = one.gather(few, unit - saved * few.quantised_parameters)[steps.alike]
+            first_narrow = one.gather(few, leading - saved * few.leading_quantised)[steps.alike]
+            gather = replace(gather, unit=narrow, leading=first_narrow)
         summed = of_each(one.sum_replicas) if np.any(few.replicas.size > 1) else None
         experts = np.zeros(len(steps))
         if np.any(few.expert_parameters):
