@@ -44,13 +44,14 @@ CASES: list[tuple[Fields, dict[str, Any]]] = [
     (_LARGE, {"global_batch": 6, "zero": 1}),
     (_TIED, {"global_batch": 2}),
     (_TIED | _LARGE, {"global_batch": 6, "zero": 2}),
+    (_LARGE, {"global_batch": 6, "zero": 1, "precision": "fp8-row"}),
 ]
 
 
 def _run_of(place: int) -> LanguageRun:
     model, layout = CASES[place]
     fixed = {"precision": "bf16", "peer_copies": True, "dp_shard": 2, "microbatch": 1}
-    return run_with({"model.n_layers": 8} | model, **fixed, **layout)
+    return run_with({"model.n_layers": 8} | model, **{**fixed, **layout})
 
 
 def _found() -> list[int]:
