@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from phalanx.launch.heartbeat import Heartbeat, Phase
+from phalanx.torch_compat.device_wait import keep_device_busy
 from phalanx.training.callbacks import Callback, TrainingContext
 from phalanx.training.metrics import StepMetrics
 from phalanx.training.safeguards.wrong_numbers import WrongNumbers
@@ -22,9 +24,9 @@ MEMORY_EVENTS = 10
 class DeviceFault(Callback):
     """Does `kind` on rank `rank` before step `step`, once; marker: file that says when it happened.
 
-    assert: an index out of bounds in a kernel. sleep: a kernel of a minute. slow: kernels of another stream beside each step
-    from `step` on. spike: gradients of the step times 10,000. fill: take the memory that the next step needs, before each
-    step from `step` on. cost: time hashes and heartbeats, and write the seconds to `marker` at the end.
+    assert: an index out of bounds in a kernel. sleep: a kernel of a minute. slow: a kernel of twice a step's time before
+    each step from `step` on. spike: gradients of the step times 10,000. fill: take the memory that the next step needs,
+    before each step from `step` on. cost: time hashes and heartbeats, and write the seconds to `marker` at the end.
     """
 
     def __init__(self, kind: str, marker: str, step: int, rank: int = 1) -> None:
@@ -34,7 +36,7 @@ class DeviceFault(Callback):
         """Put what measures or disturbs in place."""
         self.context = context
         self.mine = context.rank == self.rank
-        self.now, self.allocated = 0, 0
+        self.now, self.allocated, self.fastest_s = 0, 0, math.inf
         self.ballast: list[torch.Tensor] = []
         self.seconds: dict[str, list[float]] = {"hash": [], "heartbeat": [], "step": []}
         if self.kind == "spike":
@@ -68,6 +70,8 @@ class DeviceFault(Callback):
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Keep the seconds of a step."""
         self.seconds["step"].append(metrics.step_seconds)
+        if not self.marker.exists():
+            self.fastest_s = min(self.fastest_s, metrics.step_seconds)
 
     def on_end(self, error: BaseException | None) -> None:
         """Write what was timed."""
@@ -97,14 +101,8 @@ class DeviceFault(Callback):
         self.allocated = torch.cuda.memory_allocated(device)
 
     def _slow_down(self) -> None:
-        if not hasattr(self, "stream"):
-            self.stream = torch.cuda.Stream(priority=0)
-            self.matrix = torch.randn(8192, 8192, device=self.context.device, dtype=torch.bfloat16)
-        with torch.cuda.stream(self.stream):
-            for _ in range(40):
-                torch.mm(self.matrix, self.matrix)
-        # The next step waits for them, as for a device that is slow.
-        torch.cuda.current_stream().wait_stream(self.stream)
+        # Longer than the step: the device of a small model has nothing to do most of the time.
+        keep_device_busy(self.context.device, max(0.1, 2.0 * self.fastest_s))
 
     def _disturb_gradients(self) -> None:
         update = TrainStep.update_parameters

@@ -3,10 +3,11 @@
     python benchmarks/faults_on_devices.py --out benchmarks/results/faults/h100
 
 Parts (rows of the fault table in benchmarks/results/faults): `chaos` (random faults over NCCL, ranks forked of a process
-that has loaded PyTorch, compile caches cold and then warm), `bitflip` (two replicas), `device` (an assertion in a kernel, a
-kernel that does not end, kernels that slow one rank down), `links` (the same steps without peer access), `spike` (bf16),
-`memory` (ten times out of memory on a full device), `checkpoint` (the share of one of eight ranks of an 8B model) and
-`cost` (hashes and heartbeats of a 1B model). Parts that share the devices run side by side; no part outlives its limit.
+that has loaded PyTorch, compile caches cold and then warm), `bitflip` (two replicas), `slow` (a rank whose device comes
+late), `device` (an assertion in a kernel, one that does not end, kernels that slow one rank down), `links` (the same steps
+without peer access), `spike` (bf16), `memory` (ten times out of memory on a full device), `checkpoint` (the share of one of
+eight ranks of an 8B model) and `cost` (hashes and heartbeats of a 1B model). Parts that share the devices run side by side;
+no part outlives its limit.
 Writes OUT.json after each part. --small tries the script itself on a CPU.
 """
 
@@ -162,6 +163,15 @@ def random_faults(bench: Bench) -> dict[str, Any]:
         bench, "chaos", "layout.dp_shard=2", "--faults", "kill,segfault,abort,error,hang,stop,save,damage,kill,kill",
         "--faults-per-run", "10", "--count", "20", "--seed", "3", "--minutes", "5", "training.steps=120",
         limit_s=300,
+    )  # fmt: skip
+
+
+def slow_ranks(bench: Bench) -> dict[str, Any]:
+    """Keep the device of one rank busy for twice a step's time before each of forty steps (G08)."""
+    return run_chaos(
+        bench, "slow", "layout.dp_shard=2", "training.compile=false", "--faults", "slow", "--faults-per-run", "1",
+        "--count", "1", "--seed", "1", "--minutes", "1", "training.steps=100",
+        limit_s=110,
     )  # fmt: skip
 
 
@@ -327,6 +337,7 @@ Part = Callable[[Bench], dict[str, Any]]
 PARTS: dict[str, Part] = {
     "chaos": random_faults,
     "bitflip": flipped_bits,
+    "slow": slow_ranks,
     "device": device_faults,
     "links": links,
     "spike": spikes,
@@ -334,7 +345,7 @@ PARTS: dict[str, Part] = {
     "checkpoint": checkpoint_stall,
     "cost": safeguard_cost,
 }
-WAVES = (("chaos", "bitflip", "device", "links", "spike"), ("memory", "checkpoint"), ("cost",))
+WAVES = (("chaos", "bitflip", "device", "links", "spike"), ("memory", "checkpoint"), ("slow",), ("cost",))
 """Parts that run side by side: the first measure no step, and of the second each has a device of its own."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.chaos import inject
 from phalanx.chaos.faults import KINDS, USUAL, PlannedFault, draw_faults, parse_kinds
 from phalanx.chaos.inject import START, STEP_LOG, ChaosCallback
 from phalanx.chaos.run import ChaosPlan, FaultOutcome, _match_reports, compare_ends, prepare_run
@@ -48,6 +49,12 @@ def test_what_changes_bits_has_a_run_of_its_own() -> None:
         assert kinds in ({"kill"}, {"oom"}) and len(draw(seed, "oom")) == 1
 
 
+def test_a_slow_rank_has_a_run_of_its_own_with_steps_before_and_behind_it() -> None:
+    drawn = [fault for seed in range(40) for fault in draw(seed, "slow")]
+    assert len(drawn) == 40 and min(fault.step for fault in drawn) >= 7 and max(fault.step for fault in drawn) <= 20
+    assert draw(1, "slow", steps=41) == []
+
+
 def test_kinds_are_named() -> None:
     assert parse_kinds(None) == USUAL and parse_kinds("hang, kill,hang") == ("hang", "kill")
     with pytest.raises(ConfigError, match=r"--faults hung: must be of kill, .*\nnearest: hang"):
@@ -68,6 +75,8 @@ def test_a_run_that_could_not_notice_is_refused(run_file: Path, tmp_path: Path) 
 
     with pytest.raises(ConfigError, match="no two ranks hold the same parameters"):
         prepare_run(plan())
+    with pytest.raises(ConfigError, match="a slow rank is told by those that wait for it"):
+        prepare_run(replace(plan(kinds=("slow",)), ranks=1))
     run, _ = prepare_run(plan("layout.dp_replicate=2"))
     assert run.safeguards.compare_replicas == 1 and run.restart.max == 1000
     run, _ = prepare_run(plan("checkpoint.every=null", kinds=("kill",)))
@@ -124,6 +133,46 @@ def test_one_bit_of_one_parameter_flips(tmp_path: Path) -> None:
         for name, parameter in parameters.items()
     }
     assert sorted(changed.values()) == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_slow_rank_waits_where_it_computes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice as long as the fastest step took, forty times: less would be hidden in what a device waits for its host."""
+    waited: dict[str, list[float]] = {"cpu": [], "cuda": []}
+    monkeypatch.setattr(inject.time, "sleep", waited["cpu"].append)
+    monkeypatch.setattr(inject, "keep_device_busy", lambda device, seconds: waited[device.type].append(seconds))
+    schedule = scheduled(tmp_path / "faults", PlannedFault(1, "slow", 0, 12, 0))
+    made = ChaosCallback(str(schedule))
+    made.on_start(SimpleNamespace(rank=0, device=torch.device(kind)))  # type: ignore[arg-type]
+    for step in range(1, 71):
+        made.on_step_begin(step)
+        # The first step compiles, and what a slow rank makes of its steps does not make it slower.
+        seconds = 30.0 if step == 1 else 0.25 if step < 12 else 0.75
+        made.on_step_end(SimpleNamespace(step=step, step_seconds=seconds))  # type: ignore[arg-type]
+    assert waited == {"cpu": [], "cuda": []} | {kind: [0.5] * 40}
+    assert (schedule.parent / "happened-1.json").exists()
+
+
+def test_a_slow_rank_is_found_by_the_event_that_names_it(tmp_path: Path) -> None:
+    planned = [PlannedFault(1, "slow", 1, 12, 0)]
+    beside, run_dir = tmp_path / "faults", tmp_path / "run"
+    beside.mkdir()
+    run_dir.mkdir()
+    planned[0].marker_file(beside).write_text(json.dumps({"time": 1000.0}))
+    (beside / STEP_LOG).write_text(f"990.0 {START}\n999.0 11\n1001.0 12\n1004.0 13\n")
+    run_dir.with_suffix(".log").write_text("")
+    (missed,) = _match_reports(planned, 1, run_dir, beside)
+    assert (missed.found_as, missed.named_right, missed.detected_s) == ("", False, None)
+    for rank, right in ((0, False), (1, True)):
+        events = [{"kind": "straggler", "step": 13, "time": iso(1003.5), "rank": rank, "cause": "device"}]
+        (run_dir / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        (found,) = _match_reports(planned, 1, run_dir, beside)
+        assert (found.detected_s, found.found_as, found.named_right, found.training_s) == (
+            3.5,
+            f"rank {rank}: straggler (device)",
+            right,
+            4.0,
+        )
 
 
 def iso(at: float) -> str:
@@ -223,4 +272,4 @@ def test_what_counts_as_survived() -> None:
     lines = list(write_table(SimpleNamespace(outcomes=rows, runs=2, undisturbed_s=5.0, disturbed_s=20.0, failures=())))  # type: ignore[arg-type]
     assert lines[0].split()[:4] == ["fault", "run", "rank", "step"] and "differs by 2.5e-01" in lines[2]
     assert "1 of 2 faults in 2 runs were found, called right and left no trace" in lines
-    assert "goodput 25" in lines[-1] and len(KINDS) == 11
+    assert "goodput 25" in lines[-1] and len(KINDS) == 12

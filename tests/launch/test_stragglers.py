@@ -223,14 +223,23 @@ def test_of_devices_the_shortest_stay_is_the_latest_arrival() -> None:
     assert found.late[1] == pytest.approx(0.5, abs=0.05) and max(found.late[rank] for rank in (0, 2, 3)) == 0.0
 
 
-def watch_run(folder: Path, monkeypatch: pytest.MonkeyPatch, late_s: float, data_s: float = 0.0) -> list[int | None]:
-    """The straggler after each of 25 looks at 500 steps, of which rank 2 comes `late_s` late in each."""
+def watch_run(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    late_s: float,
+    data_s: float = 0.0,
+    device_s: float | None = None,
+) -> list[int | None]:
+    """The straggler after each of 25 looks at 500 steps, of which rank 2 comes `late_s` late in each.
+
+    device_s: how late its device comes, by what devices measure.
+    """
     now = [100.0]
     monkeypatch.setattr(stragglers.time, "monotonic", lambda: now[0])
     hearts = [Heartbeat(folder, rank) for rank in range(RANKS)]
     watch, named, draw = StragglerWatch(folder, range(RANKS)), [], random.Random(3)
     entries: list[list[tuple[int, float, float | None]]] = [[] for _ in range(RANKS)]
-    length = STEP_S + late_s
+    length = STEP_S + max(late_s, device_s or 0.0)
     for step in range(1, 501):
         start = step * length
         for number in range(PER_STEP):
@@ -238,7 +247,8 @@ def watch_run(folder: Path, monkeypatch: pytest.MonkeyPatch, late_s: float, data
                 # All leave the first collective of a step together, however late the last one came.
                 lag = late_s if rank == 2 or number else 0.0
                 at = start + lag + draw.random() * 0.004 + number * STEP_S / PER_STEP
-                entries[rank].append((step * PER_STEP + number, at, None))
+                waited = None if device_s is None else 1.0 + (0.0 if rank == 2 or number else 1e3 * device_s)
+                entries[rank].append((step * PER_STEP + number, at, waited))
         for rank, heart in enumerate(hearts):
             now[0] = 100.0 + start - (data_s if rank == 2 else 0.0)
             heart.enter("data", step)
@@ -273,6 +283,18 @@ def test_late_data_are_told_from_a_slow_host(tmp_path: Path, monkeypatch: pytest
     watch_run(tmp_path, monkeypatch, 0.06, data_s=0.06)
     report = read_report(tmp_path)
     assert report is not None and report.straggler is not None and report.straggler.cause == "input", report
+
+
+@pytest.mark.parametrize(("host_s", "cause"), [(0.0, "device"), (0.06, "host")])
+def test_a_slow_device_is_told_from_its_host(
+    host_s: float, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both cases the other devices wait 60 ms; only a slow host also launches later than the others."""
+    named = watch_run(tmp_path, monkeypatch, host_s, device_s=0.06)
+    assert named[stragglers.LOOKS - 1 :] == [2] * (25 - stragglers.LOOKS + 1)
+    report = read_report(tmp_path)
+    assert report is not None and report.straggler is not None
+    assert report.straggler.cause == cause and report.straggler.seconds == pytest.approx(0.06, abs=0.02)
 
 
 def test_500_even_steps_name_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,12 @@ class FaultKind:
     """Checkpoints that must be there before."""
     before_saves: int = 0
     """Checkpoints that must come after the one that it strikes: no step follows the last."""
+    lasts: int = 0
+    """Steps that it takes part in, which have to come after its first."""
     keeps_bits: bool = True
     """Whether the run ends with the bits of an undisturbed one."""
+    alone: bool = False
+    """Whether it has a run of its own, since nothing could be told of others beside it."""
 
 
 KINDS = {
@@ -36,13 +40,19 @@ KINDS = {
     "stop": FaultKind("stopped", "a rank is suspended (SIGSTOP)"),
     "save": FaultKind("signal", "a rank is killed while it writes a checkpoint", before_saves=1),
     "damage": FaultKind("signal", "a bit of the newest checkpoint flips, then a rank is killed", after_saves=2),
-    "oom": FaultKind("out of memory", "a rank runs out of memory; micro-batches are halved", keeps_bits=False),
+    "oom": FaultKind(
+        "out of memory", "a rank runs out of memory; micro-batches are halved", keeps_bits=False, alone=True
+    ),
     "bitflip": FaultKind(None, "a bit of a parameter flips in the memory of one of its replicas", after_saves=1),
+    "slow": FaultKind(
+        None, "a rank takes three times as long for each of forty steps", after_saves=1, lasts=40, alone=True
+    ),
 }
 """Every kind by its name."""
 
 USUAL = ("kill", "segfault", "abort", "error", "hang", "lock", "stop", "save", "damage")
-"""Kinds that every run can meet: `oom` needs a micro-batch to halve, `bitflip` ranks that hold the same parameters."""
+"""Kinds that every run can meet: `oom` needs a micro-batch to halve, `bitflip` ranks that hold the same parameters, `slow`
+other ranks and many steps."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +107,15 @@ def draw_faults(
     for _ in range(count):
         kind = chance.choice(list(kinds))
         # One step more: what is to be there is on storage by then.
-        first_step, last_step = KINDS[kind].after_saves * every + 2, steps - KINDS[kind].before_saves * every
+        drawing = KINDS[kind]
+        first_step, last_step = (
+            drawing.after_saves * every + 2,
+            steps - max(drawing.before_saves * every, drawing.lasts),
+        )
         free = [step for step in range(first_step, last_step + 1) if step not in drawn]
         if free:
             drawn[chance.choice(free)] = kind
-        # After one that changes bits nothing else of the run could be judged by them.
-        if not KINDS[kind].keeps_bits:
+        if drawing.alone and free:
             drawn = {step: one for step, one in drawn.items() if one == kind}
             break
     return [

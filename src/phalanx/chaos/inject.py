@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import random
 import re
@@ -20,9 +21,10 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from phalanx.chaos.faults import PlannedFault
+from phalanx.chaos.faults import KINDS, PlannedFault
 from phalanx.checkpoint.folders import list_published
 from phalanx.layout.place import as_place
+from phalanx.torch_compat.device_wait import keep_device_busy
 from phalanx.training.callbacks import Callback, TrainingContext
 from phalanx.training.metrics import StepMetrics
 
@@ -34,6 +36,9 @@ SAVE_S = 60.0
 """Most seconds to wait for a checkpoint that is being written."""
 STEP_LOG = "steps.log"
 """File beside the schedule: when each step ended, by the first rank, and when the ranks began."""
+SLOW_SHARE, LEAST_SLOW_S = 2.0, 0.1
+"""What a slow rank waits in each step: so many times what the fastest one took, and no less than so many seconds. A device
+that its host keeps waiting would hide a shorter wait."""
 START = "start"
 """Stands in it in place of a step where the ranks began."""
 
@@ -54,6 +59,7 @@ class ChaosCallback(Callback):
         self.context = context
         self.mine = [fault for fault in planned if fault.rank == context.rank]
         self.looked_at = {step for fault in planned for step in (fault.step - 1, fault.step)}
+        self.fastest_s, self.slow_s, self.slow_until = math.inf, 0.0, 0
         self.note_step(START)
 
     def needs_finished(self, step: int) -> bool:
@@ -65,10 +71,13 @@ class ChaosCallback(Callback):
         for fault in self.mine:
             if fault.step == step and not fault.marker_file(self.folder).exists() and fault.kind != "bitflip":
                 self.cause_fault(fault)
+        if step < self.slow_until:
+            self.wait_before_step()
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Flip a bit after the update of the step before that of a fault, and note when the step ended."""
         self.note_step(str(metrics.step))
+        self.fastest_s = min(self.fastest_s, metrics.step_seconds)
         for fault in self.mine:
             if (
                 fault.kind == "bitflip"
@@ -93,6 +102,12 @@ class ChaosCallback(Callback):
         if fault.kind == "save":
             self.die_in_checkpoint(fault)
             return
+        if fault.kind == "slow":
+            # Of steps before it: those to come are as slow as it makes them, and the first one compiles.
+            self.slow_s = max(LEAST_SLOW_S, SLOW_SHARE * self.fastest_s)
+            self.slow_until = fault.step + KINDS["slow"].lasts
+            self.note_fault(fault)
+            return
         if fault.kind in ("oom", "error"):
             self.fail_forward(fault)
             return
@@ -105,6 +120,13 @@ class ChaosCallback(Callback):
         else:
             self.note_fault(fault)
         break_process("kill" if fault.kind == "damage" else fault.kind)
+
+    def wait_before_step(self) -> None:
+        """Have this rank's device come late to the step, or its host where it computes by itself."""
+        if self.context.device.type == "cuda":
+            keep_device_busy(self.context.device, self.slow_s)
+        else:
+            time.sleep(self.slow_s)
 
     def fail_forward(self, fault: PlannedFault) -> None:
         """Have the next forward pass raise what running out of memory, or a defect, raises."""

@@ -108,6 +108,10 @@ def prepare_run(plan: ChaosPlan) -> tuple[Run, tuple[str, ...]]:
     words = [*plan.words, "restart.max=1000", "restart.backoff_s=0.0", "training.resume=auto"]
     if run.checkpoint.every is None:
         words.append(f"checkpoint.every={max(1, run.training.steps // 8)}")
+    if "slow" in plan.kinds and plan.ranks == 1:
+        raise ConfigError(
+            f"--nproc {plan.ranks}: a slow rank is told by those that wait for it; start two, or leave slow out"
+        )
     if "bitflip" in plan.kinds:
         layout = resolve_layout(bind(run), plan.ranks, plan.ranks)
         if layout.dp_replicate == 1:
@@ -282,20 +286,37 @@ def _match_reports(planned: Sequence[PlannedFault], run: int, run_dir: Path, bes
 def _match_event(fault: PlannedFault, at: float, records: _Records) -> tuple[float | None, str, bool] | None:
     """Return when, as what and whether rightly a fault was found that ranks went on from; None for one that ended them."""
     if KINDS[fault.kind].cause is None:
-        # Events of steps that are done again are gone from the log of events.
-        when = next((ended for ended in records.rewound if ended > at), None)
+        when, text, named = (
+            _match_flip(fault, at, records) if fault.kind == "bitflip" else _match_slow(fault, at, records)
+        )
         begun = next((start for start in records.starts if start > at), None)
         if begun is not None and (when is None or begun < when):
-            # Ranks began again for another fault before they could go back by themselves, from a whole checkpoint.
+            # Ranks began again for another fault before this one could be found.
             return begun, "gone with another fault", True
-        said = re.findall(r"warning: step (\d+): [^\n]* hold alike differ([^\n]*)", records.said)
-        # A bit flips behind the step before that of the fault; the first comparison of replicas comes then or later.
-        reasons = sorted((int(step), reason) for step, reason in said if int(step) >= fault.step - 1)
-        named = bool(reasons) and f"rank {fault.rank} " in reasons[0][1]
-        return when, "replicas differ" if reasons else "", named
+        return when, text, named
     if fault.kind == "oom" and not records.reports and (found := records.event_after("less_memory", at)):
         return found[0], "out of memory: step done again", found[1]["step"] == fault.step
     return None
+
+
+def _match_flip(fault: PlannedFault, at: float, records: _Records) -> tuple[float | None, str, bool]:
+    """Return when, as what and whether rightly a flipped bit was found."""
+    # Events of steps that are done again are gone from the log of events.
+    when = next((ended for ended in records.rewound if ended > at), None)
+    said = re.findall(r"warning: step (\d+): [^\n]* hold alike differ([^\n]*)", records.said)
+    # A bit flips behind the step before that of the fault; the first comparison of replicas comes then or later.
+    reasons = sorted((int(step), reason) for step, reason in said if int(step) >= fault.step - 1)
+    named = bool(reasons) and f"rank {fault.rank} " in reasons[0][1]
+    return when, "replicas differ" if reasons else "", named
+
+
+def _match_slow(fault: PlannedFault, at: float, records: _Records) -> tuple[float | None, str, bool]:
+    """Return when, as what and whether rightly a slow rank was found."""
+    found = records.event_after("straggler", at)
+    if found is None:
+        return None, "", False
+    when, event = found
+    return when, f"rank {event['rank']}: straggler ({event['cause']})", event["rank"] == fault.rank
 
 
 def _match_report(

@@ -72,7 +72,7 @@ COLUMNS: tuple[Column[FaultOutcome], ...] = (
 def _group(one: FaultOutcome) -> str:
     cause = KINDS[one.fault.kind].cause
     if cause is None:
-        return "flipped bits"
+        return "slow ranks" if one.fault.kind == "slow" else "flipped bits"
     return "hangs" if cause in ("hang", "stopped") else "ended ranks"
 
 
@@ -83,7 +83,7 @@ def write_table(outcome: ChaosOutcome) -> Iterator[str]:
     rows = outcome.outcomes
     survived = sum(one.survived for one in rows)
     yield f"{survived} of {len(rows)} faults in {outcome.runs} runs were found, called right and left no trace"
-    for words in ("ended ranks", "hangs", "flipped bits"):
+    for words in ("ended ranks", "hangs", "flipped bits", "slow ranks"):
         some = [one for one in rows if _group(one) == words]
         for what, values in (
             ("detected after", [one.detected_s for one in some if one.detected_s is not None]),

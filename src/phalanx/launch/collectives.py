@@ -183,6 +183,10 @@ class Arrival:
     """Seconds that each rank waits for the last."""
     on_device: bool
     """Whether devices measured it themselves, rather than hosts as they launch it."""
+    host_last: int
+    """The rank whose host launched it last."""
+    host_late_s: float
+    """By how much, after the last but one."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +197,10 @@ class Lateness:
     """Share of wall time that the others would gain if the rank came as early as the last but one."""
     waits: dict[int, float]
     """Share of wall time that each rank waits for the last one."""
+    host_late: dict[int, float]
+    """The same as `late` of the hosts that launch collectives, whatever their devices then do."""
     on_device: bool
-    """Whether it is devices that are late, and not the hosts that launch their work."""
+    """Whether devices measured how late ranks come, and not the hosts that launch their work."""
 
 
 CHUNKS = 8
@@ -239,16 +245,19 @@ class ArrivalHistory:
             return None
         ranks = list(recent[0].waits)
         late = [dict.fromkeys(ranks, 0.0) for _ in range(CHUNKS)]
+        host_late = [dict.fromkeys(ranks, 0.0) for _ in range(CHUNKS)]
         waits = [dict.fromkeys(ranks, 0.0) for _ in range(CHUNKS)]
         chunk_s, passed = known / CHUNKS, 0.0
         for arrival in recent:
             chunk = min(CHUNKS - 1, int(passed / chunk_s))
             passed += arrival.span_s
             late[chunk][arrival.last] += arrival.late_s / chunk_s
+            host_late[chunk][arrival.host_last] += arrival.host_late_s / chunk_s
             for rank, wait in arrival.waits.items():
                 waits[chunk][rank] += wait / chunk_s
         return Lateness(
             late={rank: median(part[rank] for part in late) for rank in ranks},
+            host_late={rank: median(part[rank] for part in host_late) for rank in ranks},
             waits={rank: median(part[rank] for part in waits) for rank in ranks},
             on_device=all(arrival.on_device for arrival in recent),
         )
@@ -265,16 +274,20 @@ def _compare_arrivals(before: Mapping[int, Collective], ranks: Mapping[int, Coll
     on each device counts, where it was measured: the rank that comes last waits for nobody, so its stay is the shortest.
     """
     released = _moment(before)
-    on_device = all(one.device_s is not None for one in ranks.values())
 
-    def own_seconds(rank: int, one: Collective) -> float:
-        if on_device:
-            return -(one.device_s or 0.0)
+    def host_seconds(rank: int, one: Collective) -> float:
         # A rank that was here before all had come to the last one did not wait there: its lag from then is no new one.
         return one.entered_s - (released if one.entered_s >= released else before[rank].entered_s)
 
-    own = {rank: own_seconds(rank, one) for rank, one in ranks.items()}
-    last = max(own, key=own.__getitem__)
-    second = sorted(own.values())[-2]
+    hosts = {rank: host_seconds(rank, one) for rank, one in ranks.items()}
+    on_device = all(one.device_s is not None for one in ranks.values())
+    own = {rank: -(one.device_s or 0.0) for rank, one in ranks.items()} if on_device else hosts
+    (last, late_s), (host_last, host_late_s) = _find_last(own), _find_last(hosts)
     waits = {rank: own[last] - mine for rank, mine in own.items()}
-    return Arrival(_moment(ranks), span_s, last, own[last] - second, waits, on_device)
+    return Arrival(_moment(ranks), span_s, last, late_s, waits, on_device, host_last, host_late_s)
+
+
+def _find_last(seconds: Mapping[int, float]) -> tuple[int, float]:
+    """Return the rank with the most seconds, and how many more it has than the next."""
+    last = max(seconds, key=seconds.__getitem__)
+    return last, seconds[last] - sorted(seconds.values())[-2]

@@ -152,7 +152,10 @@ def _suspect(lateness: Lateness) -> int | None:
 def _describe(rank: int, lateness: Lateness, beats: Mapping[int, Beat], step_s: float) -> Straggler:
     share = lateness.late[rank]
     others = median(beat.data_seconds for other, beat in beats.items() if other != rank)
-    cause: Literal["input", "host", "device"] = "device" if lateness.on_device else "host"
+    # A host that launches late makes its device late; a device that is late keeps its host as busy as the others.
+    cause: Literal["input", "host", "device"] = "host"
+    if lateness.on_device and lateness.host_late[rank] < 0.5 * share:
+        cause = "device"
     if beats[rank].data_seconds - others > 0.5 * share * step_s:
         cause = "input"
     return Straggler(rank, platform.node(), cause, share * step_s, share)

@@ -125,7 +125,7 @@ class ChaosArguments:
         str | None,
         typer.Option(
             metavar="KIND,...",
-            help=f"Of {', '.join(KINDS)}; by default all but {' and '.join(_ASKED_FOR)}.",
+            help=f"Of {', '.join(KINDS)}; by default all but {', '.join(_ASKED_FOR)}.",
         ),
     ] = None
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds draw equal faults.")] = 0
