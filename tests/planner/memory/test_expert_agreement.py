@@ -31,6 +31,8 @@ DEEPSEEK = {
 MIXED = DEEPSEEK | {"dense_layers": 3}
 WIDE_ROWS = {"count": 8, "active": 4, "d_ff": 64, "shared": 1}
 """Rows on their way weigh more than what experts make of them."""
+FEW = {"count": 2, "active": 1, "d_ff": 384, "shared": 1}
+"""Fewer experts than ranks, so that each may be sharded."""
 LATENT = {"query_rank": 48, "key_value_rank": 40, "rope_size": 8, "nope_size": 16, "value_size": 16}
 """Latent attention, whose values are narrower than its keys."""
 WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -48,6 +50,9 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # The second of four stages has a dense block and one of experts.
     (MIXED, {"dp_shard": 2, "pp": 4, "ep": 2, "recompute": "none", "global_batch": 32}),
     (MIXED, {"dp_shard": 2, "pp": 4, "ep": 2, "recompute": "full", "zero": 1, "microbatch": 2, "global_batch": 32}),
+    (FEW, {"dp_shard": 8, "ep": 2, "expert_tp": 4, "recompute": "full", "global_batch": 32}),
+    (FEW, {"dp_shard": 4, "tp": 2, "ep": 2, "expert_tp": 4, "recompute": "selective", "global_batch": 16}),
+    (FEW, {"dp_shard": 4, "pp": 2, "ep": 2, "expert_tp": 2, "recompute": "none", "global_batch": 16}),
     (DEEPSEEK | {"latent": LATENT}, {"dp_shard": 4, "tp": 2, "ep": 4, "recompute": "full", "global_batch": 32}),
 ]
 

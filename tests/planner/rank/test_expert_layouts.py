@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from layout_runs import run_with
-from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
@@ -20,6 +19,7 @@ from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.step_time import StepBreakdown
 from phalanx.planner.time.timing import step_times
 from phalanx.planner.trace.expert_loads import BALANCED, read_loads
+from phalanx.planner.trace.part_costs import part_costs
 from phalanx.planner.trace.traced_model import TracedModel
 
 EXPERTS = {"model.experts": {"count": 8, "active": 2}}
@@ -44,10 +44,38 @@ def test_a_fixed_degree_is_the_only_one() -> None:
     assert len(found) and set(found.ep.tolist()) == {4}
 
 
-def test_shared_out_experts_are_not_planned() -> None:
-    model = bind(run_with({"model.experts": {"count": 2, "active": 1, "d_ff": 32}}, dp_shard=4, ep=2, expert_tp=2))
-    with pytest.raises(ConfigError, match=r"layout\.expert_tp=2: plans and searches know no costs"):
-        enumerate_layouts(model, 4)
+def test_an_expert_is_sharded_where_ranks_have_one_each() -> None:
+    model = bind(run_with({"model.experts": {"count": 2, "active": 1, "d_ff": 32}}))
+    found = enumerate_layouts(model, 8, limits=Limits(1, 1, 32, 1))
+    spread = set(zip(found.tp.tolist(), found.ep.tolist(), found.expert_tp.tolist(), strict=True))
+    whole = {(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (4, 1, 1)}
+    assert spread == whole | {(1, 2, 2), (1, 2, 4), (2, 2, 2), (2, 2, 4), (4, 2, 2), (4, 2, 4)}
+    assert np.all(found.expert_ranks % found.experts_over == 0)
+    fixed = enumerate_layouts(model, 8, fixed={"expert_tp": 2}, limits=Limits(1, 1, 32, 1))
+    assert set(zip(fixed.ep.tolist(), fixed.expert_tp.tolist(), strict=True)) == {(2, 2)}
+    assert set(enumerate_layouts(bind(run_with()), 8).expert_tp.tolist()) == {1}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_ranks_that_share_an_expert_get_all_of_its_rows_and_compute_a_part_of_its_features(compiled: bool) -> None:
+    model = bind(
+        run_with({"model.experts": {"count": 2, "active": 1, "d_ff": 64}, "data.sequence_length": 64}), TracedModel
+    )
+    model.loads = BALANCED
+    plain = ResolvedLayout(64, dp_shard=16, ep=2)
+    blocks = []
+    for slices in (1, 2, 4):
+        setting = model.setting_of(replace(plain, expert_tp=slices), attention="flash", compiled=compiled)
+        blocks.append(part_costs("block", setting, 2))
+    rows = 2 * 64 * model.config.d_model * 2
+    # To the experts and back, and their gradients the other way; counts of rows are a few bytes.
+    sent = [sum(x.bytes for x in block.costs.collectives() if x.axis == "ep") for block in blocks]
+    assert sent == pytest.approx([4 * rows, 8 * rows, 16 * rows], rel=0.01)
+    held = [sum(p.count for p in block.parameters if p.expert) for block in blocks]
+    assert held == [3 * 64 * model.config.d_model // slices for slices in (1, 2, 4)]
+    products = [sum(op.flops for op in block.costs.operations if op.matmul and op.matmul.groups) for block in blocks]
+    # As many rows more as features less.
+    assert products[0] == products[1] == products[2] > 0
 
 
 def test_no_rank_holds_less_than_its_experts_without_zero() -> None:

@@ -98,13 +98,14 @@ class LanguageParts(DeclaredLanguage, PartTracer):
             return setting.share or super().expert_share()
         positions = setting.length // (setting.cp * setting.tp)
         load = expert_load(self.model, setting.loads, setting.ep, positions)
-        return ExpertShare(setting.ep, experts.count // setting.ep, load)
+        return ExpertShare(setting.ep * setting.expert_tp, experts.count // setting.ep, load, setting.expert_tp)
 
     def _split_experts(self, part: Decoder) -> None:
         """Keep a rank's experts, and let as many rows arrive as its share of them gets."""
         share = self.expert_share()
         ep = Axis("ep", 0, share.ranks, None, tuple(range(share.ranks)), "ep")
-        split_experts(part, ep, BalancedExchange(ep, share.load, experts=share.local))
+        exchange = BalancedExchange(ep, share.load, share.slices, experts=share.local)
+        split_experts(part, ep, exchange, slices=share.slices)
         for module in part.modules():
             if isinstance(module, ExpertNetworks):
                 with torch.device("meta"):
@@ -182,9 +183,11 @@ class LanguageTracing(TracedModel):
         rows = layouts.microbatch * (self.run.data.sequence_length // (layouts.cp * layouts.tp)) * experts.active
         for ep in np.unique(layouts.ep).tolist():
             found[layouts.ep == ep] = self.loads.busiest_spread(experts.count, ep)
+        # Ranks that share an expert get all of its rows, and have a part of its features each.
+        rows, features = rows * layouts.expert_tp, hidden / layouts.expert_tp
         # Layers route on their own: what all of them keep together varies less than any one.
         blocks = np.where(layouts.has("recompute", "none"), self.run.model.n_layers / layouts.pp, 1.0)
-        return np.asarray(found * rows * width * 3 * (self.run.model.d_model + hidden) * np.sqrt(blocks))
+        return np.asarray(found * rows * width * 3 * (self.run.model.d_model + features) * np.sqrt(blocks))
 
     def likely_kernel(self, *, rocm: bool) -> Kernel:
         """Return the attention kernel a run will use: the one it names, or what `auto` mostly finds fastest there."""

@@ -130,7 +130,10 @@ class ModelBytes:
         return ModelBytes(**values)
 
 
-_TRACED = ("tp", "cp", "ep", "context", "recompute", "microbatch", "streamed", "splits_backward", "lone_experts")
+_TRACED = (
+    *("tp", "cp", "ep", "expert_tp", "context", "recompute"),
+    *("microbatch", "streamed", "splits_backward", "lone_experts"),
+)
 """What the costs of parts depend on."""
 _PARTS: tuple[PartName, ...] = ("embedding", "block", "head")
 
@@ -180,7 +183,14 @@ class _RankParts:
         # A shared table is there once where one rank has both ends of the model.
         self.shared_table = (candidates.pp == 1) & bool(self.tied)
         # What shards hold depends on fewer fields than what is traced: it is counted once for each distinct row of them.
-        shapes = [candidates.tp, candidates.ep, candidates.streamed, candidates.shards, candidates.expert_shards]
+        shapes = [
+            candidates.tp,
+            candidates.ep,
+            candidates.expert_tp,
+            candidates.streamed,
+            candidates.shards,
+            candidates.expert_shards,
+        ]
         self.counted, self.count_of = distinct_rows([*shapes, self.shared_table.astype(np.int64)])
         """Candidates whose parameters are counted, and the position among them of each one's equal."""
 

@@ -113,7 +113,7 @@ def _keep_positions(layouts: LayoutTable, fits: Bools, simulated: Bools, most: i
         return np.arange(len(layouts))
     first = np.zeros(len(layouts), bool)
     # In sorted order the first layout with some degrees is the best one.
-    split = distinct_rows([getattr(layouts, name) for name in (*DEGREES, "ep")])[1]
+    split = distinct_rows([getattr(layouts, name) for name in (*DEGREES, "ep", "expert_tp")])[1]
     first[np.unique(split, return_index=True)[1]] = True
     wanted = np.flatnonzero(simulated | first)[:most]
     others = np.flatnonzero(~(simulated | first))

@@ -18,7 +18,6 @@ import yaml
 from phalanx.config.check import global_batch_samples
 from phalanx.config.load import dump_run
 from phalanx.config.schema import Run
-from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.layout.legality import is_legal
 from phalanx.layout.legality.rule import Requirements
@@ -32,6 +31,7 @@ CHOSEN = (
     *DEGREES,
     *(
         "ep",
+        "expert_tp",
         "zero",
         "schedule",
         "stages_per_rank",
@@ -61,11 +61,13 @@ class Limits:
     """Fewest positions of a sample that a context-parallel rank keeps."""
     streamed: float = 64
     """Most ranks around which the chunks of a block go."""
+    expert_tp: float = 8
+    """Most ranks over which one expert is sharded."""
 
     @classmethod
     def none(cls) -> Limits:
         """Return limits that leave out nothing that is legal."""
-        return cls(inf, inf, 1, inf)
+        return cls(inf, inf, 1, inf, inf)
 
 
 def enumerate_layouts(
@@ -82,16 +84,11 @@ def enumerate_layouts(
     the fields in CHOSEN is not looked at. devices_per_node: as for `layout.resolve.resolve_layout`.
     """
     fixed, limits = fixed or {}, limits or Limits()
-    if model.run.layout.expert_tp > 1:
-        raise ConfigError(
-            f"layout.expert_tp={model.run.layout.expert_tp}: plans and searches know no costs of shared-out experts yet; "
-            "leave it at 1 to plan"
-        )
     needs = Requirements.of_model(model, world_size, devices_per_node)
     options = list_options(model, fixed, limits)
     table = list_splits(model, world_size, fixed)
     table = table.take(keeps_positions(model, table, fixed, limits))
-    decided = {"global_batch", "cuts_structures", "branch_groups", "expert_tp", *DEGREES}
+    decided = {"global_batch", "cuts_structures", "branch_groups", *DEGREES}
     # Before anything else is chosen: every choice multiplies what is left.
     table = table.take(is_legal(needs, table, decided))
 
@@ -102,6 +99,8 @@ def enumerate_layouts(
         return varied.take(is_legal(needs, varied, decided))
 
     table = choose("ep")
+    # An expert is sharded where ranks have one each.
+    table = choose("expert_tp", table.ep == (0 if needs.experts is None else needs.experts.count))
     for field, degree in EFFECTIVE_WITH.items():
         table = choose(field, getattr(table, degree) > 1)
     table = choose("microbatch")
@@ -118,7 +117,9 @@ def enumerate_layouts(
 def list_splits(model: BoundModel, world_size: int, fixed: Fixed) -> LayoutTable:
     """Return a layout for each choice of degrees whose product is `world_size`, legal or not; all else is plain or fixed."""
     # Where these have no effect they stay as they are fixed; others are normalized when they are chosen.
-    kept = {name: fixed[name] for name in ("schedule", "zero", "reshard_after_forward", "ep") if name in fixed}
+    kept = {
+        name: fixed[name] for name in ("schedule", "zero", "reshard_after_forward", "ep", "expert_tp") if name in fixed
+    }
     first = ResolvedLayout(global_batch_samples(model.run), **kept)
     order = ("tp", "pp", "cp", "dp_replicate", "dp_shard")
     splits: Iterator[dict[str, Any]] = (
@@ -145,6 +146,7 @@ def list_options(model: BoundModel, fixed: Fixed, limits: Limits) -> dict[str, S
     free: dict[str, Sequence[Any]] = {
         # Each rank of `ep` has whole experts; a model without any has ep=1, or what is fixed and then refused.
         "ep": [1] if experts is None else list_divisors(experts.count),
+        "expert_tp": [parts for parts in list_divisors(model.expert_slices().count) if parts <= limits.expert_tp],
         "context": CONTEXTS,
         "schedule": SCHEDULES,
         "stages_per_rank": range(1, int(min(limits.stages_per_rank, model.run.model.n_layers)) + 1),

@@ -225,7 +225,7 @@ class Planner:
         possible = bound_memory(task.model, layouts) <= self.models.device_bytes
         # One integer for each split: sorting these is much faster than sorting rows.
         numbers = (layouts.tp << 40) + (layouts.cp << 20) + (layouts.streamed << 2) + layouts.context
-        numbers = distinct_rows([numbers, layouts.ep])[1]
+        numbers = distinct_rows([numbers, layouts.ep, layouts.expert_tp])[1]
         splits, split = np.unique(numbers, return_inverse=True)
         effort = -layouts.recompute
         hopeless: list[tuple[Bools, int, int]] = []
@@ -303,8 +303,9 @@ def fastest_of_each_split(layouts: LayoutTable, seconds: Floats) -> Ints:
 
 
 def number_splits(layouts: LayoutTable) -> Ints:
-    """Return a number for each layout that is the same where tp, cp, pp and ep are."""
-    return np.asarray(distinct_rows([(layouts.tp << 40) + (layouts.cp << 20) + layouts.pp, layouts.ep])[1])
+    """Return a number for each layout that is the same where tp, cp, pp, ep and expert_tp are."""
+    split = (layouts.tp << 40) + (layouts.cp << 20) + layouts.pp
+    return np.asarray(distinct_rows([split, layouts.ep, layouts.expert_tp])[1])
 
 
 _MAIN_BYTES = 4
@@ -320,8 +321,8 @@ def bound_memory(model: TracedModel, layouts: LayoutTable) -> Floats:
     run, config = model.run, model.config
     experts = model.expert_parameters()
     held = (model.parameter_count() - experts) / (layouts.pp * layouts.tp * layouts.shards)
-    # Whole experts go to each rank of `ep`, and to each rank of `tp` where nobody shares them out.
-    experts_held = np.where(layouts.ep > 1, layouts.ep * layouts.expert_shards, layouts.shards)
+    # Experts, or parts of one, go to each rank of `ep`; whole ones to each rank of `tp` where nobody shards them.
+    experts_held = np.where(layouts.ep > 1, layouts.experts_over * layouts.expert_shards, layouts.shards)
     held = held + experts / (layouts.pp * experts_held)
     states = held * _MAIN_BYTES * (1 + min(kept_values(run), kept_values(run, matrix=True)))
     gradients = held * _MAIN_BYTES

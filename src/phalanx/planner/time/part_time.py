@@ -50,6 +50,7 @@ class Parts:
     tp: Ints
     cp: Ints
     ep: Ints
+    """Ranks that exchange rows for experts."""
     host_work: Floats
     """See `FrameworkProfile`."""
     exchange_work: Floats
@@ -90,14 +91,15 @@ class PartTimes:
 def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], framework: FrameworkProfile) -> Parts:
     """Return the parts in `wanted`, each of name, setting, samples of a micro-batch."""
     rows = [_rows_of(*part, framework) for part in wanted]
-    tp, cp, ep = (
-        np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64) for axis in ("tp", "cp", "ep")
+    tp, cp, ep, slices = (
+        np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64)
+        for axis in ("tp", "cp", "ep", "expert_tp")
     )
     streamed = np.array([setting.streamed > 1 for _, setting, _ in wanted])
     work = np.where(streamed, max(framework.host_work, _STREAMED), framework.host_work)
     together = np.concatenate(rows)
     together[:, 0] = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-    return Parts(OperationTable.of_matrix(together), tp, cp, ep, work, np.where(streamed, work, 1.0))
+    return Parts(OperationTable.of_matrix(together), tp, cp, ep * slices, work, np.where(streamed, work, 1.0))
 
 
 @cache

@@ -253,7 +253,7 @@ def steps_of(
     ranks = list_rank_parts(plain, layouts, framework)
     unit = np.minimum(gather_blocks, np.ceil(ranks.most_layers / layouts.stages_per_rank).astype(np.int64))
     width = setting.model.d_model * PRECISIONS[setting.precision].compute_dtype.itemsize
-    _, like_parts = distinct_rows([layouts.tp, layouts.cp, layouts.ep, layouts.streamed, one_stage])
+    _, like_parts = distinct_rows([layouts.tp, layouts.cp, layouts.ep, layouts.expert_tp, layouts.streamed, one_stage])
     groups, like_groups = _place_groups(machine, layouts)
     return Steps(
         layouts=layouts,
@@ -303,13 +303,14 @@ def _setting_keys(layouts: LayoutTable) -> list[Ints]:
         layouts.streamed,
         layouts.splits_backward.astype(np.int64),
         layouts.ep,
+        layouts.expert_tp,
         layouts.lone_experts.astype(np.int64),
     ]
 
 
 def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, int] | None) -> tuple[Setting, int]:
     """Return `plain` in layouts with these `_setting_keys`, and the samples of a micro-batch."""
-    tp, cp, context, recompute, microbatch, streamed, apart, ep, lone = key
+    tp, cp, context, recompute, microbatch, streamed, apart, ep, slices, lone = key
     one = replace(plain, tp=tp, cp=cp, context=CONTEXTS[context], recompute=RECOMPUTES[recompute], streamed=streamed)
     if streamed > 1:
         one = replace(one, compile=False)
@@ -317,7 +318,7 @@ def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, i
         one = one.apart()
     if ep > 1:
         casts = bool(lone) and PRECISIONS[one.precision].copies_parameters
-        one = replace(one, ep=ep, casts_experts=casts)
+        one = replace(one, ep=ep, expert_tp=slices, casts_experts=casts)
     return one if chunk_tokens is None else replace(one, chunk_tokens=chunk_tokens[tp]), microbatch
 
 
@@ -330,8 +331,11 @@ def _place_groups(machine: Machine, layouts: LayoutTable) -> tuple[dict[str, Pla
     sizes_and_strides = {
         "shards": (layouts.shards, layouts.tp),
         "replicas": (layouts.replicas, layouts.tp * layouts.shards),
-        "expert_shards": (np.where(experts, layouts.expert_shards, 1), layouts.ep),
-        "expert_replicas": (np.where(experts, layouts.expert_replicas, 1), layouts.ep * layouts.expert_shards),
+        "expert_shards": (np.where(experts, layouts.expert_shards, 1), layouts.experts_over),
+        "expert_replicas": (
+            np.where(experts, layouts.expert_replicas, 1),
+            layouts.experts_over * layouts.expert_shards,
+        ),
         "pipeline": (layouts.pp, layouts.world_size // layouts.pp),
     }
     placed: dict[str, Placement] = {}

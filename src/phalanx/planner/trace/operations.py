@@ -119,6 +119,8 @@ class ExpertShare:
     """Experts of this rank."""
     load: Fraction
     """Rows that arrive at it over those that leave it."""
+    slices: int = 1
+    """Ranks over which each expert is sharded."""
 
 
 @dataclass(frozen=True)

@@ -134,12 +134,14 @@ def _choose_trace(name: PartName, setting: Setting, microbatch: int) -> _Trace:
         setting = _plain_setting(setting)
     if name == "leading":
         # The first blocks of a mixture have no experts, so one trace does for all degrees of `ep`.
-        setting = replace(setting, ep=1, casts_experts=False)
+        setting = replace(setting, ep=1, expert_tp=1, casts_experts=False)
     alike = replace(_plain_setting(setting), tp=1, cp=1, ep=1) if name in BLOCKS else setting
     samples, rows, local = _unlike_sizes(name, alike)
     if microbatch == 1 and not _has_experts(setting.model):
         samples = 1
-    if setting.ep > 1 and setting.share is None:
+    if setting.expert_tp > 1:
+        setting = replace(setting, share=part_tracer(setting).expert_share())
+    elif setting.ep > 1 and setting.share is None:
         # One trace does for all degrees of `ep` and loads: about as many rows arrive as leave, in numbers of their own.
         share = ExpertShare(_least_ranks(setting.model), local, Fraction(rows, samples))
         setting = replace(setting, ep=share.ranks, loads=PRIOR, share=share)
@@ -165,7 +167,7 @@ _ALL = 2**62
 def _plain_setting(setting: Setting) -> Setting:
     """Return the setting without what neither ends of the model nor shapes of parameters depend on."""
     plain = replace(setting, recompute="none", streamed=1, peer_copies=False, joint_gradients=True)
-    return replace(plain, ep=1, casts_experts=False)
+    return replace(plain, ep=1, expert_tp=1, casts_experts=False)
 
 
 def _part_costs(traced: _Traced, scale: Scale) -> PartCosts:
@@ -207,7 +209,7 @@ def _least_ranks(model: BlockModel) -> int:
 def _expert_scale(setting: Setting, trace: _Trace) -> ExpertScale | None:
     """Return what leads from the share of experts in a trace to that of `setting`."""
     traced = trace.setting.share
-    if traced is None or setting.share is not None:
+    if traced is None or setting.share is not None or setting.expert_tp > 1:
         return None
     return ExpertScale(int(traced.load * trace.samples), traced.local, part_tracer(setting).expert_share())
 

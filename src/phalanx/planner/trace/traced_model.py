@@ -78,7 +78,9 @@ class Setting:
     peer_copies: bool = False
     """Whether streamed chunks lie beside the allocator's memory."""
     ep: int = 1
-    """Ranks over which experts are sharded."""
+    """Ranks over which experts are sharded, whole ones each."""
+    expert_tp: int = 1
+    """Ranks over which each expert is sharded; more than 1 where ranks have one expert each."""
     loads: ExpertLoads = PRIOR
     """How evenly routers use experts."""
     share: ExpertShare | None = None
@@ -171,7 +173,7 @@ class PartTracer(DeclaredModel):
 
     def expert_share(self) -> ExpertShare:
         """Return what a rank of `ep` has of the experts of a block; by default there are none."""
-        return ExpertShare(self.setting.ep, 0, Fraction(1))
+        return ExpertShare(self.setting.ep * self.setting.expert_tp, 0, Fraction(1), self.setting.expert_tp)
 
     def random_drops(self) -> bool:
         """Return whether training drops anything at random behind the matrices of a block; by default not."""
@@ -206,7 +208,7 @@ class TracedModel(LayoutModel):
             setting = replace(setting, streamed=layout.shards, compile=False)
         if layout.ep > 1:
             apart = bool(layout.table.lone_experts[0]) and self.precision.copies_parameters
-            setting = replace(setting, ep=layout.ep, casts_experts=apart)
+            setting = replace(setting, ep=layout.ep, expert_tp=layout.expert_tp, casts_experts=apart)
         return setting.apart() if layout.splits_backward else setting
 
     def expert_load(self, layout: ResolvedLayout) -> Fraction:

@@ -114,7 +114,7 @@ class SharedUnits:
         return max(1, math.ceil(sum(sizes) / ROUND_ELEMENTS))
 
 
-SHARED_BY = ("pp", "tp", "shards", "expert_shards", "expert_replicas", "world_size", "ep")
+SHARED_BY = ("pp", "tp", "shards", "expert_shards", "expert_replicas", "world_size", "ep", "expert_tp")
 """What `share_of_layout` asks of a layout."""
 
 
@@ -125,7 +125,8 @@ def share_of_layout(kinds: tuple[MatrixKind, ...], layouts: LayoutTable, row: in
     # Of an expert: ranks that hold parts of it, and ranks that hold the same part.
     expert_parts, holders = parts, ranks // parts
     if layouts.ep[row] > 1:
-        expert_parts, holders = int(layouts.expert_shards[row]), int(layouts.expert_replicas[row])
+        expert_parts = int(layouts.expert_shards[row] * layouts.expert_tp[row])
+        holders = int(layouts.expert_replicas[row])
     owned = share_units(kinds, tuple(blocks * kind.count for kind in kinds), ranks, holders if expert_parts == 1 else 0)
     load = np.asarray([kind.cost for kind in kinds], np.float64) @ owned
     copies = tuple(float(holders) if kind.expert else ranks / parts for kind in kinds)

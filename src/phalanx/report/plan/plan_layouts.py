@@ -66,11 +66,16 @@ def _schedule_cell(row: Row) -> str:
     return str(row["schedule"]) + (f" x{row['stages_per_rank']}" if row["stages_per_rank"] > 1 else "")
 
 
+def _experts_cell(row: Row) -> str:
+    """Return the ranks over which experts are sharded; times those over which each one is."""
+    return str(row["ep"]) + (f" x{row['expert_tp']}" if row["expert_tp"] > 1 else "")
+
+
 _SPLIT_COLUMNS: tuple[Column[Row], ...] = (
     Column("tp", lambda row: row["tp"]),
     Column("pp", lambda row: row["pp"]),
     Column("cp", lambda row: row["cp"], gives_way=4),
-    Column("ep", lambda row: row["ep"], gives_way=4),
+    Column("ep", _experts_cell, gives_way=4),
     Column("dp_shard", lambda row: row["dp_shard"], gives_way=1),
     Column("dp_rep", lambda row: row["dp_replicate"], gives_way=2),
     Column("mbs", lambda row: row["microbatch"], gives_way=1),
@@ -206,7 +211,7 @@ def _refuse_memory(plan: Plan, listed: LayoutList, rows: Sequence[Row]) -> list[
         answer = f"does not fit: {'at least ' if 'memory' in row['bounds'] else ''}{needed}"
         if "memory" not in row["bounds"]:
             answer += f", P(fits) {row['p_fits']:.2f} of the {least_p:g} asked for"
-        split = tuple(row[name] for name in (*DEGREES, "ep"))
+        split = tuple(row[name] for name in (*DEGREES, "ep", "expert_tp"))
         # the first one of a split needs least; taking a pipeline's memory apart takes a while
         if split not in broken_down and len(broken_down) < MOST_BROKEN_DOWN:
             broken_down.add(split)
@@ -301,7 +306,7 @@ def list_choices(explorer: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[
         (name, values[name], write_value(fixed[name]) if name in fixed else "")
         for name in CHOSEN
         # a model without experts has nothing to spread
-        if name != "ep" or len(values[name]) > 1
+        if name not in ("ep", "expert_tp") or len(values[name]) > 1
     ]
 
 
