@@ -114,6 +114,8 @@ def _run(
     # What the command starts itself finds the same sources.
     os.environ.update({**place, "PYTHONPATH": os.pathsep.join(sys.path)})
     torch.set_num_threads(1)
+    # What starts itself again as several ranks reads its own words there.
+    sys.argv = ["phalanx", *words]
     command(words)
 
 

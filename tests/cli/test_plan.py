@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import shlex
@@ -13,12 +12,12 @@ import pytest
 import yaml
 
 from command_line import Call
+from measured_runs import write_measured_runs
 from phalanx.cli.planning.plan_text import write_plan_lines
 from phalanx.config.load import load_run
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
-from phalanx.planner.measured.cells import COLUMNS
 from phalanx.planner.plan.make_plan import Plan, Wishes, make_plan
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.ranking import Planner, Task
@@ -204,43 +203,10 @@ def test_mistakes(arguments: list[str], message: str, call: Call, folder: Path) 
     assert not (folder / "out.yaml").exists() and not (folder / "out.html").exists()
 
 
-MEASURED = {
-    "row_id": "mine-1",
-    "group": "mine",
-    "system": "h200-x4",
-    "framework": "Phalanx",
-    "status": "ok",
-    "gpu": "H200",
-    "n_gpus": "4",
-    "model": "GPT",
-    "layers": "4",
-    "hidden": "512",
-    "heads": "8",
-    "ffn": "2048",
-    "vocab": "1024",
-    "seq": "256",
-    "tp": "1",
-    "pp": "1",
-    "zero_stage": "3",
-    "mbs": "2",
-    "gbs": "16",
-    "precision": "bf16",
-    "recompute": "none",
-    "step_time_s": "0.02",
-    "mem_per_gpu": "1.5",
-    "mem_unit": "GiB",
-}
-
-
-def written_table(folder: Path, *rows: dict[str, str]) -> None:
-    with (folder / "runs.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="")
-        writer.writeheader()
-        writer.writerows(MEASURED | row for row in rows)
-
-
 def test_check(call: Call, folder: Path) -> None:
-    written_table(folder, {}, {"row_id": "mine-2", "recompute": "twice"}, {"row_id": "mine-3", "system": "nowhere"})
+    write_measured_runs(
+        folder / "runs.csv", {}, {"row_id": "mine-2", "recompute": "twice"}, {"row_id": "mine-3", "system": "nowhere"}
+    )
     facts = json.loads(call("plan", "--check", "runs.csv", "--json").out)
     row, wrong, elsewhere = facts["rows"]
     assert row["measured_tokens_per_s_per_gpu"] == pytest.approx(16 * 256 / 0.02 / 4)
@@ -256,7 +222,7 @@ def test_check(call: Call, folder: Path) -> None:
 
 
 def test_check_leaves_runs_of_other_frameworks_to_a_benchmark(call: Call, folder: Path) -> None:
-    written_table(folder, {}, {"row_id": "theirs", "framework": "Megatron-LM"})
+    write_measured_runs(folder / "runs.csv", {}, {"row_id": "theirs", "framework": "Megatron-LM"})
     outcome = call("plan", "--check", "runs.csv")
     assert outcome.code == 1 and outcome.out == ""
     assert "line 3: framework: 'Megatron-LM' is not Phalanx" in outcome.err

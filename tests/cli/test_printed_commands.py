@@ -1,8 +1,8 @@
-"""Every command that help texts, the README and the guides print: it is understood, and what it names is legal.
+"""Every command that help texts, the README and the guides print runs as it stands, on small files of the reader's.
 
-Cheap ones run as printed, those of a trained run of text on a small one in its place. Of the others, which train, measure or
-plan for minutes, arguments are parsed, the run file is loaded with its overrides and the layout is resolved on as many ranks
-as the command starts. None is left out.
+Those that cannot run in a test within seconds are named in `NOT_RUN` with the reason. Of these, arguments are parsed, the
+run file is loaded with its overrides and the layout is resolved on as many ranks as the command starts. A command that is
+not named there runs: one that a guide gains has to work, or its reason has to be given.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -20,42 +20,133 @@ from typing import Any
 import pytest
 import typer
 
+import phalanx_processes
 from command_line import Call
-from phalanx.cli.main import SUBCOMMANDS, app, run_command_line
+from phalanx.cli.main import SUBCOMMANDS, app
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout, stated_ranks
 from phalanx.verification.verify_run import MOST_RANKS, with_small_batch
-from token_data import write_run_file, write_token_folder
+from reader_files import write_materials_files, write_text_files, write_weather_files
 
 ROOT = Path(__file__).parents[2]
-STANDS_FOR = {
-    "run.yaml": "quickstart.yaml",
-    "RUN.yaml": "quickstart.yaml",
-    "finetune.yaml": "quickstart.yaml",
-    "llama3-8b.yaml": "llama3-8b.yaml",
-}
-"""Names that guides give to the reader's own run file, and an example in its place."""
-LARGE = "gpt-175b.yaml"
-"""Stands for them where a plan or a search is for hundreds of devices."""
-WRITES_A_FILE = ("init ", "completion", "data sample icl", "convert")
-"""Commands that take a moment, and want no file to be there where they write theirs."""
-RUNS_AS_PRINTED = ("config", "launch", "data show", "data verify", *WRITES_A_FILE[:-1])
-"""Commands that take a moment."""
-OF_A_RUN = ("evaluate", "generate", "convert", "report", "watch", "errors", "forecast")
-"""Subcommands of a trained run: where that is one of text, they run on a small one in its place, as printed."""
-RUN_NAMES = ("quickstart", "mpt-1b")
-"""Runs of text whose commands work in the guides."""
-KEEPS_RUNNING = ("--serve", "--nproc", "--tasks")
-"""Options that serve until somebody stops them, start ranks, or want a file of tasks."""
-RUNS_TOO = ("phalanx verify examples/quickstart.yaml tp=2 pp=2",)
-"""Single commands that take some seconds."""
 OWN_PACKAGE = "examples/own_model/"
 """Folder of the example that is a package of its own."""
-IN_WEATHER = "climax-small.yaml"
-"""Stands for the reader's own run file in the guide to weather."""
+LARGE = "gpt-175b.yaml"
+"""Stands for the reader's run file where a plan or a search is for hundreds of devices."""
+WRITERS = {"text": write_text_files, "weather": write_weather_files, "materials": write_materials_files}
+"""Of each family, what writes the files that its guides name."""
+OWN_RUN_FILES = {"text": "quickstart.yaml", "weather": "climax-small.yaml", "materials": "materials-xtb.yaml"}
+"""Of each family, the example that stands for the reader's own run file."""
+READERS_NAMES = ("run.yaml", "RUN.yaml", "finetune.yaml")
+"""Names of that file in the guides."""
+TRAINS = ("train", "tune", "chaos", "bench", "ensemble", "search", "data prepare-graphs", "data prepare-fields")
+"""Commands that get examples that are shrunk."""
+MAKES = ("--out", "--run-dir")
+"""Options that name what a command makes anew."""
+
+PLANNED = """\
+model: {n_layers: 8, d_model: 512, n_heads: 16, vocab_size: 32000, max_positions: 2048}
+data: {sources: [data/text], sequence_length: 2048}
+layout: {global_batch: 512}
+optimizer: {lr: 1e-3}
+training: {steps: 10}
+"""
+"""A run file that is planned and searched in seconds, for hundreds of devices too."""
+NOT_RUN: dict[str, tuple[str, ...]] = {
+    "It asks questions on a terminal; tests/cli/test_init.py answers them.": ("phalanx init",),
+    "It serves until somebody stops it; tests/cli/test_serve.py does.": (
+        "phalanx report runs/mpt-1b --serve",
+        "phalanx report runs/quickstart --serve",
+    ),
+    "It tokenizes or computes for half a minute or more; tests/cli/test_data.py and test_data_sample.py make less.": (
+        "phalanx data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02",
+        "phalanx data sample text --out data/text",
+        "phalanx data sample weather --out data/weather",
+        "phalanx data sample molecules --out data/molecules",
+    ),
+    "Its layouts or ranks are so many, or so large, that it takes ten seconds to minutes; tests/planner has smaller ones.": (
+        "phalanx plan examples/gpt-175b.yaml --cluster frontier --devices 1024",
+        "phalanx plan run.yaml --cluster lumi --devices 512 --scale 64..4096",
+        "phalanx plan run.yaml --cluster lumi --devices 512 --why tp=2 --scale 64..4096 --html plan.html",
+        "phalanx plan examples/orbit-113b.yaml --cluster frontier --devices 512 --fix --why gather=stream",
+        "phalanx plan examples/orbit-113b.yaml tp=8 pp=1 --cluster frontier --devices 512 --scale 512..49152",
+        "phalanx plan mpt-7b --cluster frontier --devices 64",
+        "phalanx dryrun examples/gpt-1t.yaml --devices 24576 --rank 0",
+        "phalanx dryrun examples/gpt-1t.yaml --devices 24576 --rank 1234 layout.global_batch=76800",
+        "phalanx dryrun examples/gpt-1t.yaml --devices 24576 --rank 12345 --json",
+        "phalanx dryrun examples/orbit-113b.yaml --devices 512",
+        "phalanx search examples/gpt-175b.yaml --cluster frontier --devices 1024 --where simulated",
+    ),
+    "It starts four ranks or more and compares layouts for half a minute or more; tests/verification does of each family.": (
+        "phalanx verify examples/llama3-8b.yaml tp=2 dp_shard=4",
+        "phalanx verify examples/materials-xtb.yaml dp_shard=2 dp_replicate=2",
+        "phalanx verify RUN.yaml cp=2 dp_shard=2",
+        "phalanx verify examples/materials-three-sources.yaml dp_shard=4 layout.branch_groups=[2,1,1]",
+        "phalanx verify RUN.yaml tp=2 pp=2 dp_shard=2",
+        "phalanx verify RUN.yaml --all 8",
+        "phalanx verify examples/orbit-1b.yaml tp=2 dp_shard=2",
+        "phalanx verify examples/quickstart.yaml --all 4",
+    ),
+    "It starts four ranks or more; those with two run here, and `train --nproc 4` of text does.": (
+        "phalanx train RUN.yaml --nproc 8",
+        "phalanx train examples/llama3-8b.yaml --nproc 8",
+        "phalanx train examples/materials-three-sources.yaml --nproc 4",
+        "phalanx train RUN.yaml layout.cp=4 --nproc 4",
+        "phalanx train examples/materials-three-sources.yaml layout.branch_groups=auto --nproc 4",
+        "phalanx evaluate runs/mpt-1b --tasks tasks.yaml --nproc 4",
+        "phalanx ensemble runs/* --top 5 --out ensembles/five --nproc 4",
+        "phalanx select ensembles/xtb data/pool/candidates --top 200 --out next.extxyz --nproc 4",
+    ),
+    "Its model has a billion parameters.": ("phalanx train mpt-1b 'data.sources=[data/mytext]' --nproc 8",),
+    "It trains thousands of steps or many runs; tests/cli/test_train.py goes on, test_ensemble.py trains seeds.": (
+        "phalanx train runs/quickstart training.steps=2000",
+        "phalanx ensemble run.yaml --train --seeds 5 --out ensembles/seeds",
+        "phalanx ensemble examples/materials-xtb.yaml --train --seeds 5 --out ensembles/seeds",
+        "phalanx ensemble studies/xtb --train training.steps=12000 --out e",
+    ),
+    "torchrun starts its ranks; tests/hardware/doctor, tests/verification and tests/training join ranks started so.": (
+        "torchrun --nproc-per-node 8 -m phalanx doctor --json",
+        "torchrun --nproc-per-node 8 -m phalanx train RUN.yaml",
+        "torchrun --nproc-per-node 8 -m phalanx train examples/quickstart.yaml",
+        "torchrun --nproc-per-node 8 -m phalanx verify RUN.yaml --full --precision fp32",
+        "torchrun --nproc-per-node 8 -m phalanx verify run.yaml --full --precision fp32",
+        "torchrun --nproc-per-node 8 -m phalanx calibrate --cluster frontier --out frontier.profile.yaml",
+    ),
+    "Slurm starts its ranks, or is handed jobs; tests/launch/test_launch.py has a Slurm of its own.": (
+        "srun --ntasks-per-node=8 phalanx doctor --cluster frontier",
+        "srun ... python -m phalanx train RUN.yaml",
+        "phalanx search run.yaml --cluster frontier --devices 1024 --where slurm --storage /shared/study.log",
+        "phalanx search run.yaml --cluster frontier --devices 1024 --where slurm --storage study.log",
+        "phalanx tune run.yaml --out studies/a --where slurm --cluster frontier --trials 200",
+        "phalanx tune run.yaml --out studies/big --where slurm --cluster frontier --trials 200",
+        "phalanx bench run.yaml --devices 64 --where slurm --cluster frontier --json",
+    ),
+    "It starts a training job for each trial; tests/cli/test_search.py and tests/cli/test_tune.py run a few.": (
+        "phalanx search run.yaml --cluster h200-x4 --devices 4 --measure 10 --write best.yaml --html search.html",
+        "phalanx search run.yaml tp=2 --cluster h200-x4 --devices 4 --engine random",
+        "phalanx search examples/llama3-8b.yaml --cluster h200-x4 --devices 4 --measure 8",
+        "phalanx tune examples/materials-tune.yaml --out studies/xtb --trials 48",
+        "phalanx tune examples/materials-tune.yaml --out studies/materials --write best.yaml --html study.html",
+        "phalanx tune run.yaml --out studies/a",
+        "phalanx tune run.yaml --out studies/a --devices 4 --slots 6",
+    ),
+    "It injects faults for minutes; tests/faults and tests/chaos do.": (
+        "phalanx chaos run.yaml --nproc 8 --minutes 30 --seed 1 --out acceptance training.steps=200 restart.heartbeat_s=10",
+        "phalanx chaos examples/quickstart.yaml --nproc 2 --minutes 30",
+        "phalanx chaos examples/quickstart.yaml --nproc 4 --minutes 30 --seed 1 training.steps=200",
+        "phalanx chaos run.yaml --nproc 8 --faults kill,hang,bitflip dp_replicate=2",
+    ),
+    "It measures four devices for a minute; tests/cli/test_calibrate.py and test_bench.py measure less.": (
+        "phalanx calibrate --nproc 4",
+        "phalanx bench examples/llama3-8b.yaml --nproc 4 --cluster h200-x4",
+        "phalanx bench examples/llama3-8b.yaml dp_shard=4 --nproc 4 --cluster h200-x4",
+        "phalanx doctor --nproc 4",
+        "phalanx doctor --nproc 4 --json",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -64,8 +155,8 @@ class Printed:
 
     where: str
     text: str
-    refused: bool
-    """Whether the guide shows the error that it gives."""
+    error: str = ""
+    """First line of the error that the guide shows, where it shows one."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.text}"
@@ -75,6 +166,20 @@ class Printed:
         """The arguments of `phalanx`."""
         words = shlex.split(self.text)
         return words[words.index("phalanx") + 1 :]
+
+    @property
+    def family(self) -> str:
+        """Family of the models that it is about."""
+        if self.where in ("materials.md", "ensembles.md") or re.search(r"materials-|xtb|ensemble|extxyz", self.text):
+            return "materials"
+        return (
+            "weather" if self.where == "weather.md" or re.search(r"climax|orbit|storm|weather", self.text) else "text"
+        )
+
+    @property
+    def runs(self) -> bool:
+        """Whether it runs in these tests."""
+        return OWN_PACKAGE not in self.text and not any(self.text in texts for texts in NOT_RUN.values())
 
     @property
     def ranks(self) -> int | None:
@@ -95,7 +200,7 @@ def _commands(where: str, text: str) -> Iterator[Printed]:
         if "[section.field=value" not in command and re.match(
             r"(phalanx [a-z]|torchrun .*-m phalanx |srun .*phalanx )", command
         ):
-            yield Printed(where, command, following.strip().startswith("error:"))
+            yield Printed(where, command, following.strip() if following.strip().startswith("error:") else "")
 
 
 def _in_code(text: str) -> str:
@@ -116,13 +221,13 @@ def _printed() -> tuple[Printed, ...]:
         for command in _commands(guide.name, _in_code(guide.read_text("utf-8")))
     ]
     for verb in SUBCOMMANDS:
-        found += [Printed(f"{verb.name} --help", text, refused=False) for text in verb.examples]
+        found += [Printed(f"{verb.name} --help", text) for text in verb.examples]
         found += [
-            Printed(f"{verb.name} {name} --help", command.text, refused=False)
+            Printed(f"{verb.name} {name} --help", command.text)
             for name, epilog in _epilogs(verb.name)
             for command in _commands("--help", epilog)
         ]
-    return tuple(dict.fromkeys(found))
+    return tuple({(one.text, one.family): one for one in reversed(found)}.values())[::-1]
 
 
 def _epilogs(verb: str) -> Iterator[tuple[str, str]]:
@@ -139,7 +244,7 @@ def test_all_commands_are_found() -> None:
     found = [str(command) for command in _printed()]
     for known in (
         "train --help: torchrun --nproc-per-node 8 -m phalanx train examples/quickstart.yaml",
-        "config check --help: phalanx config check examples/quickstart.yaml",
+        "config check --help: phalanx config check examples/llama3-8b.yaml --nproc 64 --no-data",
         "README.md: phalanx train examples/llama3-8b.yaml --nproc 8",
         "verify.md: phalanx verify RUN.yaml tp=2 pp=2 dp_shard=2",
         "doctor.md: srun --ntasks-per-node=8 phalanx doctor --cluster frontier",
@@ -149,80 +254,90 @@ def test_all_commands_are_found() -> None:
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as commands expect it: the examples, run files by the guides' names, and prepared text."""
-    folder = tmp_path_factory.mktemp("clone")
-    shutil.copytree(ROOT / "examples", folder / "examples")
-    for name, example in STANDS_FOR.items():
-        shutil.copy(ROOT / "examples" / example, folder / name)
-    for name in ("text", "texts", "python-stdlib"):
-        write_token_folder(folder / "data" / name)
-    small = write_run_file(folder / "small.yaml", folder / "data" / "text")
-    words = [
-        "training.steps=2",
-        "optimizer.warmup_steps=0",
-        "evaluation.samples=2",
-        "training.tensorboard=false",
-        "model.max_positions=160",
-    ]
-    for name in RUN_NAMES:
-        if name == RUN_NAMES[0]:
-            assert run_command_line(["train", str(small), *words, "--run-dir", str(folder / "runs" / name)]) == 0
-        else:
-            shutil.copytree(folder / "runs" / RUN_NAMES[0], folder / "runs" / name)
-    return folder
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the folder with what the guides to a family name; it is written when it is first asked for."""
+
+    @cache
+    def write(family: str) -> Path:
+        folder = tmp_path_factory.mktemp(family)
+        WRITERS[family](folder)
+        return folder
+
+    return write
 
 
-@pytest.mark.parametrize("command", _printed(), ids=str)
+def _fill(folder: Path, source: Path, command: Printed) -> None:
+    """Fill a folder for one command: with all that its guide takes for granted, and without what the command makes."""
+    shutil.copytree(source, folder)
+    words = command.words
+    if " ".join(words).startswith(TRAINS):
+        shutil.copytree(folder / "small", folder / "examples", dirs_exist_ok=True)
+    if words[0] != "init":
+        for name in READERS_NAMES:
+            if not (folder / name).exists():
+                shutil.copy(folder / "examples" / OWN_RUN_FILES[command.family], folder / name)
+        shutil.copy(folder / "examples" / "llama3-8b.yaml", folder)
+    if words[0] in ("plan", "search"):
+        (folder / "run.yaml").write_text(PLANNED)
+    for before, made in pairwise(words):
+        if (before in MAKES or (words[0] == "convert" and made == words[2])) and (folder / made).is_dir():
+            shutil.rmtree(folder / made)
+
+
+@pytest.mark.parametrize("command", [one for one in _printed() if one.runs], ids=str)
 def test_a_printed_command_works(
-    command: Printed, clone: Path, call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    command: Printed,
+    folder_of: Callable[[str], Path],
+    call: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.chdir(clone)
+    _fill(tmp_path / "here", folder_of(command.family), command)
+    monkeypatch.chdir(tmp_path / "here")
+    if "--nproc" in command.words and command.words[0] != "config":
+        # It becomes the supervisor of its ranks, which takes a process of its own.
+        phalanx_processes.finish(command.words)
+        return
+    outcome = call(*command.words)
+    assert outcome.code == (2 if command.error else 0), outcome.err
+    # Numbers are those of the file that stands for the reader's.
+    assert _without_numbers(command.error) in _without_numbers(" ".join(outcome.err.split()))
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"\d+", "N", text)
+
+
+@pytest.mark.parametrize("command", [one for one in _printed() if not one.runs], ids=str)
+def test_what_cannot_run_here_is_understood(command: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments are parsed, the run file is loaded with its overrides, and the layout is legal on as many ranks."""
+    monkeypatch.chdir(ROOT)
     words = ["quickstart.yaml" if word == "..." else word for word in command.words]
-    verb = words[0]
-    if OWN_PACKAGE in command.text:
-        # Its run files need the installed package; tests/examples/test_own_model.py installs it and runs these commands.
-        assert _parsed(words)
-        return
-    if _runs_as_printed(command, words):
-        if " ".join(words).startswith(WRITES_A_FILE):
-            (tmp_path / "runs").symlink_to(clone / "runs")
-            monkeypatch.chdir(tmp_path)
-        outcome = call(*words)
-        assert outcome.code == (2 if command.refused else 0), outcome.err
-        return
     options = _parsed(words)
     file = options.get("run")
-    if file is None or Path(file).suffix != ".yaml":
+    # The run file of the package needs it installed; tests/examples/test_own_model.py does, and runs these commands.
+    if OWN_PACKAGE in command.text or file is None or Path(file).suffix != ".yaml":
         return
-    own = command.where == "weather.md" and Path(file).name == "run.yaml"
-    place = Path("examples", IN_WEATHER) if own else _run_file(Path(file), options)
-    run = load_run(place, options.get("overrides") or options.get("layout") or [])
+    overrides = options.get("overrides") or options.get("layout") or []
+    run = load_run(_example(Path(file), command, options), overrides)
     if run.layout.branch_groups == "auto":
         # Sizes by cost are read from prepared data; the guide gives those of this example.
         run = run.model_copy(update={"layout": run.layout.model_copy(update={"branch_groups": [2, 1, 1]})})
     if options.get("cluster") is not None:
         load_machine(options["cluster"])
-    if verb in ("train", "dryrun", "bench"):
+    if words[0] in ("train", "dryrun", "bench"):
         resolve_layout(bind(run), command.ranks or 1)
-    if verb == "verify":
+    if words[0] == "verify":
         _require_verifiable(run, command, options["all_ranks"], full=options["full"])
 
 
-def _runs_as_printed(command: Printed, words: list[str]) -> bool:
-    if command.text in RUNS_TOO:
-        return True
-    if words[0] in OF_A_RUN:
-        of_text = len(words) > 1 and words[1].removeprefix("runs/") in RUN_NAMES
-        ends = words[0] != "watch" or "--once" in words
-        return of_text and ends and not {*KEEPS_RUNNING} & {*words}
-    return " ".join(words).startswith(RUNS_AS_PRINTED)
-
-
-def test_most_kinds_of_commands_run() -> None:
-    running = {command.words[0] for command in _printed() if _runs_as_printed(command, command.words)}
-    assert running >= {"init", "config", "data", "launch", "completion", "verify", "evaluate", "generate", "convert"}
-    assert running >= {"report", "watch"}
+def test_reasons_are_given_for_commands_that_are_printed() -> None:
+    reasons = {text: reason for reason, texts in NOT_RUN.items() for text in texts}
+    assert len(reasons) == sum(map(len, NOT_RUN.values()))
+    assert reasons.keys() <= {command.text for command in _printed()}
+    for reason in NOT_RUN:
+        for file in re.findall(r"tests/[\w/.]*\w", reason):
+            assert (ROOT / file).exists(), file
 
 
 def _parsed(words: list[str]) -> dict[str, Any]:
@@ -238,10 +353,12 @@ def _parsed(words: list[str]) -> dict[str, Any]:
     return parameters
 
 
-def _run_file(file: Path, options: dict[str, Any]) -> Path:
-    if file.exists() and (options.get("devices") or 1) < 64 and "cluster" not in options:
-        return file
-    return Path("examples") / (file.name if (Path("examples") / file.name).exists() else LARGE)
+def _example(file: Path, command: Printed, options: dict[str, Any]) -> Path:
+    """Return the example that a command names, or the one that stands for the reader's own run file."""
+    if (ROOT / "examples" / file.name).exists():
+        return Path("examples", file.name)
+    many = (options.get("devices") or 1) >= 64 or "cluster" in options
+    return Path("examples", LARGE if many else OWN_RUN_FILES[command.family])
 
 
 def _require_verifiable(run: Run, command: Printed, ranks: int | None, *, full: bool) -> None:
