@@ -158,9 +158,10 @@ class GatedGroupedLinear(torch.autograd.Function):
         return out_RO
 
     @staticmethod
-    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Return the gradients of gate_up and of the matrices."""
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        """Return the gradients of gate_up and of the matrices, the latter where they are trained."""
         gate_up_RF, matrices_GOF, ends_G = ctx.saved_tensors
         grad_hidden = grouped_product(grad_RO, matrices_GOF.transpose(1, 2), ends_G, ctx.complete)
         grad_gate_up, hidden_RF = swiglu_backward(grad_hidden, gate_up_RF, ctx.block)
-        return grad_gate_up, grouped_gradient(grad_RO, hidden_RF, ends_G), None, None, None
+        grad_matrices = grouped_gradient(grad_RO, hidden_RF, ends_G) if ctx.needs_input_grad[1] else None
+        return grad_gate_up, grad_matrices, None, None, None

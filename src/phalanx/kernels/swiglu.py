@@ -31,7 +31,7 @@ def swiglu(gate_up: Tensor, block: int) -> Tensor:
 def gated_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
     """Return swiglu(gate_up) W^T + b; keeps `gate_up` and `weight` for the backward pass, and no product of theirs.
 
-    The gradients of input and weight come from one node: asking for one of them alone costs as much as both.
+    The gradients of input and weight come from one node: that of the weight takes the input's as well.
     gate_up: [..., 2F] as in `swiglu`; weight: [D, F]; bias: [D]; all of one format. Returns [..., D].
     """
     promise: Tensor = _Gradient.apply(gate_up, weight, bias, block)
@@ -55,13 +55,16 @@ class _Gradient(torch.autograd.Function):
         return gate_up.new_empty(1).expand(*gate_up.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         gate_up, weight = ctx.saved_tensors
         grad_ND = grad.reshape(-1, grad.shape[-1])
         gate_up_NF = gate_up.reshape(-1, gate_up.shape[-1])
         grad_gate_up, hidden_NF = swiglu_backward(grad_ND @ weight, gate_up_NF, ctx.block)
-        grad_bias = grad_ND.sum(0) if ctx.biased else None
-        return grad_gate_up.view(gate_up.shape), grad_ND.t() @ hidden_NF, grad_bias, None
+        # Frozen ones have no gradient.
+        _, trains_weight, trains_bias, _ = ctx.needs_input_grad
+        grad_weight = grad_ND.t() @ hidden_NF if trains_weight else None
+        grad_bias = grad_ND.sum(0) if ctx.biased and trains_bias else None
+        return grad_gate_up.view(gate_up.shape), grad_weight, grad_bias, None
 
 
 class _Value(torch.autograd.Function):

@@ -80,7 +80,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Cast once for all chunks.
         weight = weight_VD.to(hidden_ND.dtype)
         total = torch.zeros((), dtype=wide, device=hidden_ND.device)
-        grad_hidden = torch.empty_like(hidden_ND) if with_grad else None
+        # A frozen table has no gradient, which would be the largest of all; nothing is asked of frozen layers before it.
+        moves_hidden, trains_weight = (with_grad and needed for needed in ctx.needs_input_grad[:2])
+        grad_hidden = torch.empty_like(hidden_ND) if moves_hidden else None
         grad_weight: Tensor | None = None
         # Logits are the largest tensor of a step by far: only those of one chunk exist at a time.
         for start in range(0, len(hidden_ND), chunk_tokens):
@@ -90,6 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += loss
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            if trains_weight:
                 grad_weight = compat.add_matmul(grad_weight, grad_logits.T, hidden, wide)
         # The gradients themselves: the backward pass needs neither logits nor activations again.
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -98,11 +101,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (scale,) = grads
-        grad_hidden, grad_weight = ctx.saved_tensors
         # In place where nobody asks for them again: a second gradient of a large table may be the peak of a step.
-        if compat.keeps_graph():
-            grad_hidden, grad_weight = grad_hidden.clone(), grad_weight.clone()
-        return grad_hidden.mul_(scale), grad_weight.mul_(scale), None, None, None, None, None
+        again = compat.keeps_graph()
+        found = (grad if grad is None or not again else grad.clone() for grad in ctx.saved_tensors)
+        return *(None if grad is None else grad.mul_(scale) for grad in found), None, None, None, None, None
 
 
 def token_scores(logits_NV: Tensor, targets_N: Tensor) -> Tensor:

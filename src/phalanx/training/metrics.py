@@ -16,6 +16,7 @@ from phalanx.hardware.device_facts import find_facts
 from phalanx.hardware.energy import EnergyMeter
 from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.spec import ResolvedLayout
+from phalanx.planner.trace.trained_flops import trained_flops_per_sample
 from phalanx.torch_compat import common as compat
 from phalanx.training.expert_use import ExpertUse, measure_use
 from phalanx.training.gradient_noise import GradientNoise, NoiseFigures
@@ -160,7 +161,7 @@ class StepMeter:
         """
         self.sizes = batch_sizes(model.run)
         self.positions = model.positions().count
-        self.flops_per_token = model.flops_per_sample() / model.positions().count
+        self.flops_per_token = trained_flops_per_sample(model) / model.positions().count
         self.world_size = layout.world_size
         mixture = model.experts()
         self.experts = 0 if mixture is None else mixture.count

@@ -20,7 +20,7 @@ from phalanx.planner.time.part_time import PartTimes, part_times
 from phalanx.planner.time.pipeline_time import stage_times
 from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.step_parts import Steps
-from phalanx.planner.time.step_time import busiest_rank, parameters_held
+from phalanx.planner.time.step_time import busiest_rank, most_trained
 from phalanx.planner.time.timing import steps_of_run
 from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_full_step
@@ -72,7 +72,7 @@ def test_the_fullest_rank_holds_as_many_parameters_as_the_code_updates(
         found = dry_run(model, layout, first, build_full_step, accelerator=True, devices_per_node=None)
         # AdamW keeps two numbers of four bytes for each parameter that the rank updates.
         held.append(found.categories["optimizer"] / 8)
-    _, mine = parameters_held(steps)
+    _, mine = most_trained(steps)
     # For each tensor AdamW keeps its step as well, which takes 512 bytes of a device's memory.
     assert mine[0] < max(held) < 1.007 * mine[0]
 

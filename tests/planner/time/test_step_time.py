@@ -18,7 +18,7 @@ from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.pipeline_time import bound_pipelines, simulate_pipelines
 from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.step_parts import Steps
-from phalanx.planner.time.step_time import StepBreakdown, time_steps
+from phalanx.planner.time.step_time import DataParallel, StepBreakdown, time_steps
 from phalanx.planner.time.timing import our_framework, step_times, steps_of_run
 from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.training.step import build_full_step
@@ -293,3 +293,44 @@ def test_copies_replace_collectives_within_a_node_only() -> None:
     )
     assert with_copies[0] < without[0]
     assert with_copies[1] == without[1]
+
+
+FROZEN = RUN.model_copy(
+    update={"training": RUN.training.model_copy(update={"freeze": ["blocks.*.mlp.*", "embedding.*", "head.*"]})}
+)
+
+
+def test_what_is_frozen_is_neither_updated_nor_summed_up_and_costs_no_gradient_products(steps: Steps) -> None:
+    found = steps_of_run(bind(FROZEN, TracedModel), MANY, MACHINE, EAGER)
+    whole, frozen = _seconds(steps), _seconds(found)
+    assert np.array_equal(found.block_parameters, steps.block_parameters)
+    share = found.trained.block / steps.trained.block
+    # Attention has 4 d^2 elements, the MLP 12 d^2.
+    assert np.all((share > 0.25) & (share < 0.251))
+    assert not found.trained.embedding.any() and not found.trained.head.any()
+    # A stage holds the same layers in both; what it trains of them decides.
+    held = steps.ranks.blocks.max(axis=1) * found.trained.block
+    mine = np.where(MANY.shards > 0, held / MANY.shards, 0.0)
+    np.testing.assert_allclose(
+        frozen[:, StepBreakdown.OPTIMIZER], mine * COMPILED.optimizer_bytes / PROFILE.optimizer_b_s, rtol=1e-9
+    )
+    # Of a block's 16 d^2, forward and input gradients count for all, weight gradients, which run fastest, for a quarter.
+    products = frozen[:, StepBreakdown.MATMUL] / whole[:, StepBreakdown.MATMUL]
+    assert np.all((products > 0.70) & (products < 0.92))
+    exchanging = whole[:, StepBreakdown.DATA] > 0
+    assert exchanging.sum() > 5
+    assert np.all(frozen[exchanging, StepBreakdown.DATA] < whole[exchanging, StepBreakdown.DATA])
+
+
+def test_frozen_parameters_are_still_gathered_and_their_gradients_not_reduced(steps: Steps) -> None:
+    nothing = RUN.model_copy(
+        update={"training": RUN.training.model_copy(update={"freeze": ["blocks.*", "embedding.*"]})}
+    )
+    found = steps_of_run(bind(nothing, TracedModel), MANY, MACHINE, EAGER)
+    assert not found.trained.block.any() and not found.trained_tensors.block.any()
+    assert np.array_equal(found.tensors.block, steps.tensors.block)
+    times = part_times(found.parts, MACHINE, CONSTANTS, PROFILE)
+    data = DataParallel.of(found, times, None, PROFILE, CONSTANTS, COMPILED)._exchanges(found)
+    sharded = MANY.shards > 1
+    assert np.all(data.gather.unit[sharded] > 0) and not data.scatter.unit.any()
+    assert data.summed is not None and not data.summed.unit.any() and np.all(data.scatter.head[sharded] > 0)

@@ -25,6 +25,7 @@ from phalanx.planner.rank.cost_models import LEAST_P, CostModels, Floats, Memory
 from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts
 from phalanx.planner.schedule.bounds import in_flight
 from phalanx.planner.trace.traced_model import TracedModel
+from phalanx.planner.trace.trained_flops import trained_flops_per_sample
 
 SPLITS = 20
 """Choices of tp, cp and pp, fastest first, of which the fastest layouts are found."""
@@ -96,7 +97,7 @@ class Task:
 
     def model_tflops(self, seconds: npt.ArrayLike) -> Floats:
         """Return model TFLOP/s per device of steps that take so long, in the convention that `training.flops` names."""
-        tflop = self.samples * self.model.flops_per_sample() / 1e12
+        tflop = self.samples * trained_flops_per_sample(self.model) / 1e12
         return np.asarray(tflop / (np.asarray(seconds, np.float64) * self.devices))
 
 

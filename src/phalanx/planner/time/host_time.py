@@ -41,15 +41,20 @@ class HostWaits:
         gathered = each & (layouts.pp == 1)
         again = each & layouts.reshard_after_forward
         reduced = sharded & layouts.reduces_each
-        exchanges = profile.shard_host_s * np.stack([gathered, again.astype(np.int64) + reduced], axis=1)
+        gathers = profile.shard_host_s * np.stack([gathered, again], axis=1)
+        reductions = profile.shard_host_s * np.stack([np.zeros_like(reduced), reduced], axis=1)
         # Chunks go around once forward; backward they and their gradients do.
         messages = profile.exchange_host_s * np.outer(steps.streams.messages, [1, 2])
-        tensors = steps.tensors
+        held, trained = steps.tensors, steps.trained_tensors
+
+        def exchanges(gathered: Floats, reduced: Floats) -> Floats:
+            return gathers * gathered[:, None] + reductions * reduced[:, None]
+
         return cls(
-            block=_waits(times, steps.block, exchanges * tensors.block[:, None] + messages),
-            leading=_waits(times, steps.leading, exchanges * tensors.leading[:, None] + messages),
-            embedding=_waits(times, steps.embedding, exchanges * tensors.embedding[:, None]),
-            head=_waits(times, steps.head, exchanges * tensors.head[:, None]),
+            block=_waits(times, steps.block, exchanges(held.block, trained.block) + messages),
+            leading=_waits(times, steps.leading, exchanges(held.leading, trained.leading) + messages),
+            embedding=_waits(times, steps.embedding, exchanges(held.embedding, trained.embedding)),
+            head=_waits(times, steps.head, exchanges(held.head, trained.head)),
         )
 
 

@@ -22,7 +22,7 @@ from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.operation_time import Floats, Ints
 from phalanx.planner.time.part_time import Parts, at, parts_of
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
-from phalanx.planner.trace.traced_model import PartName, Setting, part_tracer
+from phalanx.planner.trace.traced_model import PartName, PartParameter, Setting, part_tracer
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,20 @@ class Tensors:
     """Those of a leading block; of a block where there is none."""
     embedding: Floats
     head: Floats
+
+
+@dataclass(frozen=True)
+class TrainedElements:
+    """Elements that are trained, on one rank before data parallelism shards them: they alone have gradients and are updated.
+    Arrays of [layouts]."""
+
+    block: Floats
+    leading: Floats
+    """Those of a leading block; of a block where there is none."""
+    embedding: Floats
+    head: Floats
+    experts: Floats
+    """Those of a block's experts."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,10 @@ class Steps:
     expert_parameters: Floats
     """Elements of a block's experts, which expert parallelism shards."""
     head_parameters: Floats
+    trained: TrainedElements
     tensors: Tensors
+    trained_tensors: Tensors
+    """Those whose gradients are reduced."""
     streams: Streams
     alike: Ints
     """Layouts with the same number have the same parts of the model, as many gathered together, and shards and replicas
@@ -162,11 +179,10 @@ class Steps:
         """Return the sum of `column`, a quantity of each part, over the parts of every rank, [layouts, ranks]."""
         return self._sum_over_ranks(column[self.block], column[self.leading], column[self.embedding], column[self.head])
 
-    def sum_parameters(self) -> Floats:
-        """Return the elements on every rank before data parallelism shards them, [layouts, ranks]."""
-        return self._sum_over_ranks(
-            self.block_parameters, self.leading_parameters, self.embedding_parameters, self.head_parameters
-        )
+    def sum_trained(self) -> Floats:
+        """Return the elements trained on every rank before data parallelism shards them, [layouts, ranks]."""
+        own = self.trained
+        return self._sum_over_ranks(own.block, own.leading, own.embedding, own.head)
 
     def _sum_over_ranks(self, block: Floats, leading: Floats, embedding: Floats, head: Floats) -> Floats:
         """Return the sum over the parts of every rank, [layouts, ranks]. block: of one block, [layouts], as the others."""
@@ -181,7 +197,7 @@ class Steps:
             column = getattr(self, field.name)
             if isinstance(column, LayoutTable | Streams):
                 values[field.name] = column.take(which)
-            elif isinstance(column, Placement | RankParts | Tensors):
+            elif isinstance(column, Placement | RankParts | Tensors | TrainedElements):
                 values[field.name] = at(column, which)
             elif field.name != "parts":
                 values[field.name] = column[which]
@@ -208,7 +224,7 @@ class Steps:
             columns = [getattr(steps, field.name) for steps in moved]
             if isinstance(columns[0], RankParts):
                 values[field.name] = _join_rank_parts(columns)
-            elif isinstance(columns[0], LayoutTable | Streams | Tensors):
+            elif isinstance(columns[0], LayoutTable | Streams | Tensors | TrainedElements):
                 kind = type(columns[0])
                 values[field.name] = kind(
                     **{
@@ -246,8 +262,10 @@ def steps_of(
     settings = [_setting_at(plain, key, chunk_tokens) for key in distinct.tolist()]
     kinds = _part_names(setting)
     wanted = [(name, one, size) for one, size in settings for name in kinds]
-    sizes, blocks = _part_sizes(settings, framework)
-    sizes = sizes.take(which)
+    traced = [_setting_parts(one, microbatch, framework) for one, microbatch in settings]
+    tied = part_tracer(setting).tied()
+    sizes, trained = (_part_sizes(traced, bool(tied), trained=only).take(which) for only in (False, True))
+    blocks = [of_setting[1] for of_setting in traced]
     one_stage = layouts.pp == 1
     ends = framework.end_costs(plain)
     ranks = list_rank_parts(plain, layouts, framework)
@@ -275,7 +293,15 @@ def steps_of(
         expert_parameters=sizes.experts,
         # One rank that holds both ends has the shared table once.
         head_parameters=sizes.head - np.where(one_stage, sizes.shared, 0.0),
+        trained=TrainedElements(
+            trained.block,
+            trained.leading,
+            trained.embedding,
+            trained.head - np.where(one_stage, trained.shared, 0.0),
+            trained.experts,
+        ),
         tensors=sizes.tensors,
+        trained_tensors=trained.tensors,
         streams=Streams.of(blocks, distinct[:, 3], part_tracer(setting).random_drops()).take(which),
         alike=distinct_rows([like_parts, *like_groups, unit])[1],
         hidden_bytes=layouts.microbatch * (setting.length // layouts.cp) * width / layouts.tp,
@@ -375,29 +401,34 @@ class _PartSizes:
         return _PartSizes(**arrays, tensors=at(self.tensors, which))
 
 
-def _part_sizes(
-    settings: Sequence[tuple[Setting, int]], framework: FrameworkProfile
-) -> tuple[_PartSizes, list[PartCosts]]:
-    """Return the sizes of the parts in each setting, and its blocks."""
+def _setting_parts(setting: Setting, microbatch: int, framework: FrameworkProfile) -> list[PartCosts]:
+    """Return the parts of a model in a setting, as `_part_names` lists them; their parameters are asked for."""
+    # Parameters are the same with any recompute: ask a trace that is made anyway.
+    traced = replace(setting, recompute="none") if setting.streamed > 1 else framework.traced_setting(setting)
+    return [part_costs(name, traced, microbatch) for name in _part_names(setting)]
+
+
+def _part_sizes(settings: Sequence[Sequence[PartCosts]], tied: bool, *, trained: bool) -> _PartSizes:
+    """Return the sizes of the parts in each setting. tied: whether the head's table is the embedding's. trained: whether
+    only what is trained counts."""
     rows: list[tuple[int, ...]] = []
-    blocks: list[PartCosts] = []
-    for one, microbatch in settings:
-        # Parameters are the same with any recompute: ask a trace that is made anyway.
-        traced = replace(one, recompute="none") if one.streamed > 1 else framework.traced_setting(one)
-        embedding, block, head, *leading = (part_costs(name, traced, microbatch) for name in _part_names(one))
-        blocks.append(block)
-        shared = head.largest_parameter.count if part_tracer(one).tied() else 0
+    for embedding, block, head, *leading in settings:
+
+        def counted(part: PartCosts) -> list[PartParameter]:
+            # Gradients of streamed matrices go around with their chunks, whatever is trained.
+            return [one for one in part.parameters if one.streamed or not (trained and one.frozen)]
+
         before = leading[0] if leading else block
-        counts = [part.parameter_count for part in (embedding, block, head, before)]
-        experts = sum(parameter.count for parameter in block.parameters if parameter.expert)
-        quantised = [sum(each.count for each in part.parameters if each.quantised) for part in (block, before)]
+        counts = [sum(one.count for one in counted(part)) for part in (embedding, block, head, before)]
+        table = head.largest_parameter
+        shared = table.count if tied and table in counted(head) else 0
+        experts = sum(one.count for one in counted(block) if one.expert)
+        quantised = [sum(one.count for one in counted(part) if one.quantised) for part in (block, before)]
         # Streamed matrices travel in chunks of their own.
-        parts = (block, before, embedding, head)
-        tensors = [sum(not parameter.streamed for parameter in part.parameters) for part in parts]
+        tensors = [sum(not one.streamed for one in counted(part)) for part in (block, before, embedding, head)]
         rows.append((*counts, shared, experts, *quantised, *tensors))
-    start, middle, end, front, tied, of_experts, narrow, first_narrow, *counted = np.asarray(rows, np.float64).T
-    sizes = _PartSizes(start, middle, end, front, tied, of_experts, narrow, first_narrow, Tensors(*counted))
-    return sizes, blocks
+    start, middle, end, front, both, of_experts, narrow, first_narrow, *each = np.asarray(rows, np.float64).T
+    return _PartSizes(start, middle, end, front, both, of_experts, narrow, first_narrow, Tensors(*each))
 
 
 def list_rank_parts(setting: Setting, layouts: LayoutTable, framework: FrameworkProfile) -> RankParts:

@@ -7,7 +7,7 @@ optimizer passes over its part of the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, ClassVar, Self
@@ -125,15 +125,15 @@ def time_steps(
     seconds[StepBreakdown.TRANSFER] = pipeline.whole - pipeline.computing
     data = (data_parallel or DataParallel).of(steps, times, waits, profile, constants, framework)
     seconds[StepBreakdown.DATA] = data.exposed(steps, busiest)
-    held, mine = parameters_held(steps)
+    trained, mine = most_trained(steps)
     seconds[StepBreakdown.OPTIMIZER] = mine * framework.optimizer_bytes / profile.optimizer_b_s
     # Gradients of further micro-batches are added to what is there, unless they are reduced first.
     reduced = layouts.reduces_each & data.reduces_each_microbatch
-    added = np.where(reduced, mine, held) * (framework.gather_bytes + 2 * framework.reduce_bytes)
+    added = np.where(reduced, mine, trained) * (framework.gather_bytes + 2 * framework.reduce_bytes)
     # Those of the first are where nobody reduces them at once brought into the sums' format, where that is another.
     alone = (steps.shards.size == 1) & (steps.replicas.size == 1)
     waits_for_more = ~layouts.reduces_each & (count > 1)
-    begun = np.where((alone | waits_for_more) & framework.low_precision_copy, held, 0.0) * (
+    begun = np.where((alone | waits_for_more) & framework.low_precision_copy, trained, 0.0) * (
         framework.gather_bytes + framework.reduce_bytes
     )
     seconds[StepBreakdown.MEMORY] += ((count - 1) * added + begun) / profile.memory_b_s
@@ -142,13 +142,13 @@ def time_steps(
     return StepTimes(seconds.T)
 
 
-def parameters_held(steps: Steps) -> tuple[Floats, Floats]:
-    """Return the elements on the rank that holds most, before and after data parallelism shards them, [layouts]."""
-    layouts, held = steps.layouts, steps.sum_parameters()
+def most_trained(steps: Steps) -> tuple[Floats, Floats]:
+    """Return the most elements that a rank trains, before and after data parallelism shards them, [layouts]."""
+    layouts, trained = steps.layouts, steps.sum_trained()
     # Experts under expert parallelism have shards of their own. Leading blocks have none.
-    experts = steps.ranks.blocks * steps.expert_parameters[:, None]
-    mine = (held - experts) / layouts.shards[:, None] + experts / layouts.expert_shards[:, None]
-    return held.max(axis=1), mine.max(axis=1)
+    experts = steps.ranks.blocks * steps.trained.experts[:, None]
+    mine = (trained - experts) / layouts.shards[:, None] + experts / layouts.expert_shards[:, None]
+    return trained.max(axis=1), mine.max(axis=1)
 
 
 def busiest_rank(steps: Steps, times: PartTimes) -> Busiest:
@@ -339,29 +339,30 @@ class DataParallel:
         first[steps.alike] = np.arange(len(steps))
         few = steps.take(first)
         one = replace(self, copied=self.copied[first])
-        unit = few.unit * (few.block_parameters - few.streams.parameters - few.expert_parameters)
+        own, streamed = few.trained, few.streams.parameters
+        unit = few.unit * (few.block_parameters - streamed - few.expert_parameters)
         leading = few.unit * few.leading_parameters if np.any(few.leading_layers) else unit
+        held = (unit, leading, few.embedding_parameters, few.head_parameters)
+        # Nobody exchanges gradients of what is frozen.
+        trained_unit = few.unit * (own.block - streamed - own.experts)
+        trained_leading = few.unit * own.leading if np.any(few.leading_layers) else trained_unit
+        trained = (trained_unit, trained_leading, own.embedding, own.head)
 
-        def of_each(seconds: Callable[[Steps, Floats], Floats]) -> _OfEach:
-            blocks, start, end = (
-                seconds(few, held)[steps.alike] for held in (unit, few.embedding_parameters, few.head_parameters)
-            )
-            first = blocks if leading is unit else seconds(few, leading)[steps.alike]
-            return _OfEach(blocks, first, start, end)
+        def of_each(seconds: Callable[[Steps, Floats], Floats], elements: Sequence[Floats]) -> _OfEach:
+            return _OfEach(*(np.where(some > 0, seconds(few, some), 0.0)[steps.alike] for some in elements))
 
-        ring = one._ring(few) if np.any(few.streams.parameters) else None
-        gather, scatter = of_each(one.gather), of_each(one.scatter)
+        ring = one._ring(few) if np.any(streamed) else None
+        gather, scatter = of_each(one.gather, held), of_each(one.scatter, trained)
         if np.any(few.quantised_parameters) and self.framework.quantised_bytes < self.framework.gather_bytes:
             # As if so many elements less were gathered.
             saved = few.unit * (1 - self.framework.quantised_bytes / self.framework.gather_bytes)
             narrow = one.gather(few, unit - saved * few.quantised_parameters)[steps.alike]
             first_narrow = one.gather(few, leading - saved * few.leading_quantised)[steps.alike]
             gather = replace(gather, unit=narrow, leading=first_narrow)
-        summed = of_each(one.sum_replicas) if np.any(few.replicas.size > 1) else None
+        summed = of_each(one.sum_replicas, trained) if np.any(few.replicas.size > 1) else None
         experts = np.zeros(len(steps))
         if np.any(few.expert_parameters):
-            each = few.unit * few.expert_parameters
-            size = each * self.framework.reduce_bytes
+            size = few.unit * own.experts * self.framework.reduce_bytes
             experts = all_gather(few.expert_parameters * self.framework.gather_bytes, few.expert_shards, self.constants)
             experts = experts[steps.alike]
             reduced = reduce_scatter(size, few.expert_shards, self.constants)[steps.alike]
