@@ -1,12 +1,15 @@
 """Held-out errors of models that begin with other weights, beside those from scratch, on a tenth of the data and on all.
 
     python benchmarks/transfer_gain.py --out benchmarks/results/transfer/sample.json [--weather-steps N] [...]
+    python benchmarks/transfer_gain.py --families moist --moist FILE.nc --out benchmarks/results/transfer/moist.json
 
 All data are simulated (`phalanx data sample`). Weather: weights of a forecaster of six variables go to one of five on
-another simulation, of which it knew four. Materials: weights of a potential of metal clusters go to alloy crystals, whose
-head begins as the clusters' head. Forecasters are scored at the best of their evaluations, in RMSE of all variables at 24 h
-over that of persistence; potentials at their end, in the mean error of force components on structures of another seed. The
-result is written again after each family; beside it, with the ending .svg, stand the bars.
+another simulation, of which it knew four. Moist: they go from the sample weather, which is dry and of three levels, to 24
+days of another model of the atmosphere, SPEEDY, with three seeds. Materials: weights of a potential of metal clusters go to
+alloy crystals, whose head begins as the clusters' head. Forecasters are scored at the best of their evaluations, in RMSE of
+all variables at 24 h over that of persistence; potentials at their end, in the mean error of force components on structures
+of another seed. The result is written again after each family; beside it, with the ending .svg, stand the bars, or the
+curves of moist.
 """
 
 from __future__ import annotations
@@ -20,18 +23,26 @@ import subprocess
 import sys
 import tempfile
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from phalanx.report.drawing import Bar, draw_bars
+from phalanx.report.drawing import Bar, Plot, Scale, draw_bars, fit_scale, make_line, make_text
 
 ROOT = Path(__file__).parents[1]
 KNOWN = ["geopotential_500", "temperature_650", "u_component_of_wind_500", "v_component_of_wind_500"]
 BEFORE = [*KNOWN, "temperature_350", "u_component_of_wind_200"]
 AFTER = ["u_component_of_wind_800", *KNOWN[::-1]]
+DRY = ["geopotential_500", *(f"{one}_component_of_wind_{level}" for level in (200, 500) for one in "uv")]
+MOIST = [*DRY[::-1], "temperature_500", "specific_humidity_850"]
+MOIST_SPLITS = {
+    "train": {"first": "step 0", "last": "step 47"},
+    "validation": {"first": "step 80", "last": "step 139"},
+}
+SEEDS = (0, 1, 2)
 FRAMES = {"all": 300, "tenth": 30}
 """Frames to train on; 370 to 399 are held out."""
 DAYS, TRAJECTORIES = 200, 80
@@ -44,6 +55,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weather-steps", type=int, default=600)
     parser.add_argument("--materials-steps", type=int, default=480)
+    parser.add_argument("--moist-steps", type=int, default=240)
+    parser.add_argument("--moist", type=Path, help="netCDF file of SPEEDY every 12 hours, for the family moist")
     parser.add_argument("--families", nargs="+", default=["materials", "weather"])
     parser.add_argument(
         "--work", type=Path, help="folder for data and runs, kept; data that are there are not made again"
@@ -64,6 +77,7 @@ def main() -> None:
         for name, compare, steps in (
             ("materials", compare_potentials, asked.materials_steps),
             ("weather", compare_forecasters, asked.weather_steps),
+            ("moist", partial(compare_simulations, asked.moist), asked.moist_steps),
         ):
             if name not in asked.families:
                 continue
@@ -71,6 +85,8 @@ def main() -> None:
             asked.out.write_text(json.dumps(result, indent=1) + "\n")
     if {"materials", "weather"} <= result.keys():
         asked.out.with_suffix(".svg").write_text(draw(result))
+    if "moist" in result:
+        asked.out.with_suffix(".svg").write_text(draw_curves(result["moist"]))
 
 
 def compare_forecasters(root: Path, steps: int) -> dict[str, Any]:
@@ -86,6 +102,21 @@ def compare_forecasters(root: Path, steps: int) -> dict[str, Any]:
         "scratch tenth": forecaster(root, "after", AFTER, "tenth", steps),
         "transfer tenth": forecaster(root, "after", AFTER, "tenth", steps) | begin | transfer,
     }
+    return {"what": "RMSE at 24 h over persistence's", "steps": steps, **train_all(root, runs, relative_rmse)}
+
+
+def compare_simulations(moist: Path, root: Path, steps: int) -> dict[str, Any]:
+    """Return errors of forecasters of SPEEDY, as shares of persistence's, by the seed of their training."""
+    if not (root / "before").exists():
+        phalanx("data", "sample", "weather", "--out", root / "before", "--days", DAYS, "--seed", 1)
+    begin = {"training.init_from": str(root / "runs" / "before")}
+    transfer = {"training.transfer": {"resize": ["embedding.*", "head.output.*"]}}
+    runs = {"before": forecaster(root, "before", DRY, "all", 2 * steps)}
+    for seed in SEEDS:
+        for name, words in (("scratch", {}), ("transfer", begin | transfer)):
+            fields = forecaster(root, "before", MOIST, "all", steps) | words | {"training.seed": seed}
+            fields["data"] |= {"sources": [str(moist.resolve())], "splits": MOIST_SPLITS}
+            runs[f"{name} {seed}"] = fields
     return {"what": "RMSE at 24 h over persistence's", "steps": steps, **train_all(root, runs, relative_rmse)}
 
 
@@ -242,6 +273,32 @@ def phalanx(*words: object) -> str:
     ).stdout
 
 
+def draw_curves(found: dict[str, Any]) -> str:
+    """Return the errors against steps: the mean over seeds, and each seed."""
+    count = len(found["before"]["curve"])
+    at = [found["steps"] * (number + 1) / count for number in range(count)]
+    curves = {kind: np.array([found[f"{kind} {seed}"]["curve"] for seed in SEEDS]) for kind in ("transfer", "scratch")}
+    every = np.concatenate([each.ravel() for each in curves.values()])
+    plot = Plot(Scale(0.0, at[-1] * 1.02), fit_scale(every), left=70, top=40)
+    plot.label_up()
+    plot.label_across(at, lambda step: f"{step:.0f}")
+    for number, (kind, each) in enumerate(curves.items(), 1):
+        for seed in each:
+            plot.add_line(at, seed.tolist(), f"line-{number} thin")
+        plot.add_curve(at, each.mean(0).tolist(), number)
+        plot.parts.append(make_text(200 + 330 * (number - 1), 22, NAMES[kind]))
+        plot.parts.append(make_line(160 + 330 * (number - 1), 17, 192 + 330 * (number - 1), 17, f"line-{number}"))
+    styles = (
+        "text { font: 18px sans-serif } .grid { stroke: #ddd } polyline, line { fill: none; stroke-width: 3 } .thin { "
+        "stroke-width: 1; opacity: 0.6 } .line-1 { stroke: #06c } .dot-1 { fill: #06c } .line-2 { stroke: #999 } "
+        ".dot-2 { fill: #999 }"
+    )
+    return _with_styles(str(plot.finish("RMSE over persistence's against training steps").svg), styles)
+
+
+NAMES = {"transfer": "from weights of dry weather", "scratch": "from scratch"}
+
+
 def draw(result: dict[str, Any]) -> str:
     """Return the errors as bars, each family's relative to a run from scratch on all data."""
     bars = []
@@ -252,6 +309,11 @@ def draw(result: dict[str, Any]) -> str:
             bars.append(Bar(f"{family}: {name} of the data", error / errors["scratch all"], f"{error:.3g}", style))
     svg = str(draw_bars(bars, "Held-out errors, as multiples of those from scratch on all data").svg)
     styles = "text { font: 14px sans-serif } .grid { stroke: #ddd } .slow { fill: #999 } .quick { fill: #06c }"
+    return _with_styles(svg, styles)
+
+
+def _with_styles(svg: str, styles: str) -> str:
+    """Return a drawing that is a file of its own."""
     start = svg.index(">") + 1
     return (
         svg[:start].replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
