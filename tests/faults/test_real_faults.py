@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -119,6 +120,7 @@ CASES = [
     ("F03 endless loop", {"kind": "spin", "step": 17}, "hang"),
     ("F03 Python's lock held", {"kind": "lock", "step": 17}, "hang"),
     ("F04 killed in the first step", {"kind": "kill", "step": 1}, "signal"),
+    ("F20 the rank with the store killed in the first step", {"kind": "kill", "rank": 0, "step": 1}, "signal"),
     ("F04 killed in the last step", {"kind": "kill", "step": STEPS}, "signal"),
     *(
         (f"F05 killed in a checkpoint, {seed}", {"kind": "save", "rank": -1, "seed": seed}, "signal")
@@ -244,6 +246,111 @@ def test_a_suspended_rank_under_torchrun_is_named(run_file: Path, tmp_path: Path
     assert (report["rank"], report["cause"]) == (1, "stopped")
     assert report["silent_s"] <= HEARTBEAT_S + 1.0
     print(f"\n| F03 suspended, under torchrun | stopped | found in {report['silent_s']:.1f} s, restarted by torchrun |")
+
+
+STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("listens", flush=True)
+before = store.num_keys()
+while store.num_keys() <= before:
+    time.sleep(0.01)
+print("a rank is here", flush=True)
+time.sleep(600)
+"""
+
+
+class StoreOfTheirOwn:
+    """Two ranks that meet in a store of neither, as under torchrun, whose agent keeps it; all of them end with the block."""
+
+    def __init__(self, run_file: Path, run_dir: Path) -> None:
+        self.run_file, self.run_dir = run_file, run_dir
+        self.processes: list[subprocess.Popen[Any]] = []
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = str(free.getsockname()[1])
+        self.store = subprocess.Popen([sys.executable, "-c", STORE, self.port], stdout=subprocess.PIPE, text=True)
+        self.processes.append(self.store)
+        assert self.store_says() == "listens"
+
+    def __enter__(self) -> StoreOfTheirOwn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def store_says(self) -> str:
+        assert self.store.stdout is not None
+        return self.store.stdout.readline().strip()
+
+    def log(self, rank: int) -> Path:
+        return self.run_file.parent / f"{self.run_dir.parent.name}-{self.port}-rank-{rank}.log"
+
+    def start_rank(self, rank: int, *words: str) -> subprocess.Popen[Any]:
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": self.port}
+        more = {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        more |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": self.port}
+        command = [sys.executable, "-m", "phalanx", "train", str(self.run_file), "--run-dir", str(self.run_dir)]
+        with self.log(rank).open("wb") as log:
+            process = subprocess.Popen(
+                [*command, "layout.dp_shard=2", f"training.steps={STEPS}", *words],
+                env=environment(self.run_file, more),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+            )
+        self.processes.append(process)
+        return process
+
+
+def test_ranks_that_have_met_need_their_store_no_more(
+    run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with StoreOfTheirOwn(run_file, run_dir) as met:
+        ranks = [met.start_rank(rank, fault_words(kind="slow", step=8, seconds=0.2)) for rank in (0, 1)]
+        metrics = run_dir / "metrics.jsonl"
+        deadline = time.monotonic() + 300
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 10:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        met.store.kill()
+        seen = len(metrics.read_text().splitlines())
+        assert seen < STEPS
+        assert [rank.wait(300) for rank in ranks] == [0, 0], met.log(0).read_text()
+    assert_same_bits(run_dir, undisturbed)
+    print(f"\n| F20 store killed in step {seen} | nothing noticed it | same bits |")
+
+
+def test_a_store_that_dies_before_all_have_met_ends_the_run_in_time(
+    run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    with StoreOfTheirOwn(run_file, run_dir) as met:
+        waiting = met.start_rank(0)
+        assert met.store_says() == "a rank is here"
+        met.store.kill()
+        met.store.wait()
+        happened = time.monotonic()
+        assert waiting.wait(60) == 1
+        ended_s = time.monotonic() - happened
+        said = met.log(0).read_text()
+        assert ended_s <= TRAINING_S, said
+        assert f"rank 0 of 2 does not meet the others at MASTER_ADDR=127.0.0.1 MASTER_PORT={met.port}" in said
+        # The one that comes later finds nobody.
+        late = met.start_rank(1, "training.timeout_s=3")
+        assert late.wait(120) == 1
+        assert "rank 1 of 2 does not meet the others" in met.log(1).read_text()
+    assert not run_dir.exists()
+    with StoreOfTheirOwn(run_file, run_dir) as met:
+        assert [rank.wait(300) for rank in [met.start_rank(0), met.start_rank(1)]] == [0, 0], met.log(0).read_text()
+    assert_same_bits(run_dir, undisturbed)
+    print(
+        f"\n| F20 store killed as a rank waits for the other | ended in {ended_s:.1f} s | same bits with another store |"
+    )
 
 
 def test_a_suspended_rank_does_not_outlive_a_request_to_stop(run_file: Path, tmp_path: Path) -> None:

@@ -96,6 +96,10 @@ class NodeWatch:
             looked_at = now
             views = self._view()
             if len(views) < len(self._ranks):
+                if views and all(view.code is not None for view in views):
+                    # Those that have yet to begin will find nobody.
+                    self._name_gone()
+                    return
                 if now - self._started > _BEGINNING_S:
                     return
                 continue
