@@ -56,8 +56,9 @@ style: $(VENV)/dev
 types: $(VENV)/dev
 	$(BIN)/mypy
 
+# Modules are compiled once for all processes that tests start, also where the environment asks for no such files.
 units: $(TEST_NEEDS)
-	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(TEST_PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # On a machine with an accelerator: what only a device can show.
 test-gpu: $(TEST_NEEDS)
