@@ -39,6 +39,10 @@ class VerifiableModel(LayoutModel):
         Every layout on `world_size` ranks that is legal for the run must be legal for the small one.
         """
 
+    def fitted_to_samples(self) -> dict[str, dict[str, Any]]:
+        """Return fields, by section, that the run file leaves to its data, as the samples have them; by default none."""
+        return {}
+
     @abstractmethod
     def in_words(self) -> str:
         """Describe the model that runs, for a person."""

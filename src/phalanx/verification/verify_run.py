@@ -168,7 +168,7 @@ def verify_run(run: Run, options: Options) -> Outcome:
     if not layouts:
         raise ConfigError(f"no layout is legal for {world} ranks with the other fields as they are")
     if options.full:
-        verified = full_run(run, options.precision, options.steps)
+        verified = full_run(run, options.precision, options.steps, model.fitted_to_samples())
     else:
         verified = reduced_run(model, options.precision, options.steps, world)
     model = model.rebind(verified)
@@ -354,9 +354,12 @@ def reduced_run(model: VerifiableModel, precision: str, steps: int, world_size: 
     return _change_sections(with_small_batch(model.run, world_size), small, _verification_settings(precision, steps))
 
 
-def full_run(run: Run, precision: str, steps: int) -> Run:
-    """Return the run itself, with only what verification needs changed; arguments as of `reduced_run`."""
-    return _change_sections(run, _verification_settings(precision, steps))
+def full_run(run: Run, precision: str, steps: int, fitted: dict[str, dict[str, Any]] | None = None) -> Run:
+    """Return the run itself, with only what verification needs changed.
+
+    fitted: see `VerifiableModel.fitted_to_samples`; the other arguments are as of `reduced_run`.
+    """
+    return _change_sections(run, fitted or {}, _verification_settings(precision, steps))
 
 
 def one_rank_run(run: Run) -> Run:

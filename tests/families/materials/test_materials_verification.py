@@ -11,7 +11,7 @@ from materials_cases import SIZE, run_of
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.registry import bind
 from phalanx.verification.family import VerifiableModel
-from phalanx.verification.verify_run import Verifier, reduced_run
+from phalanx.verification.verify_run import Verifier, full_run, reduced_run
 
 
 def model_of(cutoff: float, **changes: Any) -> VerifiableModel:
@@ -40,3 +40,22 @@ def test_deep_products_of_messages_stay_of_the_size_of_labels() -> None:
     assert reference is not None
     # Labels are normal numbers.
     assert 0.1 < reference.steps[0].loss < 30.0
+
+
+def test_a_whole_network_whose_file_counts_no_neighbours_has_those_of_the_samples() -> None:
+    energy = {"loss": "mae", "force_weight": 1.0}
+    narrow = {"degree": 2, "hidden_degree": 1, "correlation": 3, "radial_width": 8}
+    model = model_of(3.0, body="mace", n_layers=3, energy=energy, mace=narrow)
+
+    def first_loss(fitted: dict[str, Any]) -> float:
+        whole = model.rebind(full_run(model.run, "fp64", 1, fitted))
+        reference = Verifier(whole, torch.device("cpu"), steps=1, activations=False).reference
+        assert reference is not None
+        return reference.steps[0].loss
+
+    fitted = model.fitted_to_samples()
+    assert fitted == {"model": {"mean_neighbors": pytest.approx(8.4)}}
+    # Sums over neighbours that nothing divides grow from block to block.
+    assert first_loss(fitted) < 30.0 and first_loss({}) > 1e3
+    stated = model_of(3.0, body="mace", n_layers=3, energy=energy, mace=narrow, mean_neighbors=20.0)
+    assert stated.fitted_to_samples() == {}

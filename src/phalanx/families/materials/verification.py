@@ -96,6 +96,12 @@ class MaterialsVerification(VerifiableModel):
             }
         return {"model": MaterialsModel.model_validate({**model.model_dump(), **changes}).model_dump()}
 
+    def fitted_to_samples(self) -> dict[str, dict[str, Any]]:
+        """See `VerifiableModel`: training would count the neighbours in its data; none are read here."""
+        if "mean_neighbors" in self.run.model.model_fields_set:
+            return {}
+        return {"model": {"mean_neighbors": _NEIGHBOURS}}
+
     def in_words(self) -> str:
         """Return backbone and sizes."""
         return in_words(self.run.model)
