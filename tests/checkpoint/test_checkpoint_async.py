@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,24 @@ def test_memory_that_cannot_be_had_is_warned_of_and_fails_the_save(root, little_
         assert store.list() == []
     assert len(warnings) == 2
     assert warnings[0].startswith("1.0 GiB of host memory for background checkpoints cannot be had: ")
+
+
+def test_a_slow_disk_keeps_training_waiting_for_a_fifth_of_a_save_at_most(root, monkeypatch):
+    write = saver.write_file
+
+    def write_slowly(*arguments):
+        time.sleep(0.5)
+        return write(*arguments)
+
+    monkeypatch.setattr(saver, "write_file", write_slowly)
+    with CheckpointStore(root, keep_last=3) as store:
+        began = time.monotonic()
+        store.save(1, small_state(1), {})
+        synchronous_s = time.monotonic() - began
+        handle = store.save(2, small_state(2), {}, asynchronous=True)
+        assert handle.stall_seconds < 0.2 * synchronous_s and not handle.done
+        handle.wait()
+        assert [checkpoint.step for checkpoint in store.list()] == [2, 1]
 
 
 def test_one_save_at_a_time(root):
