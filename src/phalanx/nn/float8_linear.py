@@ -49,13 +49,11 @@ class Operand(NamedTuple):
 
 
 class HeldWeight(NamedTuple):
-    """A weight in 8 bits, made once an optimizer step: for the forward pass, and transposed for the input's gradient."""
+    """A weight in 8 bits, made once an optimizer step; each backward pass makes its transposed of it."""
 
     rows: Operand
     column_scale: Tensor
     """Scales of the transposed."""
-    turned: Tensor | None = None
-    """The transposed; None where each backward pass makes it of `rows`."""
 
 
 LinearProduct = Callable[[Tensor, Tensor, Tensor | None, HeldWeight | None], Tensor]
@@ -123,58 +121,51 @@ class Float8Product:
         return quantise_both(x_NI, self.scaling, self.format, column_group=self.input_group, columns=columns)
 
     def hold_weight(self, weight_OI: Tensor, amax: Tensor) -> HeldWeight:
-        """Return a weight in 8 bits in both orders. amax: float32, 0-dim, of the whole weight, all parts of it."""
+        """Return a weight in 8 bits. amax: float32, 0-dim, of the whole weight, all parts of it."""
+        if self.scaling == "tensor":
+            scale = power_of_two_scale(amax.bfloat16().view(1), self.format)
+            q, _ = quantise(weight_OI, scale, scale, self.format, True, False)
+            # Compilers take no tensor as two arguments of a function with a gradient of its own.
+            return HeldWeight(Operand(q, scale), scale.clone())
+        rows, _ = self._weight_operands(weight_OI, columns=False)
         if self.scaling == "row":
-            rows = self._weight_operands(weight_OI, columns=False)[0]
-            columns = self._turn_by_row(weight_OI, rows)
-        elif self.scaling != "tensor":
-            rows, columns = self._weight_operands(weight_OI)
-        if self.scaling != "tensor":
-            return HeldWeight(rows, columns.scale, columns.q)
-        scale = power_of_two_scale(amax.bfloat16().view(1), self.format)
-        q, q_t = quantise(weight_OI, scale, scale, self.format, True, True)
-        # Compilers take no tensor as two arguments of a function with a gradient of its own.
-        return HeldWeight(Operand(q, scale), scale.clone(), q_t)
+            return HeldWeight(rows, self._column_scale(weight_OI))
+        return HeldWeight(rows, rows.scale.t().contiguous())
 
     def forward_operand(self, weight_OI: Tensor, held: Sequence[Tensor]) -> tuple[Operand, Sequence[Tensor]]:
         """Return a weight as an operand of the forward pass, and the tensors that `turn_weight` wants to have.
 
         held: those of a `HeldWeight`, in the order of `_flatten`; none where the weight is to be quantised now.
         """
-        if not held:
-            rows = self._weight_operands(weight_OI, columns=False)[0]
-            return rows, (weight_OI, rows.scale)
-        q, scale, column_scale, *turned = held
-        return Operand(q, scale), (*turned, column_scale) if turned else (q, scale, column_scale)
+        if held:
+            q, scale, _ = held
+            return Operand(q, scale), held
+        rows, _ = self._weight_operands(weight_OI, columns=False)
+        return rows, (weight_OI, rows.scale)
 
     def turn_weight(self, kept: Sequence[Tensor], *, after: Tensor) -> Operand:
         """Return the transposed of a weight, for the gradient of the input.
 
-        kept: the transposed in 8 bits and its scales; or the weight in 8 bits, its scales and those of the transposed; or
-        the weight as it came and the scales of the forward pass. after: see `kernels.float8.quantise`.
+        kept: the weight in 8 bits, its scales and those of the transposed; or the weight as it came and the scales of the
+        forward pass. after: see `kernels.float8.quantise`.
         """
         if len(kept) == 3:
             q, scale, column_scale = kept
             scales = (scale, column_scale) if self.scaling == "row" else (None, None)
             return Operand(transpose_quantised(q, *scales, after), column_scale)
         weight, scale = kept
-        if weight.dtype == self.format:
-            return Operand(weight, scale)
         if self.scaling == "tensor":
             return Operand(quantise(weight, scale, scale, self.format, False, True, after)[1], scale)
         if self.scaling == "row":
-            rows = Operand(quantise(weight, scale, scale, self.format, True, False, after)[0], scale)
-            return self._turn_by_row(weight, rows, after)
+            # Made of 8 bits, as ranks make it that have gathered nothing else.
+            q, _ = quantise(weight, scale, scale, self.format, True, False, after)
+            column_scale = self._column_scale(weight)
+            return Operand(transpose_quantised(q, scale, column_scale, after), column_scale)
         return self._weight_operands(weight, rows=False, after=after)[1]
 
-    def _turn_by_row(self, weight_OI: Tensor, rows: Operand, after: Tensor | None = None) -> Operand:
-        """Return the transposed of `rows`, which is the weight with a scale a row, with a scale for each of its own rows.
-
-        Made of 8 bits, as ranks make it that have gathered nothing else.
-        """
-        of_columns = _agree(row_column_amax(weight_OI)[1], self.output_group)
-        column_scale = power_of_two_scale(of_columns, self.format)
-        return Operand(transpose_quantised(rows.q, rows.scale, column_scale, after), column_scale)
+    def _column_scale(self, weight_OI: Tensor) -> Tensor:
+        """Return the scales of the columns of a weight that has one a row."""
+        return power_of_two_scale(_agree(row_column_amax(weight_OI)[1], self.output_group), self.format)
 
     def _weight_operands(
         self, weight_OI: Tensor, *, rows: bool = True, columns: bool = True, after: Tensor | None = None
@@ -202,9 +193,7 @@ def _apply_pair(
 
 def _flatten(held: HeldWeight | None) -> tuple[Tensor, ...]:
     # Compilers see tensors that are arguments of their own.
-    if held is None:
-        return ()
-    return (*held.rows, held.column_scale) if held.turned is None else (*held.rows, held.column_scale, held.turned)
+    return () if held is None else (*held.rows, held.column_scale)
 
 
 def quantise_both(

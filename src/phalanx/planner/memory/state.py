@@ -127,11 +127,11 @@ class Exchanges:
     def state_of(self, part: PartBytes) -> Allocations:
         """Bytes of parameters and optimizer state of a part, by cause."""
         s = self.s
-        # Weights in 8 bits are held as they are and transposed; ranks that gather them hold their rows.
-        alone = s.width * part.count if s.copies else 2 * part.quantised
+        in_8_bits = s.quantised_width == 1
+        alone = s.width * part.count if s.copies else in_8_bits * part.quantised
         return {
             "master parameters": self.s.master * part.shard,
-            "working copy": np.where(s.sharded, (s.quantised_width == 1) * part.quantised_shard, alone),
+            "working copy": np.where(s.sharded, in_8_bits * part.quantised_shard, alone),
             "optimizer moments": self.s.master
             * (self.s.optimizer_values * (part.trained_shard - part.matrices) + self.s.matrix_values * part.matrices),
         }
