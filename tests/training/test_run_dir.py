@@ -176,6 +176,29 @@ def test_a_run_resumes_over_damaged_logs_and_says_so(tmp_path: Path, capsys: pyt
         assert said in capsys.readouterr().err or name == "events.jsonl"
 
 
+def test_a_resumed_run_says_what_is_another_than_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_file, run_dir = tiny_run(tmp_path), tmp_path / "run"
+    train(load_run(run_file, ["training.steps=6"]), run_dir)
+    assert "changed" not in capsys.readouterr().err
+    machine = json.loads((run_dir / "machine.json").read_text())
+    (run_dir / "machine.json").write_text(json.dumps(machine | {"torch": "0.9.1", "memory_gib": 1.0}))
+    words = ["training.steps=8", "optimizer.lr=1e-3", "training.resume=must"]
+    train(load_run(run_file, words), run_dir)
+    said = capsys.readouterr().err
+    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    (resumed,) = [event for event in events if event["kind"] == "resume"]
+    changes = ["optimizer.lr: 0.003 -> 0.001", f"torch: 0.9.1 -> {machine['torch']}", "training.steps: 6 -> 8"]
+    assert sorted(resumed["changes"]) == changes
+    assert all(f"changed {change}" in said for change in changes)
+    # The run file's settings are obeyed, not those of the checkpoint.
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 8 and last["lr"] <= 1e-3
+    # What cannot be read ends no run.
+    (run_dir / "run.yaml").write_text("training: [")
+    train(load_run(run_file, ["training.steps=9", "optimizer.lr=1e-3"]), run_dir)
+    assert "changed since the last start: not known, " in capsys.readouterr().err
+
+
 def train_sabotaged(
     monkeypatch: pytest.MonkeyPatch, run_file: Path, run_dir: Path, act: Callable[[], object], *words: str
 ) -> str:

@@ -30,14 +30,16 @@ from typing import Any
 import torch
 
 from phalanx import __version__
-from phalanx.config.load import dump_run
+from phalanx.config.document import show_value
+from phalanx.config.load import dump_run, load_run
 from phalanx.config.schema import Run
-from phalanx.errors import PhalanxError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import JsonLines, read_json_lines, require_own, write_atomically
 from phalanx.hardware.device import device_name
 from phalanx.hardware.device_facts import device_kind
 from phalanx.hardware.host import available_cores
 from phalanx.launch.restart import MEMORY_FILE
+from phalanx.printable import make_printable
 from phalanx.report.run_log import SAVE_EVENT
 from phalanx.training.metrics import GIB, Peaks
 
@@ -55,6 +57,11 @@ OWN_FILES = (
 """Files that a run writes into its folder."""
 OWN_FOLDERS = ("checkpoints", "tokenizer", "tensorboard", "profile", "memory", "bad_batches")
 """Folders that it writes there."""
+
+_COMPARED = ("device", "device_count", "host", "torch", "python", "phalanx")
+"""Of machine.json: what may make another start compute other numbers."""
+_OF_ONE_START = ("training.resume",)
+"""Fields of the run file that say how one start begins."""
 
 
 class RunDirectory:
@@ -149,6 +156,22 @@ class RunDirectory:
             write_atomically(self.path / "machine.json", json.dumps(machine, indent=1) + "\n")
             write_inputs(self.path)
 
+    def changes_since(self, run: Run, machine: dict[str, Any]) -> list[str]:
+        """Return what differs from the last start in this folder, each as `field: before -> now`; nothing without one.
+
+        Call before `describe_run`, which replaces what the last start wrote. Where that is not to be read, one line says so.
+        """
+        if not self.run_file.exists():
+            return []
+        try:
+            known = json.loads((self.path / "machine.json").read_text())
+            before = load_run(self.run_file).model_dump(mode="json")
+        except (OSError, ValueError, ConfigError) as error:
+            return [f"since the last start: not known, {make_printable(str(error)).partition(chr(10))[0]}"]
+        fields = [*_compare_fields("", before, run.model_dump(mode="json"))]
+        hardware = {} if not isinstance(known, dict) else {name: known.get(name) for name in _COMPARED}
+        return [*fields, *_compare_fields("", hardware, {name: machine[name] for name in hardware})]
+
     @contextmanager
     def written(self) -> Iterator[None]:
         """Write to the folder in here. Raises PhalanxError for what the system refuses: a full disk, a quota."""
@@ -169,6 +192,15 @@ class RunDirectory:
         """Close the log files."""
         self.metrics.close()
         self.events.close()
+
+
+def _compare_fields(name: str, before: Any, now: Any) -> Iterator[str]:
+    """Yield `field: before -> now` for each field of two nested descriptions that differs. name: of the field they are."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in dict.fromkeys((*before, *now)):
+            yield from _compare_fields(f"{name}.{key}" if name else str(key), before.get(key), now.get(key))
+    elif before != now and name not in _OF_ONE_START:
+        yield f"{name}: {show_value(before)} -> {show_value(now)}"
 
 
 def measured_save_seconds(run_dir: Path) -> float | None:

@@ -200,17 +200,19 @@ def _build_parts(
     energy = open_energy_meter(device, ranks.ranks_per_node or ranks.world_size) if ranks.first else None
     machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
     describe = partial(directory.describe_run, run, machine, inputs.write)
+    changes: list[str] = []
     if ranks.first:
         for text in directory.rewind(restored.step):
             _warn_user(directory, text)
+        changes = directory.changes_since(run, machine) if restored.step else []
         describe()
-        _record_start(run, directory, place.layout, attention, restored.step, spared)
+        _record_start(run, directory, place.layout, attention, restored.step, spared, changes)
     # Opened after the rewind, which cuts what an interrupted run wrote beyond the step that this one resumes from.
     log = RunLog(directory, open_sinks(model, directory.path, restored.step) if ranks.first else [])
     opened.callback(log.close)
     if restored.step < run.training.steps:
         opening = _opening_lines(model, place, attention, inputs, restored.step)
-        for line in (*opening, *describe_transfer(model, restored.transfer)):
+        for line in (*opening, *describe_transfer(model, restored.transfer), *(f"changed {text}" for text in changes)):
             log.note(line)
     recorders = build_recorders(run.training, device, log.note)
     parts = RunParts(
@@ -231,9 +233,18 @@ def _build_parts(
 
 
 def _record_start(
-    run: Run, directory: RunDirectory, layout: ResolvedLayout, attention: AttentionChoice, first_step: int, spared: int
+    run: Run,
+    directory: RunDirectory,
+    layout: ResolvedLayout,
+    attention: AttentionChoice,
+    first_step: int,
+    spared: int,
+    changes: list[str],
 ) -> None:
-    """Write the event that the run starts or resumes, after that of a smaller micro-batch where it has one."""
+    """Write the event that the run starts or resumes, after that of a smaller micro-batch where it has one.
+
+    changes: what is another than at the last start.
+    """
     if spared:
         directory.event(
             "less_memory", first_step, microbatch=layout.microbatch, accumulation=layout.accumulation, spared=spared
@@ -244,6 +255,7 @@ def _record_start(
         attention=attention.name,
         layout=layout.in_words(run.layout),
         redone_seconds=round(directory.redone_seconds, 3),
+        **({"changes": changes} if changes else {}),
     )
 
 
