@@ -29,6 +29,8 @@ ROOT = Path(__file__).parents[3]
 _LARGE = {"model.vocab_size": 400}
 """Embedding and head are larger than a block."""
 _TIED = {"model.tied_head": True}
+_DENSE_FIRST = {"model.d_ff": 256, "model.experts": {"count": 4, "active": 2, "d_ff": 16, "dense_layers": 2}}
+"""The first two blocks are larger than those of experts."""
 CASES: list[tuple[Fields, dict[str, Any]]] = [
     ({}, {"global_batch": 2}),
     ({}, {"global_batch": 6}),
@@ -42,6 +44,9 @@ CASES: list[tuple[Fields, dict[str, Any]]] = [
     (_LARGE, {"global_batch": 6, "reshard_after_forward": False}),
     (_LARGE, {"global_batch": 6, "zero": 2}),
     (_LARGE, {"global_batch": 6, "zero": 1}),
+    (_DENSE_FIRST, {"global_batch": 6}),
+    (_DENSE_FIRST | {"model.n_layers": 11}, {"global_batch": 2, "gather_blocks": 3}),
+    (_DENSE_FIRST | _LARGE, {"global_batch": 6, "zero": 1}),
     (_TIED, {"global_batch": 2}),
     (_TIED | _LARGE, {"global_batch": 6, "zero": 2}),
     (_LARGE, {"global_batch": 6, "zero": 1, "precision": "fp8-row"}),

@@ -19,7 +19,7 @@ from phalanx.planner.memory.one_stage import OneStage, one_stage_candidates
 from phalanx.planner.memory.parts import ModelBytes, model_bytes
 from phalanx.planner.memory.peer_buffers import peer_buffer_bytes
 from phalanx.planner.memory.pipelined import candidates_of_each_rank, cut_to_rounds, pipeline_candidates
-from phalanx.planner.memory.ranks import first_rank_blocks, parts_at
+from phalanx.planner.memory.ranks import RankParts, first_rank_blocks, parts_at
 from phalanx.planner.memory.replay import PeakCandidates, Pipeline
 from phalanx.planner.memory.state import Allocations, Exchanges, MemoryState
 from phalanx.planner.memory.weights import buffers_beside, causes_of, heaviest, together, weights
@@ -113,7 +113,7 @@ def memory(
             for place, name in zip(chunk.tolist(), moments, strict=True):
                 moment[place] = name
             if peer_copies:
-                held = parts_at(some, rank[chunk], model.config.n_layers, model.block_costs())
+                held = _parts_at(model, some, rank[chunk])
                 peer_buffers[chunk] = peer_buffer_bytes(state, held)
     return MemoryEstimates(allocated, rank, moment, peer_buffers)
 
@@ -236,10 +236,15 @@ def rank_memory(
         causes = causes_of(held.counts[row[0]], by_cause, {"samples": padded.samples})
         bytes_of = {cause: float(np.broadcast_to(amount, 1)[0]) for cause, amount in causes.items()}
         bytes_of["padding"] = peak - sum(bytes_of.values())
-        on_rank = parts_at(one, np.asarray([rank]), model.config.n_layers, model.block_costs())
+        on_rank = _parts_at(model, one, np.asarray([rank]))
         buffers = float(np.broadcast_to(peer_buffer_bytes(padded, on_rank), 1)[0])
         found.append(RankMemory(rank, peak, held.moment[row[0]], bytes_of, buffers))
     return found
+
+
+def _parts_at(model: TracedModel, candidates: LayoutTable, ranks: Ints) -> RankParts:
+    """Return what one pipeline rank of each candidate holds. ranks: which."""
+    return parts_at(candidates, ranks, model.config.n_layers, model.block_costs(), model.config.leading_layers)
 
 
 def _parts(model: TracedModel, candidates: LayoutTable, kernels: Kernels, peer_copies: bool) -> ModelBytes:

@@ -7,8 +7,10 @@ order of the reductions: FSDP2's, as `fully_sharded` has it. A buffer rests one 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import groupby
 
 import numpy as np
 
@@ -39,22 +41,27 @@ class _RankSizes:
 
     def __init__(self, state: MemoryState, parts: RankParts) -> None:
         self.state, self.exchanges = state, Exchanges(state)
-        block, embedding, head = state.sizes.block, state.sizes.embedding, state.sizes.head
-        self.layers = parts.layers
+        sizes = state.sizes
+        block, leading, embedding, head = sizes.block, sizes.leading, sizes.embedding, sizes.head
+        self.layers, self.leading = parts.layers, parts.leading
         self.unit = np.minimum(state.gather_blocks, parts.stage_layers)
         """Blocks that are gathered together: in all units of a stage but the last, which may be smaller."""
-        self.tail = (parts.stage_layers - 1) % state.gather_blocks + 1
-        """Blocks of the last unit."""
-        self.block = block.trained_gathered
+        self.block, self.leading_block = block.trained_gathered, leading.trained_gathered
         self.ends = (parts.embedding * embedding.trained_gathered, parts.head * head.trained_gathered)
-        each = (parts.layers, block), (parts.embedding, embedding), (parts.head, head)
+        each = (
+            (parts.layers - parts.leading, block),
+            (parts.leading, leading),
+            (parts.embedding, embedding),
+            (parts.head, head),
+        )
         self.published = sum(count * self.exchanges.published_bytes(part) for count, part in each)
         """Bytes of the shards that peers read."""
         self.width_sent = np.where(self.exchanges.whole, state.master, state.width)
 
     def pool_of_pipelines(self) -> Amount:
         """Stages reduce among one another in an order of their own: as many buffers as most of them need."""
-        return self.width_sent * (self.unit * self.block + sum(self.ends))
+        largest = np.where(self.leading > 0, np.maximum(self.block, self.leading_block), self.block)
+        return self.width_sent * (self.unit * largest + sum(self.ends))
 
     def pool_of_one_stage(self) -> Amount:
         """Return the pool of a rank that holds all of the model, found by replaying its messages."""
@@ -62,9 +69,11 @@ class _RankSizes:
         first, last = (0 * end if tied else end for end in self.ends)
         columns = [
             first,
-            self.unit * self.block,
-            self.tail * self.block,
-            np.ceil(self.layers / self.unit),
+            self.block,
+            self.leading_block,
+            self.layers,
+            self.leading,
+            self.unit,
             last,
             sum(self.ends) if tied else 0 * first,
             np.where(s.zero >= 2, np.minimum(s.accumulation, 2), 1),
@@ -77,8 +86,10 @@ class _RankSizes:
 
 
 def _pool(row: list[int]) -> int:
-    first, unit, tail, units, last, root, passes, sent = row
-    return pool_bytes(units, passes, Sizes(*(sent * x for x in (first, unit, tail, last, root))))
+    first, block, leading_block, layers, leading, unit, last, root, passes, sent = row
+    blocks = [leading_block] * leading + [block] * (layers - leading)
+    units = tuple(sent * sum(blocks[start : start + unit]) for start in range(0, layers, unit))
+    return pool_bytes(units, passes, Sizes(*(sent * x for x in (first, last, root))))
 
 
 @dataclass(frozen=True)
@@ -87,10 +98,6 @@ class Sizes:
 
     first: int
     """Bytes of the embedding; 0 where the root has it."""
-    unit: int
-    """Bytes of the blocks that are gathered together."""
-    tail: int
-    """Bytes of the last such unit."""
     last: int
     """Bytes of the head; 0 where the root has it."""
     root: int
@@ -125,16 +132,25 @@ class _Pool:
 
 
 @cache
-def pool_bytes(units: int, passes: int, sizes: Sizes) -> int:
+def pool_bytes(units: tuple[int, ...], passes: int, sizes: Sizes) -> int:
     """Return the bytes of the pool once it has grown.
 
-    units: of blocks. passes: micro-batches that reduce, at most 2: others do as these.
+    units: bytes of the blocks that are gathered together, from the first of the model on. passes: micro-batches that reduce,
+    at most 2: others do as these.
     """
     pool = _Pool()
-    count = units if units <= _UNITS + 2 else _UNITS + 2 - units % 2
-    blocks = [sizes.tail, *[sizes.unit] * (count - 1)]
+    blocks = _cut_repeats(units)[::-1]
     for _ in range(_STEPS * passes):
         for size in (sizes.last, *blocks, sizes.first, sizes.root):
             if size:
                 pool.exchange(size)
     return pool.bytes
+
+
+def _cut_repeats(units: Sequence[int]) -> list[int]:
+    """Return the units without those among many equal ones that repeat what the others do."""
+    found: list[int] = []
+    for size, equal in groupby(units):
+        count = len(list(equal))
+        found += [size] * (count if count <= _UNITS + 1 else _UNITS + 1 - (count + 1) % 2)
+    return found

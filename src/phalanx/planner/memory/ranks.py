@@ -21,6 +21,9 @@ class RankParts:
     """Parts of the model on pipeline ranks; arrays, one entry for each rank or candidate."""
 
     layers: FloatArray
+    """Blocks of both kinds."""
+    leading: FloatArray
+    """Leading blocks of the model among them."""
     stage_layers: FloatArray
     """Blocks of its largest stage."""
     embedding: FloatArray
@@ -29,28 +32,34 @@ class RankParts:
 
 
 @cache
-def rank_parts(schedule: str, pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float]) -> RankParts:
+def rank_parts(
+    schedule: str, pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float], leading: int = 0
+) -> RankParts:
     """Return what every pipeline rank holds, arrays of [ranks].
 
-    costs: what the embedding and the head cost beside one block, see `layout.stage_assignment.split_layers`.
+    costs: what the embedding and the head cost beside one block, see `layout.stage_assignment.split_layers`. leading:
+    leading blocks of the model.
     """
     layout = ResolvedLayout(global_batch=1, pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
-    layers = np.asarray(stage_layer_counts(n_layers, layout.n_stages, *costs), np.float64)
+    counts = stage_layer_counts(n_layers, layout.n_stages, *costs)
+    layers, first_blocks = (np.asarray(each, np.float64) for each in (counts, count_leading(counts, leading)))
     stage = np.asarray([stages_of_rank(layout, rank) for rank in range(pp)])
     held = layers[stage]
     first, last = (stage == 0).any(1), (stage == layout.n_stages - 1).any(1)
-    return RankParts(held.sum(1), held.max(1), first.astype(np.float64), last.astype(np.float64))
+    return RankParts(
+        held.sum(1), first_blocks[stage].sum(1), held.max(1), first.astype(np.float64), last.astype(np.float64)
+    )
 
 
 def parts_at(
-    candidates: LayoutTable, ranks: npt.NDArray[np.int64], n_layers: int, costs: tuple[float, float]
+    candidates: LayoutTable, ranks: npt.NDArray[np.int64], n_layers: int, costs: tuple[float, float], leading: int
 ) -> RankParts:
-    """Return what one rank of each candidate holds. ranks: which. costs: see `rank_parts`."""
+    """Return what one rank of each candidate holds. ranks: which. costs, leading: see `rank_parts`."""
     columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank, ranks]
     first, inverse = distinct_rows(columns)
     rows = []
     for name, pp, stages_per_rank, rank in np.stack(columns, axis=1)[first].tolist():
-        every = rank_parts(SCHEDULES[name], pp, stages_per_rank, n_layers, costs)
+        every = rank_parts(SCHEDULES[name], pp, stages_per_rank, n_layers, costs, leading)
         rows.append([getattr(every, field.name)[rank] for field in fields(RankParts)])
     return RankParts(*np.asarray(rows)[inverse].T)
 
