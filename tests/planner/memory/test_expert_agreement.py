@@ -35,6 +35,8 @@ FEW = {"count": 2, "active": 1, "d_ff": 384, "shared": 1}
 """Fewer experts than ranks, so that each may be sharded."""
 LATENT = {"query_rank": 48, "key_value_rank": 40, "rope_size": 8, "nope_size": 16, "value_size": 16}
 """Latent attention, whose values are narrower than its keys."""
+INTERLEAVED = {"schedule": "interleaved_1f1b", "stages_per_rank": 2}
+ZERO_BUBBLE = {"schedule": "interleaved_zero_bubble", "stages_per_rank": 2}
 WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (QWEN, {"dp_shard": 8}),
     (QWEN, {"dp_shard": 8, "ep": 2, "recompute": "none"}),
@@ -50,6 +52,9 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     # The second of four stages has a dense block and one of experts.
     (MIXED, {"dp_shard": 2, "pp": 4, "ep": 2, "recompute": "none", "global_batch": 32}),
     (MIXED, {"dp_shard": 2, "pp": 4, "ep": 2, "recompute": "full", "zero": 1, "microbatch": 2, "global_batch": 32}),
+    # Several stages a rank, of which the first ones have dense blocks.
+    (MIXED, {"dp_shard": 2, "pp": 4, "ep": 2, "recompute": "none", "global_batch": 16, **ZERO_BUBBLE}),
+    (MIXED, {"dp_shard": 2, "pp": 2, "tp": 2, "ep": 4, "recompute": "selective", "global_batch": 8, **INTERLEAVED}),
     (FEW, {"dp_shard": 8, "ep": 2, "expert_tp": 4, "recompute": "full", "global_batch": 32}),
     (FEW, {"dp_shard": 4, "tp": 2, "ep": 2, "expert_tp": 4, "recompute": "selective", "global_batch": 16}),
     (FEW, {"dp_shard": 4, "pp": 2, "ep": 2, "expert_tp": 2, "recompute": "none", "global_batch": 16}),
@@ -61,7 +66,7 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_mixtures_hold_what_the_code_holds(experts: dict[str, Any], words: dict[str, Any]) -> None:
     experts = dict(experts)
     attention = {"model.latent": experts.pop("latent"), "model.n_kv_heads": None} if "latent" in experts else {}
-    layers = {"model.n_layers": 8} if words.get("pp") == 4 else {}
+    layers = {"model.n_layers": 8} if experts.get("dense_layers") == 3 else {}
     run = run_with(SIZES | attention | layers | {"model.experts": experts}, **{"global_batch": 8, **words})
     layout = resolve_layout(bind(run), WORLD)
     model = bind(run, TracedModel)
