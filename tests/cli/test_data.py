@@ -180,7 +180,7 @@ def test_verify_reads_everything(call: Call, tmp_path: Path) -> None:
         (
             ["prepare", "DIR/t.jsonl", "--out", "DIR/new", "--validation-fraction", "0.7"],
             2,
-            "invalid value for '--validation-fraction': ",
+            "--validation-fraction=0.7 must be at most 0.5\n",
         ),
         (
             ["prepare", "DIR/t.jsonl", "--out", "DIR/new", "--vocab-size", "99"],

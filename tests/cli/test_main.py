@@ -140,6 +140,18 @@ def test_torch_is_not_loaded(arguments: str) -> None:
         ),
         (["config", "list", "--jsn"], "no such option: --jsn\n       nearest: --json"),
         (["config", "show"], "missing argument 'RUN'\n       phalanx config show --help shows what it takes"),
+        (
+            ["train", "x", "--nproc", "0"],
+            "--nproc=0 must be at least 1\n       phalanx train --help shows what it takes",
+        ),
+        (
+            ["train", "x", "--nproc", "two"],
+            "--nproc=two must be a whole number\n       phalanx train --help shows what it takes",
+        ),
+        (
+            ["convert", "a", "b", "--to", "onnx"],
+            "--to: 'onnx' is not one of 'huggingface', 'phalanx'\n       phalanx convert --help shows what it takes",
+        ),
         (["--verson"], "no such option: --verson\n       nearest: --version"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

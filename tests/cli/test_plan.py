@@ -193,7 +193,7 @@ def test_the_command_that_runs_the_best_layout(call: Call, folder: Path) -> None
         ([*FRONTIER, "--profile", "selene"], "profile selene is of A100-80GB, and frontier has MI250X GCD"),
         (["--cluster", "frontier", "--devices", "78856"], "78,856 devices are more than frontier has: 78,848"),
         ([*FRONTIER, "layout.tpp=2"], "layout.tpp=2: there is no such field"),
-        (["--cluster", "frontier", "--devices", "0"], "invalid value for '--devices'"),
+        (["--cluster", "frontier", "--devices", "0"], "--devices=0 must be at least 1"),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, call: Call, folder: Path) -> None:

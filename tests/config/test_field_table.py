@@ -60,6 +60,7 @@ def test_nearest_names() -> None:
     assert nearest_field("layout.microbach", LanguageRun) == "layout.microbatch"
     assert nearest_field("training.lr", LanguageRun) == "optimizer.lr"
     assert nearest_field("warmup_step", LanguageRun) == "optimizer.warmup_steps"
+    assert nearest_field("steps", LanguageRun) == "training.steps"
     assert nearest_field("optimiser", LanguageRun) == "optimizer"
     assert nearest_field("data.sources.N.pth", LanguageRun) == "data.sources.N.path"
     assert nearest_field("layout.zzzz", LanguageRun) is None

@@ -413,12 +413,34 @@ def _defer_import(subcommand: Subcommand, declared: type) -> Callable[..., None]
     return run_subcommand
 
 
+_ALLOWED = {
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be below {lt}",
+    "int_parsing": "must be a whole number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+}
+"""What an option takes, by the kind of pydantic's complaint."""
+
+
+def _describe_wrong_option(option: str, complaint: Any) -> str | None:
+    """Return a complaint of pydantic about an option's value as errors of run files are worded; None for a rare kind."""
+    if complaint["type"] == "value_error":
+        return f"{option}: {complaint['ctx']['error']}"
+    allowed = _ALLOWED.get(complaint["type"])
+    return allowed and f"{option}={complaint['input']} {allowed.format(**complaint.get('ctx', {}))}"
+
+
 def _describe_usage_error(error: Any) -> str:
     """Return what was wrong with the arguments, then the nearest subcommand or option, or where to read on."""
     nearest = list(getattr(error, "possibilities", None) or ())
     message: str = error.message if nearest else error.format_message()
     if unknown := re.match("No such command '(.*?)'", message):
         message, nearest = unknown[0], nearest_names(unknown[1], list(error.ctx.command.commands))
+    elif error.__cause__ is not None and hasattr(error.__cause__, "errors"):
+        message = _describe_wrong_option("/".join(error.param.opts), error.__cause__.errors()[0]) or message
     lines = [message[:1].lower() + message[1:].rstrip(".")]
     if nearest:
         lines.append(f"nearest: {', '.join(nearest)}")

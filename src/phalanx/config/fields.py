@@ -111,9 +111,9 @@ def nearest_field(name: str, kind: type[Run] = Run) -> str | None:
     parent, _, leaf = name.rpartition(".")
     if not parent and (matches := nearest_names(leaf, [section.name for section in run_sections(kind)])):
         return matches[0]
-    # The first section that has such a field: names are nearly unique over sections.
+    # The first section that has such a field, before what is nested deeper: names are nearly unique over sections.
     by_leaf: dict[str, str] = {}
-    for field in all_fields(kind).values():
+    for field in sorted(all_fields(kind).values(), key=lambda field: field.name.count(".")):
         # What stands under a name of the user's own is not meant by one that stands elsewhere.
         if "NAME" not in field.name.split("."):
             by_leaf.setdefault(field.leaf, field.name)

@@ -12,7 +12,8 @@ from phalanx.layout.spec import DEGREES, Bools, LayoutTable, ResolvedLayout
 def _explain_product(needs: Requirements, layout: ResolvedLayout) -> str:
     stated = [name for name in DEGREES if getattr(layout, name) != 1] or ["dp_shard"]
     product = " x ".join(f"layout.{name}={getattr(layout, name)}" for name in stated)
-    return f"{product} = {layout.world_size} ranks, but {needs.world_size} were started"
+    were = "was" if needs.world_size == 1 else "were"
+    return f"{product} = {layout.world_size} ranks, but {needs.world_size} {were} started"
 
 
 def _explain_axes(needs: Requirements, layout: ResolvedLayout) -> str:
