@@ -17,7 +17,7 @@ def round_bytes(model: TracedModel, candidates: LayoutTable) -> Amount:
     """Return the bytes that the rank with most matrices holds while these are whole, [candidates].
 
     Those of a round, the buffers they travel in, and what the work makes of them; directions and updates of a rank's own
-    parameters are counted elsewhere, and leading blocks as if they were like the others.
+    parameters are counted elsewhere.
     """
     names = ("schedule", "stages_per_rank", *SHARED_BY)
     first, inverse = distinct_rows([getattr(candidates, name) for name in names])
@@ -26,15 +26,23 @@ def round_bytes(model: TracedModel, candidates: LayoutTable) -> Amount:
     found = []
     for row, pp in enumerate(some.pp.tolist()):
         pipeline = (SCHEDULES[some.schedule[row]], pp, int(some.stages_per_rank[row]))
-        layers = int(rank_parts(*pipeline, model.config.n_layers, model.block_costs()).layers.max())
-        share = share_of_layout(kinds, some, row, layers)
-        found.append(_bytes_of_round(kinds, share, layers, model, alone=bool(some.world_size[row] == 1)))
+        config = model.config
+        parts = rank_parts(*pipeline, config.n_layers, model.block_costs(), config.leading_layers)
+        alone = bool(some.world_size[row] == 1)
+        blocks = set(zip((parts.layers - parts.leading).astype(int), parts.leading.astype(int), strict=True))
+        found.append(
+            max(
+                _bytes_of_round(kinds, share_of_layout(kinds, some, row, *held), held, model, alone=alone)
+                for held in blocks
+            )
+        )
     return np.asarray(found, np.float64)[inverse]
 
 
 def _bytes_of_round(
-    kinds: tuple[MatrixKind, ...], share: SharedUnits, layers: int, model: TracedModel, *, alone: bool
+    kinds: tuple[MatrixKind, ...], share: SharedUnits, blocks: tuple[int, int], model: TracedModel, *, alone: bool
 ) -> float:
+    """Return the bytes of a round of one pipeline rank. blocks: its blocks, leading ones apart, and its leading blocks."""
     precision = model.precision
     # See `WholeMatrices`: fp16 runs do this in bf16.
     width = precision.compute_dtype.itemsize
@@ -47,7 +55,7 @@ def _bytes_of_round(
     fill = min(1.0, max(ROUND_ELEMENTS, *(k.elements for k in kinds)) / max(sum(leaving), 1.0))
     whole, sent = fill * sum(owned), fill * sum(leaving)
     work = max(
-        _work_bytes(kind, max(1.0, fill * number / layers), width)
+        _work_bytes(kind, max(1.0, fill * number / blocks[kind.leading]), width)
         for number, kind in zip(share.owned, kinds, strict=True)
         if number
     )

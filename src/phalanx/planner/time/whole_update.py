@@ -25,25 +25,28 @@ def whole_update_seconds(
 ) -> Floats:
     """Return the seconds of the work on whole matrices and of their exchange, [layouts].
 
-    Those of the pipeline rank with most blocks. constants: of the machine's collectives, alone.
+    Those of the pipeline rank that takes longest. constants: of the machine's collectives, alone.
     """
     layouts = steps.layouts
     columns = [getattr(layouts, name) for name in SHARED_BY]
-    blocks = np.ceil(steps.ranks.most_layers).astype(np.int64)
-    first, inverse = distinct_rows([*columns, blocks])
-    some, blocks = layouts.take(first), blocks[first]
+    counts = np.stack([steps.ranks.blocks, steps.ranks.leading], axis=2).astype(np.int64)
+    # Pipeline ranks with their layouts: each of those is as slow as the slowest of its ranks.
+    ranks = counts.shape[1]
+    held = [np.repeat(column, ranks) for column in columns]
+    first, inverse = distinct_rows([*held, *counts.reshape(-1, 2).T])
+    some, blocks = layouts.take(first // ranks), counts.reshape(-1, 2)[first]
     kinds = block_matrices(model)
     each = _unit_seconds(model, kinds, profile)
     work, gathered, returned, rounds = np.zeros((4, len(first)))
-    for row, count in enumerate(blocks.tolist()):
-        share = share_of_layout(kinds, some, row, count)
+    for row, of_rank in enumerate(blocks.tolist()):
+        share = share_of_layout(kinds, some, row, *of_rank)
         work[row] = np.dot(each, share.owned)
         gathered[row], returned[row] = share.elements(kinds)
         rounds[row] = share.rounds(kinds)
     places = place_groups(machine, some.world_size // some.pp, np.ones_like(some.pp))
     width, slowed = model.precision.compute_dtype.itemsize, in_training(constants, profile)
     sent = sum(rounds * all_to_all(width * size / rounds, places, slowed) for size in (gathered, returned))
-    return np.asarray((work + sent)[inverse])
+    return np.asarray((work + sent)[inverse].reshape(-1, ranks).max(axis=1))
 
 
 def _unit_seconds(model: TracedModel, kinds: tuple[MatrixKind, ...], profile: Profile) -> Floats:

@@ -7,7 +7,7 @@ without building the model. Time and memory models ask for them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -17,7 +17,14 @@ from phalanx.layout.gathered_matrices import ROUND_ELEMENTS
 from phalanx.layout.layout_model import named_parameters
 from phalanx.layout.spec import LayoutTable
 from phalanx.nn.adapters import TrainedParameters
-from phalanx.planner.trace.traced_model import Setting, TracedModel, build_stage, expert_parameters, part_tracer
+from phalanx.planner.trace.traced_model import (
+    PartName,
+    Setting,
+    TracedModel,
+    build_stage,
+    expert_parameters,
+    part_tracer,
+)
 
 Ints = npt.NDArray[np.int64]
 
@@ -34,6 +41,8 @@ class MatrixKind:
     """Rows and columns of the matrices that a unit is composed of."""
     expert: bool
     """Whether they belong to experts, which are sharded over the ranks of `ep`."""
+    leading: bool = False
+    """Whether they are those of a leading block of the model."""
 
     @property
     def elements(self) -> int:
@@ -47,24 +56,28 @@ class MatrixKind:
 
 
 def block_matrices(model: TracedModel) -> tuple[MatrixKind, ...]:
-    """Return the matrices of a block, the costliest first; leading blocks are taken to have the same."""
+    """Return the matrices of a block, and of a leading one where there is one, the costliest first."""
     trained = TrainedParameters.of(model.run.training)
-    return _block_matrices(Setting(model.config, model.positions().count, trained=trained))
+    setting = Setting(model.config, model.positions().count, trained=trained)
+    kinds = [*_block_matrices("block", setting)]
+    if model.config.leading_layers:
+        kinds += [replace(kind, leading=True) for kind in _block_matrices("leading", setting)]
+    return tuple(sorted(kinds, key=lambda kind: -kind.cost))
 
 
 @cache
-def _block_matrices(setting: Setting) -> tuple[MatrixKind, ...]:
-    tracer, stage = part_tracer(setting), build_stage("block", setting)
+def _block_matrices(name: PartName, setting: Setting) -> tuple[MatrixKind, ...]:
+    tracer, stage = part_tracer(setting), build_stage(name, setting)
     experts = {id(parameter) for parameter in expert_parameters(stage)}
     found = []
-    for name, parameter in named_parameters(stage.part, tracer.tied()).items():
-        rows = tracer.matrix_rows(name)
+    for parameter_name, parameter in named_parameters(stage.part, tracer.tied()).items():
+        rows = tracer.matrix_rows(parameter_name)
         if rows is None or parameter.dim() != 2 or not parameter.requires_grad:
             continue
         shape = (parameter.shape[0], parameter.shape[1])
         unit = (shape[0] // rows.stack, shape[1])
         found.append(MatrixKind(unit, rows.stack, tuple(rows.shapes(shape)), id(parameter) in experts))
-    return tuple(sorted(found, key=lambda kind: -kind.cost))
+    return tuple(found)
 
 
 @cache
@@ -118,8 +131,18 @@ SHARED_BY = ("pp", "tp", "shards", "expert_shards", "expert_replicas", "world_si
 """What `share_of_layout` asks of a layout."""
 
 
-def share_of_layout(kinds: tuple[MatrixKind, ...], layouts: LayoutTable, row: int, blocks: int) -> SharedUnits:
-    """Return what the busiest rank gathers of so many blocks of a pipeline stage, in one of `layouts`."""
+def count_units(kinds: tuple[MatrixKind, ...], blocks: int, leading: int) -> tuple[int, ...]:
+    """Return the units of each kind in so many leading blocks and so many others."""
+    return tuple((leading if kind.leading else blocks) * kind.count for kind in kinds)
+
+
+def share_of_layout(
+    kinds: tuple[MatrixKind, ...], layouts: LayoutTable, row: int, blocks: int, leading: int = 0
+) -> SharedUnits:
+    """Return what the busiest rank gathers of the blocks of a pipeline rank, in one of `layouts`.
+
+    blocks, leading: blocks of the pipeline rank, leading ones apart.
+    """
     ranks = int(layouts.world_size[row] // layouts.pp[row])
     parts = int(layouts.tp[row] * layouts.shards[row])
     # Of an expert: ranks that hold parts of it, and ranks that hold the same part.
@@ -127,7 +150,7 @@ def share_of_layout(kinds: tuple[MatrixKind, ...], layouts: LayoutTable, row: in
     if layouts.ep[row] > 1:
         expert_parts = int(layouts.expert_shards[row] * layouts.expert_tp[row])
         holders = int(layouts.expert_replicas[row])
-    owned = share_units(kinds, tuple(blocks * kind.count for kind in kinds), ranks, holders if expert_parts == 1 else 0)
+    owned = share_units(kinds, count_units(kinds, blocks, leading), ranks, holders if expert_parts == 1 else 0)
     load = np.asarray([kind.cost for kind in kinds], np.float64) @ owned
     copies = tuple(float(holders) if kind.expert else ranks / parts for kind in kinds)
     travels = tuple((expert_parts if kind.expert else parts) > 1 for kind in kinds)
