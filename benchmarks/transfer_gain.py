@@ -289,9 +289,9 @@ def draw_curves(found: dict[str, Any]) -> str:
         plot.parts.append(make_text(200 + 330 * (number - 1), 22, NAMES[kind]))
         plot.parts.append(make_line(160 + 330 * (number - 1), 17, 192 + 330 * (number - 1), 17, f"line-{number}"))
     styles = (
-        "text { font: 18px sans-serif } .grid { stroke: #ddd } polyline, line { fill: none; stroke-width: 3 } .thin { "
-        "stroke-width: 1; opacity: 0.6 } .line-1 { stroke: #06c } .dot-1 { fill: #06c } .line-2 { stroke: #999 } "
-        ".dot-2 { fill: #999 }"
+        "text { font: 18px sans-serif } polyline, line { fill: none; stroke-width: 3 } "
+        ".grid { stroke: #ddd; stroke-width: 1 } .thin { stroke-width: 1; opacity: 0.6 } .line-1 { stroke: #06c } "
+        ".dot-1 { fill: #06c } .line-2 { stroke: #999 } .dot-2 { fill: #999 }"
     )
     return _with_styles(str(plot.finish("RMSE over persistence's against training steps").svg), styles)
 
