@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -114,6 +115,8 @@ def _run(
     # What the command starts itself finds the same sources.
     os.environ.update({**place, "PYTHONPATH": os.pathsep.join(sys.path)})
     torch.set_num_threads(1)
+    # As a shell starts it, whatever the fork server inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # What starts itself again as several ranks reads its own words there.
     sys.argv = ["phalanx", *words]
     command(words)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
+import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cli.terminal import start
 from command_line import Call
 from phalanx.cli.main import SUBCOMMANDS
 from phalanx.config.load import load_run
@@ -17,6 +22,7 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.report.width_section import describe_widths
 from phalanx.verification import verify_run
 from report.run_dirs import write_run
+from trial_processes import wait_for
 
 RUN_FILE = """
 model: {n_layers: 3, d_model: 32, n_heads: 8, n_kv_heads: 4, d_ff: 64, vocab_size: 61, max_positions: 32, dropout: 0.1}
@@ -146,3 +152,32 @@ def test_widths_are_compared_and_left_for_the_report(tmp_path: Path, call: Call)
         assert describe_widths(folder) is None
     refused = call("verify", str(folder), "--widths", "16;32")
     assert refused.code == 2 and "write widths with commas between" in refused.err
+
+
+def test_ctrl_c_while_ranks_are_started_leaves_no_traceback() -> None:
+    """The terminal interrupts all processes, the one that loads torch for the ranks among them."""
+    words = ("verify", "examples/quickstart.yaml", "tp=2", "pp=2")
+    process = start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+    wait_for(None, lambda: _has_fork_server(process.pid) and not _ignores_interrupts(process.pid), 120)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"Traceback" not in errors, errors
+    wait_for(None, lambda: not _has_members(process.pid), 30)
+
+
+def _has_fork_server(process: int) -> bool:
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return any("forkserver" in Path(f"/proc/{child}/cmdline").read_text() for child in children)
+
+
+def _has_members(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _ignores_interrupts(process: int) -> bool:
+    (mask,) = re.findall(r"^SigIgn:\s*(\w+)", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)

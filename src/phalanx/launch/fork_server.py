@@ -17,12 +17,15 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from phalanx.launch.parent import interrupts_deferred, interrupts_ignored
 
 PRELOADED = (
     "torch",
@@ -62,17 +65,22 @@ def run_ranks(
     long. No rank outlives the call.
     """
     context = fork_server(preload)
+    # Ctrl-C reaches the whole foreground group; while the server loads torch it would answer with a traceback.
+    with interrupts_ignored():
+        forkserver.ensure_running()
     ranks: list[tuple[ForkServerProcess, Connection]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for rank in range(world_size):
-                here, there = context.Pipe()
-                store = os.path.join(folder, "store")
-                call = (there, work, rank, world_size, store, timeout_s, threads, arguments)
-                process = context.Process(target=_run_rank, args=call, name=f"rank {rank}")
-                process.start()
-                there.close()
-                ranks.append((process, here))
+            # A rank whose start was interrupted would be in no list of those to end.
+            with interrupts_deferred():
+                for rank in range(world_size):
+                    here, there = context.Pipe()
+                    store = os.path.join(folder, "store")
+                    call = (there, work, rank, world_size, store, timeout_s, threads, arguments)
+                    process = context.Process(target=_run_rank, args=call, name=f"rank {rank}")
+                    process.start()
+                    there.close()
+                    ranks.append((process, here))
             return _collect_results(ranks, None if timeout_s is None else time.monotonic() + timeout_s)
         finally:
             for process, connection in ranks:

@@ -11,6 +11,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from phalanx.errors import ConfigError
 
@@ -66,3 +68,32 @@ def _watch_parent(parent: int, number: signal.Signals) -> None:
     while os.getppid() == parent:
         time.sleep(_WATCH_S)
     os.kill(os.getpid(), number)
+
+
+@contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Let processes that are started meanwhile ignore Ctrl-C from their first moment on: the parent alone decides."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Let Ctrl-C that comes meanwhile interrupt behind what is done here, of which no half may be left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -58,6 +57,7 @@ from phalanx.families.language.data.tokenizer import (
 )
 from phalanx.files import replace_file, write_atomically
 from phalanx.hardware.host import available_cores
+from phalanx.launch.parent import interrupts_ignored
 
 PIECE_BYTES = 2**22
 """Text of a piece, about: enough to keep a worker busy for seconds, little enough to lose."""
@@ -299,7 +299,7 @@ def tokenize_pieces(jobs: Iterator[tuple[list[str], Path]], settings: Settings, 
     # The workers' end of the leash reports when ours is closed, be it by us or by our death.
     held, leash = multiprocessing.Pipe(duplex=False)
     # Workers are forked from a server process, whose setting they inherit.
-    with _interrupts_ignored():
+    with interrupts_ignored():
         forkserver.ensure_running()
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), _start_worker, (settings, held))
     running: set[Future[None]] = set()
@@ -330,19 +330,6 @@ def _await_one(running: set[Future[None]]) -> set[Future[None]]:
     for future in done:
         future.result()
     return still
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Let processes that are started meanwhile ignore Ctrl-C from their first moment on: the parent alone decides."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 _worker: tuple[Tokenizer, Settings] | None = None

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -52,6 +53,7 @@ from phalanx.families.materials.data.structures import (
     convert_structure,
 )
 from phalanx.hardware.host import available_cores
+from phalanx.launch.parent import interrupts_ignored
 
 PIECE_STRUCTURES = 8192
 """Structures of a shard: some seconds of one worker."""
@@ -218,6 +220,8 @@ def make_pieces(pieces: Sequence[Piece], job: Job, workers: int) -> Iterator[Pie
     context = multiprocessing.get_context("forkserver")
     # Imported once by the server that all workers are forked from, where it does not run yet.
     context.set_forkserver_preload([__name__])
+    with interrupts_ignored():
+        forkserver.ensure_running()
     pool = ProcessPoolExecutor(min(workers, len(pieces)), context, _start_worker, (held,))
     try:
         running: dict[Future[None], Piece] = {pool.submit(make_piece, piece, job): piece for piece in pieces}
