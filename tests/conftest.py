@@ -18,16 +18,25 @@ from pathlib import Path
 import pytest
 
 _LONGEST_FIRST = (
+    "memory/test_agreement.py",
+    "verification/test_expert_parity.py",
     "verification/test_parity.py",
-    "weather/test_weather_parity.py",
-    "cli/test_search.py",
-    "published/test_check.py",
-    "cli/test_tune.py",
+    "verification/test_optimizer_parity.py",
     "dryrun/test_dryrun.py",
+    "cli/test_tune.py",
+    "verification/test_variant_parity.py",
+    "cli/test_printed_commands.py",
+    "cli/test_search.py",
+    "weather/test_weather_parity.py",
     "cli/test_train.py",
+    "examples/test_notebooks.py",
+    "memory/test_expert_agreement.py",
     "verification/test_streamed_parity.py",
-    "training/test_layout_resume.py",
     "materials/test_materials_parity.py",
+    "examples/test_own_model.py",
+    "cli/test_bench.py",
+    "training/test_layout_resume.py",
+    "published/test_published_check.py",
     "dryrun/test_dryrun_weather.py",
 )
 _PLACE = {name: place for place, name in enumerate(_LONGEST_FIRST)}
