@@ -35,7 +35,7 @@ PHALANX := $(BIN)/phalanx
 TEST_PYTHON := $(or $(INTERPRETER),$(BIN)/python)
 TEST_NEEDS := $(if $(INTERPRETER),,$(VENV)/dev)
 
-.PHONY: quickstart test test-gpu test-faults test-browser test-containers test-torch lint style types units install dist site clean
+.PHONY: quickstart test test-gpu test-faults test-browser test-containers test-guides test-torch lint style types units install dist site clean
 
 quickstart: $(VENV)/installed
 	$(PHALANX) data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02
@@ -78,6 +78,10 @@ test-browser: $(TEST_NEEDS)
 # The Python layer of each container recipe, built by its own commands from the packages that pip finds.
 test-containers: $(TEST_NEEDS)
 	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest -m registry --numprocesses 0 tests/test_containers.py
+
+# The commands of the guides that take long, exactly as they are printed; half an hour on two cores.
+test-guides: $(TEST_NEEDS)
+	OMP_NUM_THREADS=1 $(TEST_PYTHON) -m pytest -m guides --numprocesses 0 -s tests/cli/test_printed_commands.py
 
 # With another PyTorch, such as TORCH=2.10.0, on the CPU: what meets the most of its private and moving parts, and a short
 # quickstart.

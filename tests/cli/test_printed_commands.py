@@ -1,15 +1,20 @@
 """Every command that help texts, the README and the guides print runs as it stands, on small files of the reader's.
 
-Those that cannot run in a test within seconds are named in `NOT_RUN` with the reason. Of these, arguments are parsed, the
-run file is loaded with its overrides and the layout is resolved on as many ranks as the command starts. A command that is
-not named there runs: one that a guide gains has to work, or its reason has to be given.
+Those that take long are named in `TAKES_LONG`, and `make test-guides` runs them; those that cannot run as they stand are in
+`NOT_RUN`, with the reason. Of both, arguments are parsed, the run file is loaded with its overrides and the layout is
+resolved on as many ranks as the command starts. A command that is not named there runs: one that a guide gains has to work,
+or its reason has to be given.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -55,12 +60,7 @@ optimizer: {lr: 1e-3}
 training: {steps: 10}
 """
 """A run file that is planned and searched in seconds, for hundreds of devices too."""
-NOT_RUN: dict[str, tuple[str, ...]] = {
-    "It asks questions on a terminal; tests/cli/test_init.py answers them.": ("phalanx init",),
-    "It serves until somebody stops it; tests/cli/test_serve.py does.": (
-        "phalanx report runs/mpt-1b --serve",
-        "phalanx report runs/quickstart --serve",
-    ),
+TAKES_LONG: dict[str, tuple[str, ...]] = {
     "It tokenizes or computes for half a minute or more; tests/cli/test_data.py and test_data_sample.py make less.": (
         "phalanx data prepare python-stdlib --out data/python-stdlib --vocab-size 2048 --validation-fraction 0.02",
         "phalanx data sample text --out data/text",
@@ -100,7 +100,6 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "phalanx ensemble runs/* --top 5 --out ensembles/five --nproc 4",
         "phalanx select ensembles/xtb data/pool/candidates --top 200 --out next.extxyz --nproc 4",
     ),
-    "Its model has a billion parameters.": ("phalanx train mpt-1b 'data.sources=[data/mytext]' --nproc 8",),
     "It trains thousands of steps or many runs; tests/cli/test_train.py goes on, test_ensemble.py trains seeds.": (
         "phalanx train runs/quickstart training.steps=2000",
         "phalanx ensemble run.yaml --train --seeds 5 --out ensembles/seeds",
@@ -115,6 +114,22 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "torchrun --nproc-per-node 8 -m phalanx verify run.yaml --full --precision fp32",
         "torchrun --nproc-per-node 8 -m phalanx calibrate --cluster frontier --out frontier.profile.yaml",
     ),
+    "It measures four devices for a minute; tests/cli/test_calibrate.py and test_bench.py measure less.": (
+        "phalanx calibrate --nproc 4",
+        "phalanx bench examples/llama3-8b.yaml --nproc 4 --cluster h200-x4",
+        "phalanx bench examples/llama3-8b.yaml dp_shard=4 --nproc 4 --cluster h200-x4",
+        "phalanx doctor --nproc 4",
+        "phalanx doctor --nproc 4 --json",
+    ),
+}
+"""Commands that `make test-guides` runs, exactly as a shell would, and why no other target does."""
+NOT_RUN: dict[str, tuple[str, ...]] = {
+    "It asks questions on a terminal; tests/cli/test_init.py answers them.": ("phalanx init",),
+    "It serves until somebody stops it; tests/cli/test_serve.py does.": (
+        "phalanx report runs/mpt-1b --serve",
+        "phalanx report runs/quickstart --serve",
+    ),
+    "Its model has a billion parameters.": ("phalanx train mpt-1b 'data.sources=[data/mytext]' --nproc 8",),
     "Slurm starts its ranks, or is handed jobs; tests/launch/test_launch.py has a Slurm of its own.": (
         "srun --ntasks-per-node=8 phalanx doctor --cluster frontier",
         "srun ... python -m phalanx train RUN.yaml",
@@ -139,14 +154,8 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "phalanx chaos examples/quickstart.yaml --nproc 4 --minutes 30 --seed 1 training.steps=200",
         "phalanx chaos run.yaml --nproc 8 --faults kill,hang,bitflip dp_replicate=2",
     ),
-    "It measures four devices for a minute; tests/cli/test_calibrate.py and test_bench.py measure less.": (
-        "phalanx calibrate --nproc 4",
-        "phalanx bench examples/llama3-8b.yaml --nproc 4 --cluster h200-x4",
-        "phalanx bench examples/llama3-8b.yaml dp_shard=4 --nproc 4 --cluster h200-x4",
-        "phalanx doctor --nproc 4",
-        "phalanx doctor --nproc 4 --json",
-    ),
 }
+"""Commands that no test runs as they stand, and why."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +187,14 @@ class Printed:
 
     @property
     def runs(self) -> bool:
-        """Whether it runs in these tests."""
-        return OWN_PACKAGE not in self.text and not any(self.text in texts for texts in NOT_RUN.values())
+        """Whether it runs in seconds."""
+        reasons = (*TAKES_LONG.values(), *NOT_RUN.values())
+        return OWN_PACKAGE not in self.text and not any(self.text in texts for texts in reasons)
+
+    @property
+    def takes_long(self) -> bool:
+        """Whether `make test-guides` runs it."""
+        return any(self.text in texts for texts in TAKES_LONG.values())
 
     @property
     def ranks(self) -> int | None:
@@ -304,6 +319,23 @@ def test_a_printed_command_works(
     assert _without_numbers(command.error) in _without_numbers(" ".join(outcome.err.split()))
 
 
+@pytest.mark.guides
+@pytest.mark.parametrize("command", [one for one in _printed() if one.takes_long], ids=str)
+def test_a_command_that_takes_long_works(
+    command: Printed, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    here = tmp_path / "here"
+    _fill(here, folder_of(command.family), command)
+    # Programs of this environment, such as torchrun, and of a folder of the tree those that it has.
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    monkeypatch.setenv("COLUMNS", "100")
+    began = time.monotonic()
+    done = subprocess.run(command.text, shell=True, check=False, cwd=here, capture_output=True, text=True, timeout=1800)
+    print(f"{time.monotonic() - began:7.1f} s  exit {done.returncode}  {command}", flush=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
 def _without_numbers(text: str) -> str:
     return re.sub(r"\d+", "N", text)
 
@@ -332,10 +364,11 @@ def test_what_cannot_run_here_is_understood(command: Printed, monkeypatch: pytes
 
 
 def test_reasons_are_given_for_commands_that_are_printed() -> None:
-    reasons = {text: reason for reason, texts in NOT_RUN.items() for text in texts}
-    assert len(reasons) == sum(map(len, NOT_RUN.values()))
+    tables = TAKES_LONG | NOT_RUN
+    reasons = {text: reason for reason, texts in tables.items() for text in texts}
+    assert len(reasons) == sum(map(len, tables.values()))
     assert reasons.keys() <= {command.text for command in _printed()}
-    for reason in NOT_RUN:
+    for reason in tables:
         for file in re.findall(r"tests/[\w/.]*\w", reason):
             assert (ROOT / file).exists(), file
 

@@ -101,10 +101,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (scale,) = grads
-        # In place where nobody asks for them again: a second gradient of a large table may be the peak of a step.
-        again = compat.keeps_graph()
-        found = (grad if grad is None or not again else grad.clone() for grad in ctx.saved_tensors)
-        return *(None if grad is None else grad.mul_(scale) for grad in found), None, None, None, None, None
+        grad_hidden, grad_weight = (None if grad is None else grad * scale for grad in ctx.saved_tensors)
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 def token_scores(logits_NV: Tensor, targets_N: Tensor) -> Tensor:

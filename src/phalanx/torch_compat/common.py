@@ -39,11 +39,6 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -
     return torch.addmm(total, a, b, out_dtype=dtype, out=total)
 
 
-def keeps_graph() -> bool:
-    """Return whether the backward pass that runs now keeps its graph, so that tensors saved in it are wanted again."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 @cache
 def _wide_matmul(device: torch.device, narrow: torch.dtype, wide: torch.dtype) -> bool:
     """Return whether `device` adds products of `narrow` matrices into a `wide` one; tried out once, on a small case.

@@ -62,8 +62,7 @@ def test_a_whole_sweep_of_llama3_8b_on_two_devices() -> None:
     assert len(good) == 10
     assert all((trial["outcome"]["cause"] == "ok") == (expected.margin > 0) for trial, expected in trials)
     for _, outcome, expected in good:
-        # When this was run, the scaled gradient of the head was a second tensor, which was part of some peaks.
-        assert expected.peak == pytest.approx(outcome["memory_bytes"], rel=0.005)
+        assert expected.peak == pytest.approx(outcome["memory_bytes"], rel=0.004)
     assert min(good, key=lambda x: float(x[2].seconds))[0] == min(good, key=lambda x: float(x[1]["value"]))[0]
     slower = {layout["pp"]: [] for layout, _, _ in good}
     for layout, outcome, expected in good:
