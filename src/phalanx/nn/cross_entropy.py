@@ -131,9 +131,20 @@ def chunk_loss(logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: b
     safe_N = targets_N.clamp(min=0)
     log_z_N = log_partition(logits_NV)
     picked_N = logits_NV.gather(1, safe_N[:, None]).squeeze(1).to(log_z_N.dtype)
-    total = torch.where(kept_N, log_z_N - picked_N + z_loss * log_z_N.square(), 0.0).sum()
+    total = sum_losses(log_z_N, picked_N, kept_N, z_loss)
     if with_grad:
-        # Two tensors of this size would be most of what a step with a large vocabulary takes at its peak.
-        factor_N = torch.where(kept_N, 1.0 + 2.0 * z_loss * log_z_N, 0.0)
-        replace_by_gradient(logits_NV, log_z_N, safe_N, factor_N)
+        replace_by_loss_gradient(logits_NV, log_z_N, safe_N, kept_N, z_loss)
     return total, logits_NV
+
+
+def sum_losses(log_z_N: Tensor, picked_N: Tensor, kept_N: Tensor, z_loss: float) -> Tensor:
+    """Return the summed loss of tokens, 0-dim, from the log-partition of each and its target's logit, where kept_N holds."""
+    return torch.where(kept_N, log_z_N - picked_N + z_loss * log_z_N.square(), 0.0).sum()
+
+
+def replace_by_loss_gradient(
+    logits_NV: Tensor, log_z_N: Tensor, target_N: Tensor, kept_N: Tensor, z_loss: float
+) -> None:
+    """Write the gradient of `sum_losses` with respect to the logits over these. target_N: see `replace_by_gradient`."""
+    # In place: two tensors of this size would be most of what a step with a large vocabulary takes at its peak.
+    replace_by_gradient(logits_NV, log_z_N, target_N, torch.where(kept_N, 1.0 + 2.0 * z_loss * log_z_N, 0.0))

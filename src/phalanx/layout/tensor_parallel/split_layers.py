@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.kernels.logits import log_partition, replace_by_gradient
+from phalanx.kernels.logits import log_partition
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
 from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts, gather_values, scatter_sum
-from phalanx.nn.cross_entropy import IGNORED
+from phalanx.nn.cross_entropy import IGNORED, replace_by_loss_gradient, sum_losses
 from phalanx.nn.latent_attention import SharedKey
 from phalanx.nn.layers import GatedLinear, Linear, Norm
 from phalanx.nn.splits import Split, Splits
@@ -201,10 +201,9 @@ def vocabulary_chunk_loss(
     picked_N, local_N = _pick_own(logits_NV, targets_N, start)
     parts = gather_values(torch.stack((log_z_N, picked_N.to(log_z_N.dtype))), tp)
     log_z_N, picked_N = torch.logsumexp(parts[:, 0], dim=0), parts[:, 1].sum(dim=0)
-    total = torch.where(kept_N, log_z_N - picked_N + z_loss * log_z_N.square(), 0.0).sum()
+    total = sum_losses(log_z_N, picked_N, kept_N, z_loss)
     if with_grad:
-        factor_N = torch.where(kept_N, 1.0 + 2.0 * z_loss * log_z_N, 0.0)
-        replace_by_gradient(logits_NV, log_z_N, local_N, factor_N)
+        replace_by_loss_gradient(logits_NV, log_z_N, local_N, kept_N, z_loss)
     return total, logits_NV
 
 
