@@ -26,7 +26,6 @@ from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.tensor_parallel.split_layers import split_tensors
 from phalanx.nn.adapters import DOWN, UP, Adapters, add_adapters
-from phalanx.nn.float8_linear import Float8Product, takes_rows
 from phalanx.nn.layers import Linear, quantise_weights
 from phalanx.nn.precision import Precision, find_precision
 from phalanx.nn.splits import ModelChunk, Splits
@@ -105,10 +104,8 @@ class WholeParameters:
 
     def shard_stage(self, stage: Stage) -> None:
         """Shard the parameters of `stage` over the data-parallel ranks, in place; `stage` is on meta still."""
-        layers = [(module, module.multiply) for module in stage.modules() if isinstance(module, Linear)]
-        self._quantised += [
-            layer for layer, product in layers if isinstance(product, Float8Product) and takes_rows(product.scaling)
-        ]
+        layers = [module for module in stage.modules() if isinstance(module, Linear)]
+        self._quantised += [layer for layer in layers if layer.rows_product is not None]
 
     def prepare_microbatch(self, stage: nn.Module, *, last: bool) -> None:
         """Say what `stage` communicates in the next micro-batch. last: whether it is the last of this optimizer step."""

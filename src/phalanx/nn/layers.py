@@ -17,7 +17,7 @@ from phalanx.config.layers import MLPConfig, NormConfig
 from phalanx.kernels.float8_swiglu import quantises_gradients
 from phalanx.kernels.swiglu import gated_linear, swiglu
 from phalanx.nn.declared_layers import gate_block
-from phalanx.nn.float8_linear import Float8Product, GatedPair, HeldWeight, LinearProduct
+from phalanx.nn.float8_linear import Float8Product, GatedPair, HeldWeight, LinearProduct, takes_rows
 from phalanx.nn.precision import Precision
 from phalanx.torch_compat import common as compat
 
@@ -54,6 +54,12 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map x: [..., in] -> [..., out]."""
         return self.join_output(self.product(self.gather_input(x), self.bias))
+
+    @property
+    def rows_product(self) -> Float8Product | None:
+        """The product, where it takes the weight as rows in 8 bits that are made once a step; else None."""
+        product = self.multiply
+        return product if isinstance(product, Float8Product) and takes_rows(product.scaling) else None
 
     def gather_input(self, x: Tensor) -> Tensor:
         """Return all that the product of this rank reads of x; x itself unless ranks split the layer."""
@@ -135,8 +141,9 @@ def quantise_weights(layers: Sequence[Linear]) -> None:
     for group in {name for layer in layers for name in (layer.input_group, layer.output_group) if name}:
         amaxes = compat.all_reduce(amaxes, group, "max")
     for layer, amax in zip(layers, amaxes, strict=True):
-        assert isinstance(layer.multiply, Float8Product)
-        layer.held = layer.multiply.hold_weight(layer.weight, amax)
+        product = layer.rows_product
+        assert product is not None
+        layer.held = product.hold_weight(layer.weight, amax)
 
 
 class Norm(nn.Module):

@@ -23,7 +23,7 @@ from phalanx.kernels.float8 import (
     row_column_amax,
 )
 from phalanx.layout.mesh import Axis
-from phalanx.nn.float8_linear import Float8Product, HeldWeight, Operand, takes_rows
+from phalanx.nn.float8_linear import Float8Product, HeldWeight, Operand
 from phalanx.nn.layers import Linear
 from phalanx.torch_compat import common as compat
 from phalanx.torch_compat import fsdp as compat_fsdp
@@ -40,10 +40,7 @@ class QuantisedShards:
 
     def add(self, sharded: Iterable[FSDPModule], layers: Iterable[Linear]) -> None:
         """Let the weights of `layers` be gathered in 8 bits by `sharded`, where the layers multiply such rows."""
-        products: dict[Linear, Float8Product] = {}
-        for layer in layers:
-            if isinstance(layer.multiply, Float8Product) and takes_rows(layer.multiply.scaling):
-                products[layer] = layer.multiply
+        products = {layer: product for layer in layers if (product := layer.rows_product) is not None}
         owners = {id(layer): layer for layer in products}
         for shard in compat_fsdp.gather_as_bytes(sharded, products):
             layer = owners[id(shard.owner)]
