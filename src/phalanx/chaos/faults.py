@@ -106,16 +106,14 @@ def draw_faults(
     drawn: dict[int, str] = {}
     for _ in range(count):
         kind = chance.choice(list(kinds))
+        needs = KINDS[kind]
         # One step more: what is to be there is on storage by then.
-        drawing = KINDS[kind]
-        first_step, last_step = (
-            drawing.after_saves * every + 2,
-            steps - max(drawing.before_saves * every, drawing.lasts),
-        )
+        first_step = needs.after_saves * every + 2
+        last_step = steps - max(needs.before_saves * every, needs.lasts)
         free = [step for step in range(first_step, last_step + 1) if step not in drawn]
         if free:
             drawn[chance.choice(free)] = kind
-        if drawing.alone and free:
+        if needs.alone and free:
             drawn = {step: one for step, one in drawn.items() if one == kind}
             break
     return [

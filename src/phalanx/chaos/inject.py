@@ -36,11 +36,11 @@ SAVE_S = 60.0
 """Most seconds to wait for a checkpoint that is being written."""
 STEP_LOG = "steps.log"
 """File beside the schedule: when each step ended, by the first rank, and when the ranks began."""
-SLOW_SHARE, LEAST_SLOW_S = 2.0, 0.1
-"""What a slow rank waits in each step: so many times what the fastest one took, and no less than so many seconds. A device
-that its host keeps waiting would hide a shorter wait."""
 START = "start"
 """Stands in it in place of a step where the ranks began."""
+SLOW_SHARE, LEAST_SLOW_S = 2.0, 0.1
+"""A slow rank waits in each step so many times what the fastest one took, and no less than so many seconds. A device that
+its host keeps waiting would hide a shorter wait."""
 
 
 class ChaosCallback(Callback):

@@ -1,4 +1,4 @@
-"""What PyTorch's flight recorders say of the ranks of a node: which never entered a collective, and which comes last to all.
+"""Reads of PyTorch's flight recorders which rank of a node never entered a collective, and which comes last to all.
 
 Every rank writes its last collectives to a file (see `heartbeat`); the process that watches reads them. No torch here.
 """
@@ -210,7 +210,7 @@ _KEPT = 20_000
 
 
 class ArrivalHistory:
-    """What is known of the last collectives of the ranks of a node, from records that overlap in time or leave gaps."""
+    """Keeps what is known of the last collectives of a node's ranks, from records that overlap in time or leave gaps."""
 
     def __init__(self) -> None:
         self._arrivals: deque[Arrival] = deque(maxlen=_KEPT)

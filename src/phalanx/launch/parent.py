@@ -11,8 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 
 from phalanx.errors import ConfigError
 
@@ -70,30 +71,31 @@ def _watch_parent(parent: int, number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-@contextmanager
-def interrupts_ignored() -> Iterator[None]:
+def interrupts_ignored() -> AbstractContextManager[None]:
     """Let processes that are started meanwhile ignore Ctrl-C from their first moment on: the parent alone decides."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+    return _interrupts_handled_by(signal.SIG_IGN)
 
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
     """Let Ctrl-C that comes meanwhile interrupt behind what is done here, of which no half may be left."""
+    came: list[int] = []
+    try:
+        with _interrupts_handled_by(lambda number, _: came.append(number)):
+            yield
+    finally:
+        if came:
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextmanager
+def _interrupts_handled_by(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
+    """Have `handler` take Ctrl-C. Only the main thread may set one; others leave all as it is."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)

@@ -119,7 +119,7 @@ def select_structures(
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank found."""
+    """Holds what one rank found."""
 
     chosen: list[Spread]
     spreads: list[float]

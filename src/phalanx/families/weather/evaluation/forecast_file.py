@@ -59,7 +59,7 @@ class _FileArray:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """What a file of forecasts holds."""
+    """Says what a file of forecasts holds."""
 
     grid: Grid
     calendar: str

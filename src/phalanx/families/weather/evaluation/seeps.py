@@ -18,7 +18,7 @@ LEAST_DRY, MOST_DRY = 0.1, 0.85
 
 @dataclass(frozen=True)
 class PrecipitationClimates:
-    """What separates the categories of P variables in B cases, each in its own unit."""
+    """Separates the categories of P variables in B cases, each in its own unit."""
 
     places: tuple[int, ...]
     """[P]: places of the variables among those that are forecast."""
