@@ -170,7 +170,7 @@ def slow_ranks(bench: Bench) -> dict[str, Any]:
     """Keep the device of one rank busy for twice a step's time before each of forty steps (G08)."""
     return run_chaos(
         bench, "slow", "layout.dp_shard=2", "training.compile=false", "--faults", "slow", "--faults-per-run", "1",
-        "--count", "1", "--seed", "1", "--minutes", "1", "training.steps=100",
+        "--count", "1", "--seed", "1", "--minutes", "1", "training.steps=80",
         limit_s=110,
     )  # fmt: skip
 

@@ -2,8 +2,9 @@
 
     python benchmarks/restart_phases.py --out benchmarks/results/faults/restart --kinds kill,hang --count 6
 
-Trains a small run on two ranks under the supervisor, strikes it with faults drawn from a seed, and writes the seconds of
-each phase of each restart to OUT.json, beside the processor's seconds of the slowest rank. --small runs on a CPU.
+Trains a small run on two ranks under the supervisor, strikes it with faults drawn from a seed, prints the seconds of each
+restart as soon as it has trained two steps, and writes those of all phases to OUT.json, beside the processor's seconds of
+the slowest rank. Ends after --seconds with what it has by then. --small runs on a CPU.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -24,8 +26,10 @@ from typing import Any
 import torch
 
 from faults_on_devices import Bench
-from phalanx.chaos.faults import draw_faults
-from phalanx.chaos.inject import STEP_LOG
+from phalanx.chaos.faults import PlannedFault, draw_faults
+from phalanx.chaos.inject import START, STEP_LOG
+from phalanx.files import read_json_lines, write_atomically
+from phalanx.launch.faults import FAULT_LOG
 from phalanx.training import start
 from phalanx.training.callbacks import Callback, TrainingContext
 from phalanx.training.metrics import StepMetrics
@@ -76,7 +80,7 @@ class PhaseClock(Callback):
         later = set(sys.modules) - self.loaded
         said = {"forked": "phalanx.launch.preload" in sys.modules, "moments": self.moments, "processor": self.processor}
         said |= {"modules_later": len(later), "loaded_later": sorted({".".join(name.split(".")[:2]) for name in later})}
-        (self.folder / f"start-{self.rank}-{os.getpid()}.json").write_text(json.dumps(said))
+        write_atomically(self.folder / f"start-{self.rank}-{os.getpid()}.json", json.dumps(said))
 
 
 def _process_began() -> float:
@@ -86,9 +90,9 @@ def _process_began() -> float:
 
 
 def measure_restarts(
-    bench: Bench, kinds: tuple[str, ...], count: int, seed: int, threads: int, words: list[str]
+    bench: Bench, kinds: tuple[str, ...], count: int, seed: int, threads: int, seconds: float, words: list[str]
 ) -> dict[str, Any]:
-    """Train once with `count` faults and return the seconds of each phase of each restart."""
+    """Train once with `count` faults for at most `seconds`; return the seconds of each phase of each restart."""
     described = bench.folder / "restart_phases-1.0.dist-info"
     described.mkdir()
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: restart-phases\nVersion: 1.0\n")
@@ -103,22 +107,57 @@ def measure_restarts(
         {"name": "chaos", "options": {"schedule": str(schedule)}},
         {"name": "phase_clock", "options": {"folder": str(beside)}},
     ]
-    code, seconds, said = bench.train(
-        "restarts", 2, "layout.dp_shard=2", f"training.steps={steps}", "restart.max=100", *words,
-        f"training.callbacks={json.dumps(callbacks)}", limit_s=30.0 + 25.0 * count,
-        more={"OMP_NUM_THREADS": str(threads)},
-    )  # fmt: skip
-    ended = [float(line.split()[0]) for line in (beside / STEP_LOG).read_text().splitlines() if "start" not in line]
-    starts = [json.loads(path.read_text()) for path in beside.glob("start-*.json")]
-    found = bench.read("restarts", "faults.jsonl")
-    rows = []
-    for fault in planned:
-        marker = fault.marker_file(beside)
-        if marker.exists():
-            rows.append(
-                _describe_restart(fault.kind, float(json.loads(marker.read_text())["time"]), found, starts, ended)
-            )
-    return {"code": code, "seconds": seconds, "restarts": rows, "said": said.splitlines()[-60:]}
+    follower = RestartFollower(planned, beside, bench.folder / "restarts" / FAULT_LOG)
+    with follower:
+        code, took, said = bench.train(
+            "restarts", 2, "layout.dp_shard=2", f"training.steps={steps}", "restart.max=100", *words,
+            f"training.callbacks={json.dumps(callbacks)}", limit_s=seconds, more={"OMP_NUM_THREADS": str(threads)},
+        )  # fmt: skip
+    return {"code": code, "seconds": took, "restarts": follower.rows, "said": said.splitlines()[-60:]}
+
+
+class RestartFollower:
+    """Prints a line for each restart of a run while the run goes on: a run that is cut off has shown what it did by then."""
+
+    def __init__(self, planned: Sequence[PlannedFault], beside: Path, fault_log: Path) -> None:
+        self.rows: list[dict[str, Any]] = []
+        """Of each fault that happened, in order; whole where training went on after it."""
+        self._left = list(planned)
+        self._beside, self._fault_log = beside, fault_log
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _follow(self) -> None:
+        while not self._over.wait(0.5):
+            self._take_rows(only_whole=True)
+        self._take_rows(only_whole=False)
+
+    def _take_rows(self, *, only_whole: bool) -> None:
+        """Print and keep what can be told of the faults that happened; with `only_whole` until the first that lasts."""
+        while self._left and self._left[0].marker_file(self._beside).exists():
+            row = self._describe(self._left[0])
+            if only_whole and (row.get("training_s") is None or row["ranks"] < 2):
+                return
+            self._left.pop(0)
+            self.rows.append(row)
+            print(json.dumps({key: value for key, value in row.items() if key != "loaded_later"}), flush=True)
+
+    def _describe(self, fault: PlannedFault) -> dict[str, Any]:
+        lines = (line.split() for line in (self._beside / STEP_LOG).read_text().splitlines())
+        ended = [float(words[0]) for words in lines if len(words) == 2 and words[1] != START]
+        starts = [json.loads(path.read_text()) for path in self._beside.glob("start-*.json")]
+        found = list(read_json_lines(self._fault_log).records) if self._fault_log.exists() else []
+        marker = json.loads(fault.marker_file(self._beside).read_text() or '{"time": NaN}')
+        return {"step": fault.step, "struck": fault.rank} | _describe_restart(
+            fault.kind, float(marker["time"]), found, starts, ended
+        )
 
 
 def _describe_restart(
@@ -129,8 +168,8 @@ def _describe_restart(
     when, fault = min((pair for pair in times if pair[0] >= at - 0.1), key=lambda pair: pair[0], default=(at, {}))
     first = min((one["moments"]["process"] for one in starts if one["moments"]["process"] > when - 0.1), default=None)
     row: dict[str, Any] = {"kind": kind, "named": f"{fault.get('rank')}: {fault.get('cause')}"}
-    row |= {"collectives": fault.get("collectives"), "detected_s": when - at}
-    if first is None:
+    row |= {"collectives": fault.get("collectives"), "detected_s": when - at if fault else None}
+    if first is None or not fault:
         return row
     new = [one for one in starts if first - 0.1 <= one["moments"]["process"] < first + 5.0]
     moments = {phase: max(one["moments"].get(phase, first) for one in new) for phase in PHASES}
@@ -139,6 +178,7 @@ def _describe_restart(
         phases[phase], before = round(moments[phase] - before, 3), moments[phase]
     again = min((moment for moment in ended if moment > first), default=None)
     return row | {
+        "ranks": len(new),
         "others_ended_s": first - when,
         "training_s": None if again is None else again - at,
         "forked": all(one["forked"] for one in new),
@@ -156,6 +196,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="kill,hang,stop,abort", help="kinds of faults to draw from")
     parser.add_argument("--count", type=int, default=6)
     parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=150.0, help="most for all of it")
     parser.add_argument("--threads", type=int, default=4, help="OMP_NUM_THREADS of each rank")
     parser.add_argument("--small", action="store_true", help="on a CPU")
     parser.add_argument("words", nargs="*", help="changes of the run file")
@@ -171,13 +212,12 @@ def main() -> None:
             arguments.count,
             arguments.seed,
             arguments.threads,
+            arguments.seconds,
             arguments.words,
         )
     device = "CPU" if arguments.small else torch.cuda.get_device_name()
     result = {"command": " ".join(sys.argv), "torch": torch.__version__, "device": device, **found}
     arguments.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    for row in found["restarts"]:
-        print(json.dumps({key: value for key, value in row.items() if key != "loaded_later"}))
     whole = [row for row in found["restarts"] if row.get("training_s") is not None]
     if not whole:
         print("\n".join(found["said"]))
