@@ -50,8 +50,9 @@ LARGE_MODEL_MORE = ["model.vocab_size=32768", "data.sequence_length=2048", "layo
 class Bench:
     """What all parts share: the folder, the run file and how processes are started and ended."""
 
-    def __init__(self, folder: Path, logs: Path, *, small: bool) -> None:
-        self.folder, self.logs, self.small = folder, logs, small
+    def __init__(self, folder: Path, logs: Path, *, small: bool, most_s: float = 600.0) -> None:
+        """Use `folder` and `logs`. most_s: seconds after which each command is ended, whatever its own limit is."""
+        self.folder, self.logs, self.small, self.most_s = folder, logs, small, most_s
         described = folder / "device_faults-1.0.dist-info"
         described.mkdir(parents=True)
         (described / "METADATA").write_text("Metadata-Version: 2.1\nName: device-faults\nVersion: 1.0\n")
@@ -89,7 +90,7 @@ class Bench:
                 start_new_session=True,
             )
             try:
-                code: int | None = process.wait(5 * limit_s if self.small else limit_s)
+                code: int | None = process.wait(5 * limit_s if self.small else min(limit_s, self.most_s))
             except subprocess.TimeoutExpired:
                 code = None
                 process.terminate()
@@ -361,6 +362,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="result files, without their suffix")
     parser.add_argument("--parts", default=",".join(PARTS), help="parts to run")
+    parser.add_argument("--seconds", type=float, default=600.0, help="most for each command, whatever its own limit")
     parser.add_argument("--small", action="store_true", help="try the script on a CPU")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -386,7 +388,7 @@ def main() -> None:
             print(f"    {line}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), logs, small=arguments.small)
+        bench = Bench(Path(folder), logs, small=arguments.small, most_s=arguments.seconds)
         for wave in WAVES:
             chosen = [name for name in wave if name in arguments.parts.split(",")]
             if chosen:
