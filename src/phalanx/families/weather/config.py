@@ -133,20 +133,16 @@ class WeatherModel(BlockModel):
             raise ValueError(f"first_latitude and last_latitude are both {self.first_latitude}; rows must differ")
         if self.first_latitude is not None and self.n_lat == 1:
             raise ValueError("n_lat=1 leaves the height of a row unknown; leave out first_latitude and last_latitude")
-        if self.position_embedding == "fourier" and not self._spans_the_globe():
-            raise ValueError(
-                f"position_embedding=fourier places patches on the whole globe, and rows from {self.first_latitude} to "
-                f"{self.last_latitude} degrees do not span it; use learned"
-            )
+        if self.position_embedding == "fourier" and self.first_latitude is not None and self.last_latitude is not None:
+            # Cells reach half a row beyond the outer points, whose latitudes are rounded in files.
+            half = abs(self.last_latitude - self.first_latitude) / (self.n_lat - 1) / 2
+            south, north = sorted((self.first_latitude, self.last_latitude))
+            if south - half > -89.999 or north + half < 89.999:
+                raise ValueError(
+                    "position_embedding=fourier places patches on the whole globe, and rows from "
+                    f"{self.first_latitude} to {self.last_latitude} degrees do not span it; use learned"
+                )
         return self
-
-    def _spans_the_globe(self) -> bool:
-        if self.first_latitude is None or self.last_latitude is None:
-            return True
-        # Cells reach half a row beyond the outer points, whose latitudes are rounded in files.
-        half = abs(self.last_latitude - self.first_latitude) / (self.n_lat - 1) / 2
-        ends = sorted((self.first_latitude, self.last_latitude))
-        return ends[0] - half <= -89.999 and ends[1] + half >= 89.999
 
     @model_validator(mode="after")
     def _variables_fit(self) -> WeatherModel:
@@ -443,8 +439,43 @@ class WeatherRun(Run):
 
     def find_problems(self) -> Iterator[Problem]:
         """See `Run`."""
-        yield from _check_fields(self)
-        yield from _check_rollout(self)
+        model, data = self.model, self.data
+        # The model knows fields by their places alone: the data must name its variables in its order.
+        pairs = (
+            ("inputs", "data.inputs and data.static", [*data.inputs, *data.static], "model.inputs", model.input_names),
+            ("outputs", "data.outputs", data.target_variables, "model.outputs", model.output_names),
+        )
+        for field, what, given, where, wanted in pairs:
+            if given == list(wanted):
+                continue
+            place = next(
+                (place for place, (a, b) in enumerate(zip(given, wanted, strict=False)) if a != b),
+                min(len(given), len(wanted)),
+            )
+            mine, theirs = (names[place] if place < len(names) else "nothing more" for names in (given, wanted))
+            yield Problem(
+                ("data", field),
+                f"{what} do not name the {len(wanted)} variables of {where} in their order: number {place + 1} is {mine} in "
+                f"the data and {theirs} in the model",
+                f"data.{field} in the order of {where}, with files' own names under data.sources",
+            )
+        step = data.rollout_hours
+        if step is not None:
+            path, stated = ("data", "rollout_hours"), f"data.rollout_hours={step}"
+            # A roll-out takes as many whole steps as its lead time has.
+            odd = [lead for lead in data.leads if lead % step]
+            if odd:
+                fix = f"data.rollout_hours={math.gcd(*data.leads)}"
+                yield Problem(path, f"{stated} does not divide the lead time {odd[0]}", fix)
+            # The second step reads what the first one predicts.
+            unpredicted = [name for name in data.inputs if name not in data.target_variables]
+            if unpredicted:
+                yield Problem(
+                    path, f"{stated} needs all inputs predicted, but {unpredicted[0]} is not among data.outputs"
+                )
+            if self.layout.pp != 1:
+                what = f"{stated} starts steps from forecasts, which layout.pp={self.layout.pp} has on other ranks"
+                yield Problem(path, what, "layout.pp=1")
         if self.training.attention in ("flex", "flash4"):
             yield Problem(
                 ("training", "attention"),
@@ -456,54 +487,6 @@ class WeatherRun(Run):
     def data_names(self) -> list[str]:
         """See `Run`."""
         return [source.path for source in self.data.sources]
-
-
-def _check_fields(run: WeatherRun) -> Iterator[Problem]:
-    """Yield a problem where the data do not name the model's variables in their order."""
-    model, data = run.model, run.data
-    pairs = (
-        ("inputs", "data.inputs and data.static", [*data.inputs, *data.static], "model.inputs", model.input_names),
-        ("outputs", "data.outputs", data.target_variables, "model.outputs", model.output_names),
-    )
-    for field, what, given, where, wanted in pairs:
-        if given == list(wanted):
-            continue
-        place = next(
-            (place for place, (a, b) in enumerate(zip(given, wanted, strict=False)) if a != b),
-            min(len(given), len(wanted)),
-        )
-        mine, theirs = (names[place] if place < len(names) else "nothing more" for names in (given, wanted))
-        yield Problem(
-            ("data", field),
-            f"{what} do not name the {len(wanted)} variables of {where} in their order: number {place + 1} is {mine} in the "
-            f"data and {theirs} in the model",
-            f"data.{field} in the order of {where}, with files' own names under data.sources",
-        )
-
-
-def _check_rollout(run: WeatherRun) -> Iterator[Problem]:
-    """Yield a problem where steps of a roll-out do not add up to the lead times, or cannot follow one another."""
-    data, step = run.data, run.data.rollout_hours
-    if step is None:
-        return
-    path = ("data", "rollout_hours")
-    stated = f"data.rollout_hours={step}"
-    # A roll-out takes as many whole steps as its lead time has.
-    odd = [lead for lead in data.leads if lead % step]
-    if odd:
-        yield Problem(
-            path, f"{stated} does not divide the lead time {odd[0]}", f"data.rollout_hours={math.gcd(*data.leads)}"
-        )
-    # The second step reads what the first one predicts.
-    unpredicted = [name for name in data.inputs if name not in data.target_variables]
-    if unpredicted:
-        yield Problem(path, f"{stated} needs all inputs predicted, but {unpredicted[0]} is not among data.outputs")
-    if run.layout.pp != 1:
-        yield Problem(
-            path,
-            f"{stated} starts steps from forecasts, which layout.pp={run.layout.pp} has on other ranks",
-            "layout.pp=1",
-        )
 
 
 FAMILY = Family(

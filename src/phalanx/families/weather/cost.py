@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,6 +27,16 @@ from phalanx.planner.trace.traced_model import (
     sdpa_choice,
 )
 
+_META_ATTENTION: dict[Kernel, AttentionCore] = {
+    "flash": lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention(q, k, v)[0],
+    "cudnn": lambda q, k, v: torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True)[0],
+    "efficient": lambda q, k, v: torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True)[0],
+    "math": F.scaled_dot_product_attention,
+    "cpu": lambda q, k, v: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0],
+}
+"""Attention of all tokens to all, by kernel. The kernels are named, since SDPA on meta would take the one of the math
+backend, which keeps whole matrices of scores."""
+
 
 class WeatherParts(DeclaredWeather, PartTracer):
     """Traces the parts of forecasters."""
@@ -44,7 +51,7 @@ class WeatherParts(DeclaredWeather, PartTracer):
         stream_matrices(part, self.splits(), share.tp, stream)
         share_embedding(part, share.tp)
         for block in part.blocks:
-            block.attention.attend = _meta_attention(self.setting.attention)
+            block.attention.attend = _META_ATTENTION[self.setting.attention]
         return WeatherStage(part.to(dtype), 0, share, seed=0)
 
     def whole_part(self, part: ModelChunk) -> nn.Module:
@@ -107,20 +114,3 @@ class WeatherTracing(TracedModel):
         """Return the bytes of whole fields and targets, float32, which every rank reads."""
         model = self.run.model
         return 4 * model.n_lat * model.n_lon * (len(model.input_names) + len(model.output_names))
-
-
-@cache
-def _meta_attention(kernel: Kernel) -> AttentionCore:
-    """Return attention of all tokens to all as `kernel` computes it.
-
-    The kernels are named, since SDPA on meta would take the one of the math backend, which keeps whole matrices of scores.
-    """
-    operations = torch.ops.aten
-    cores: dict[Kernel, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-        "flash": lambda q, k, v: operations._scaled_dot_product_flash_attention(q, k, v)[0],
-        "cudnn": lambda q, k, v: operations._scaled_dot_product_cudnn_attention(q, k, v, None, True)[0],
-        "efficient": lambda q, k, v: operations._scaled_dot_product_efficient_attention(q, k, v, None, True)[0],
-        "math": F.scaled_dot_product_attention,
-        "cpu": lambda q, k, v: operations._scaled_dot_product_flash_attention_for_cpu(q, k, v)[0],
-    }
-    return cores[kernel]

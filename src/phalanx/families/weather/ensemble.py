@@ -29,10 +29,11 @@ from phalanx.families.weather.evaluation.forecast_scores import EnsembleScore, E
 from phalanx.families.weather.evaluation.forecast_split import (
     LoadedForecaster,
     batch_rows,
+    forecasts_of,
+    lead_steps,
     load_forecaster,
     spread_rows,
 )
-from phalanx.families.weather.evaluation.roll_out import forecasts_of, lead_steps
 from phalanx.families.weather.inputs import require_grid
 
 _BATCH = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,13 @@ class FieldEvaluator:
         comparison = Comparison(self.reader, self.climatologies, self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         cases = spread_cases(self.reader, self.run.evaluation.samples)
-        for mine, real in _share_cases(cases, executor.layout.microbatch, mesh.data_rank, executor.layout.data_ranks):
+        size = executor.layout.microbatch
+        for first in range(0, len(cases), size * executor.layout.data_ranks):
+            # As many micro-batches as every other rank, all of one size: a sharded model needs all ranks, a pipeline equal
+            # micro-batches. What is missing from the last ones repeats the last case, and is not scored.
+            numbers = first + mesh.data_rank * size + np.arange(size)
+            real = int((numbers < len(cases)).sum())
+            mine = cases.take(np.minimum(numbers, len(cases) - 1))
             batch = self.reader.read_cases(mine).to(self.device)
             x, inputs = batch.inputs()
             # Without targets the last stage gives fields in place of a loss.
@@ -246,15 +252,3 @@ def spread_cases(reader: FieldReader, count: int) -> Cases:
         kept = starts[np.linspace(0, len(starts) - 1, wanted).round().astype(np.int64)]
         chosen.append(cases.take(np.flatnonzero(np.isin(cases.start, kept))))
     return Cases(*(np.concatenate([getattr(one, name) for one in chosen]) for name in ("source", "start", "target")))
-
-
-def _share_cases(cases: Cases, size: int, rank: int, ranks: int) -> Iterator[tuple[Cases, int]]:
-    """Yield micro-batches of `size` cases for `rank`, as many as for every other rank, and how many of each are real.
-
-    The rest repeat the last case: a sharded model needs all ranks, a pipeline micro-batches of one size.
-    """
-    each = size * ranks
-    for first in range(0, len(cases), each):
-        numbers = np.arange(first + rank * size, first + (rank + 1) * size)
-        real = int((numbers < len(cases)).sum())
-        yield cases.take(np.minimum(numbers, len(cases) - 1)), real

@@ -60,7 +60,14 @@ class WeatherVerification(VerifiableModel):
         patch = min(model.patch_size, 2)
         # Where patches reach beyond the grid, those of the small one do too.
         beyond = [patch - 1 if points % model.patch_size else 0 for points in (model.n_lat, model.n_lon)]
-        names = _few_variables(model)
+        # A few variables that are predicted, read or both, and one that is neither, in the model's order.
+        read, written = set(model.input_names), set(model.output_names)
+        predicted = [name for name in model.variables if name in written]
+        both = [name for name in predicted if name in read]
+        read_alone = [name for name in model.variables if name in read - written]
+        neither = [name for name in model.variables if name not in read | written]
+        chosen = {*predicted[:2], *both[:3], *read_alone[:2], *neither[:1]}
+        names = [name for name in model.variables if name in chosen]
         inputs = [name for name in model.input_names if name in names]
         outputs = [name for name in model.output_names if name in names]
         changes: dict[str, Any] = {
@@ -97,14 +104,3 @@ def _random_fields(what: str, numbers: Tensor, count: int, model: WeatherModel) 
     """Return normal values, float32 [samples, count, H, W]."""
     shape = (count, model.n_lat, model.n_lon)
     return sample_normals(what, numbers, math.prod(shape)).view(-1, *shape).float()
-
-
-def _few_variables(model: WeatherModel) -> list[str]:
-    """Return a few variables that are predicted, read or both, and one that is neither, in the model's order."""
-    inputs, outputs = set(model.input_names), set(model.output_names)
-    predicted = [name for name in model.variables if name in outputs]
-    read_alone = [name for name in model.variables if name in inputs - outputs]
-    neither = [name for name in model.variables if name not in inputs | outputs]
-    both = [name for name in predicted if name in inputs]
-    chosen = {*predicted[:2], *both[:3], *read_alone[:2], *neither[:1]}
-    return [name for name in model.variables if name in chosen]

@@ -19,8 +19,8 @@ from phalanx.families.weather.evaluation.forecast_split import (
     LoadedForecaster,
     forecast_split,
     load_forecaster,
+    plan_steps,
 )
-from phalanx.families.weather.evaluation.roll_out import plan_steps
 from phalanx.families.weather.inputs import spread_cases
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.training.start import train

@@ -20,8 +20,13 @@ from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.data.prepare_fields import prepare_fields
 from phalanx.families.weather.evaluation.forecast_file import FileLayout, open_forecast_file
 from phalanx.families.weather.evaluation.forecast_from import forecast_from
-from phalanx.families.weather.evaluation.forecast_split import LoadedForecaster, forecast_split, load_forecaster
-from phalanx.families.weather.evaluation.roll_out import lead_steps, roll_out
+from phalanx.families.weather.evaluation.forecast_split import (
+    LoadedForecaster,
+    forecast_split,
+    lead_steps,
+    load_forecaster,
+    roll_out,
+)
 from phalanx.training.start import train
 from weather_runs import write_weather_run
 

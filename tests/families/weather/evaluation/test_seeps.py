@@ -11,10 +11,10 @@ import xarray
 from scores.categorical import seeps
 
 from field_files import dataset, field_data
+from phalanx.families.weather.data.field_statistics import climate_by_month
 from phalanx.families.weather.data.open_fields import FieldSet
-from phalanx.families.weather.data.precipitation_climatology import climate_by_month
 from phalanx.families.weather.evaluation.compare_forecasts import Comparison, known_climatologies
-from phalanx.families.weather.evaluation.seeps import PrecipitationClimates, seeps_errors
+from phalanx.families.weather.evaluation.forecast_scores import PrecipitationClimates, seeps_errors
 
 HOURS = np.arange(366 * 4) * 6
 DRY = 0.25

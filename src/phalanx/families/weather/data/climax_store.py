@@ -162,7 +162,17 @@ class ClimaxStore(FieldStore):
             frames[begin] = frames.get(begin, 0) + length
         parts: list[Int64Array] = []
         for begin, count in frames.items():
-            step = source.step_hours or _infer_step(self.path, begin, count)
+            # The hours with which so many frames make a year. Shards of CMIP, named by their first minute, are no years.
+            fitting = [
+                hours
+                for hours in ((1, 2, 3, 6, 12, 24) if len(begin) == 4 else ())
+                if _HOURS_IN_YEAR[0] <= count * hours <= _HOURS_IN_YEAR[1]
+            ]
+            if source.step_hours is None and not fitting:
+                raise DataError(
+                    f"{self.path}: {count} frames in {begin} are no whole year of hours; set step_hours of the source"
+                )
+            step = source.step_hours or fitting[0]
             # The name begins with the year, or with the minute YYYYMMDDhhmm.
             fields = [int(begin[:4]), *(int(begin[at : at + 2]) for at in range(4, len(begin), 2))]
             date = cftime.datetime(*(fields if len(fields) > 1 else (fields[0], 1, 1)), calendar=calendar)
@@ -203,15 +213,6 @@ def _in_order(folder: Path) -> list[tuple[str, int, Path]]:
                 f"{lost} is missing: {expected} shards expected, and the times of shards follow from those before them"
             )
     return [(begin, shard, path) for (begin, shard), path in sorted(found.items())]
-
-
-def _infer_step(folder: Path, year: str, frames: int) -> int:
-    """Return the hours between frames with which `frames` of them make a year. Raises DataError where none do."""
-    # Shards of CMIP are no whole years, so that the number of their frames says nothing.
-    for step in (1, 2, 3, 6, 12, 24) if len(year) == 4 else ():
-        if _HOURS_IN_YEAR[0] <= frames * step <= _HOURS_IN_YEAR[1]:
-            return step
-    raise DataError(f"{folder}: {frames} frames in {year} are no whole year of hours; set step_hours of the source")
 
 
 def _read_coordinates(path: Path) -> Any:

@@ -80,7 +80,16 @@ class Grid:
         The outermost cells of a grid end at the pole where that is less than a whole cell from their centres, else as
         far out as they reach in.
         """
-        heights = np.diff(np.sin(np.deg2rad(_latitude_bounds(self.latitudes))))
+        bounds = np.array([-90.0, 90.0])
+        if len(self.latitudes) > 1:
+            centres = self.latitudes
+            inner = (centres[:-1] + centres[1:]) / 2
+            south, north = centres[1] - centres[0], centres[-1] - centres[-2]
+            # Rounding of the coordinates must not decide, hence the hundredth.
+            first = -90.0 if centres[0] - 1.01 * south <= -90.0 else centres[0] - south / 2
+            last = 90.0 if centres[-1] + 1.01 * north >= 90.0 else centres[-1] + north / 2
+            bounds = np.concatenate([[first], inner, [last]])
+        heights = np.diff(np.sin(np.deg2rad(bounds)))
         # By their own spacing: a regional grid may be uneven.
         widths = np.gradient(self.longitudes) if len(self.longitudes) > 1 else np.ones(1)
         areas = heights[:, None] * widths[None, :]
@@ -93,18 +102,6 @@ def require_same_grid(first_path: Path, first: Grid, path: Path, grid: Grid) -> 
     different = first.difference(grid)
     if different is not None:
         raise DataError(f"{path}: another grid than that of {first_path}: {different}; regrid one of them")
-
-
-def _latitude_bounds(centres: Float64Array) -> Float64Array:
-    """Return the latitudes [H + 1] between which cells with these centres lie; see `Grid.area_weights`."""
-    if len(centres) == 1:
-        return np.array([-90.0, 90.0])
-    inner = (centres[:-1] + centres[1:]) / 2
-    south, north = centres[1] - centres[0], centres[-1] - centres[-2]
-    # Rounding of the coordinates must not decide, hence the hundredth.
-    first = -90.0 if centres[0] - 1.01 * south <= -90.0 else centres[0] - south / 2
-    last = 90.0 if centres[-1] + 1.01 * north >= 90.0 else centres[-1] + north / 2
-    return np.concatenate([[first], inner, [last]])
 
 
 @dataclass(frozen=True)

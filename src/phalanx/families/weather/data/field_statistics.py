@@ -6,7 +6,7 @@ year and time of day: a forecast that is no better is of no use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,11 +19,13 @@ from phalanx.data.sample_order import Int64Array
 from phalanx.errors import DataError
 from phalanx.families.weather.data.coordinates import Float32Array, Float64Array, TimeAxis
 from phalanx.families.weather.data.field_store import FieldStore
-from phalanx.families.weather.data.precipitation_climatology import PrecipitationClimate
 from phalanx.files import write_atomically
 
 _FRAMES_AT_ONCE = 64
 """Frames of one variable that are in memory together."""
+_LIGHT_SHARE = 2.0 / 3.0
+"""Share of the wet amounts that are light."""
+_MONTHS = 12
 
 
 class _Part(BaseModel):
@@ -78,6 +80,29 @@ def static_statistics(names: Sequence[str], fields: Float32Array) -> dict[str, V
     for name, field in zip(names, fields.astype(np.float64), strict=True):
         found[name] = VariableStatistics(mean=float(field.mean()), std=float(field.std()) or 1.0)
     return found
+
+
+@dataclass(frozen=True)
+class PrecipitationClimate:
+    """Says how often it is dry at each grid point and from which amount on precipitation is heavy there, for SEEPS.
+
+    Each variable in its own unit; by calendar month, as Rodwell et al. (2010, Q. J. R. Meteorol. Soc. 136, 1344) take it,
+    and by time of day.
+    """
+
+    places: tuple[int, ...]
+    """[P]: their places among the variables of the forecasts."""
+    dry_threshold: Float64Array
+    """[P]: amount up to which a time is dry."""
+    dry_fraction: Float32Array
+    """[12, K, P, H, W]: share of dry times in each month and part of the day; NaN where there was no value."""
+    heavy_threshold: Float32Array
+    """[12, K, P, H, W]: amount above which precipitation is heavy; NaN where it was never wet."""
+
+    def at(self, times: TimeAxis, frames: Int64Array) -> tuple[Float32Array, Float32Array]:
+        """Return dry fractions and heavy thresholds [n, P, H, W] of the times of `frames`, int64 [n]."""
+        month, part = times.months[frames], times.parts_of_day(self.dry_fraction.shape[1])[frames]
+        return self.dry_fraction[month, part], self.heavy_threshold[month, part]
 
 
 @dataclass(frozen=True)
@@ -174,3 +199,45 @@ def _window_sums(values: Float64Array, days: int) -> Float64Array:
     sums = np.cumsum(np.concatenate([np.zeros((1, *values.shape[1:])), around]), axis=0)
     windows: Float64Array = sums[days:] - sums[:-days]
     return windows
+
+
+def climate_by_month(
+    store: FieldStore, variables: Sequence[str], frames: Int64Array, dry_thresholds: Mapping[str, float]
+) -> PrecipitationClimate:
+    """Return the climate of precipitation in a store over `frames`.
+
+    variables: all that are forecast. dry_thresholds: by name, for those of them that are precipitation.
+    """
+    places = tuple(place for place, name in enumerate(variables) if name in dry_thresholds)
+    thresholds = np.array([dry_thresholds[variables[place]] for place in places])
+    parts = store.times.frames_a_day
+    shape = (_MONTHS, parts, len(places), *store.grid.shape)
+    fraction, heavy = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+    months, day_parts = store.times.months[frames], store.times.parts_of_day(parts)[frames]
+    for month in range(_MONTHS):
+        for part in range(parts):
+            mine = frames[(months == month) & (day_parts == part)]
+            # A variable at a time: a quantile takes all its amounts together.
+            for column, (place, threshold) in enumerate(zip(places, thresholds, strict=True)):
+                if mine.size:
+                    amounts_THW = store.read(mine, [store.variables.index(variables[place])])[:, 0]
+                    fraction[month, part, column], heavy[month, part, column] = _find_climate(amounts_THW, threshold)
+    return PrecipitationClimate(places, thresholds, fraction, heavy)
+
+
+def _find_climate(amounts_THW: Float32Array, dry_threshold: float) -> tuple[Float64Array, Float64Array]:
+    """Return the share of dry amounts and the quantile of the wet ones that separates light from heavy, each [H, W]."""
+    known_HW = (~np.isnan(amounts_THW)).sum(axis=0)
+    wet_THW = amounts_THW > dry_threshold
+    wet_HW = wet_THW.sum(axis=0)
+    # Wet amounts first, in order: their number differs from point to point, which numpy's quantile has slow loops for.
+    ordered_THW = np.sort(np.where(wet_THW, amounts_THW, np.inf), axis=0)
+    at_HW = np.maximum(wet_HW - 1, 0) * _LIGHT_SHARE
+    below_HW = np.floor(at_HW).astype(np.int64)
+    above_HW = np.minimum(below_HW + 1, np.maximum(wet_HW - 1, 0))
+    low_HW, high_HW = (np.take_along_axis(ordered_THW, row[None], axis=0)[0] for row in (below_HW, above_HW))
+    wet = wet_HW > 0
+    # Infinite where it was never wet: infinity less infinity would warn.
+    low, high = (np.where(wet, one, np.nan).astype(np.float64) for one in (low_HW, high_HW))
+    fraction = np.divide(known_HW - wet_HW, known_HW, out=np.full(known_HW.shape, np.nan), where=known_HW > 0)
+    return fraction, low + (at_HW - below_HW) * (high - low)

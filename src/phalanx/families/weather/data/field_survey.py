@@ -268,25 +268,23 @@ def require_alike(variables: Sequence[str], first: SourceSummary, second: Source
             continue
         ratio = std_b / std_a
         distance = abs(mean_b - mean_a) / max(std_a, std_b)
-        if max(ratio, 1 / ratio) > std_ratio or distance > _MEAN_DISTANCE:
+        factor = max(ratio, 1 / ratio)
+        if factor > std_ratio or distance > _MEAN_DISTANCE:
+            causes = [
+                f"off by a factor of about {known:g}, as between {what}"
+                for known, what in _UNITS
+                if 0.6 < factor / known < 1.6
+            ]
+            if factor < _STD_RATIO and abs(abs(mean_b - mean_a) - _ZERO[0]) < 30:
+                causes.append(f"off by about {_ZERO[0]}, as between {_ZERO[1]}")
+            cause = causes[0] if causes else "these are not the same units"
             raise DataError(
                 f"{variable} has mean {mean_b:.4g} and standard deviation {std_b:.4g} in {second.names[index]}, "
-                f"but {mean_a:.4g} and {std_a:.4g} in {first.names[index]}: {_guess_cause(ratio, mean_b - mean_a)}; "
+                f"but {mean_a:.4g} and {std_a:.4g} in {first.names[index]}: {cause}; "
                 f"give scale and offset under names of the source, or set data.check_units to false"
             )
     if same_season:
         _require_same_way_up(variables, first, second)
-
-
-def _guess_cause(ratio: float, shift: float) -> str:
-    """Return in words which units differ by about this factor of deviations, or by this shift of means."""
-    factor = max(ratio, 1 / ratio)
-    for known, what in _UNITS:
-        if 0.6 < factor / known < 1.6:
-            return f"off by a factor of about {known:g}, as between {what}"
-    if factor < _STD_RATIO and abs(abs(shift) - _ZERO[0]) < 30:
-        return f"off by about {_ZERO[0]}, as between {_ZERO[1]}"
-    return "these are not the same units"
 
 
 def _require_same_way_up(variables: Sequence[str], first: SourceSummary, second: SourceSummary) -> None:

@@ -28,6 +28,7 @@ from phalanx.families.weather.data.field_statistics import (
     Climatology,
     FieldStatistics,
     VariableStatistics,
+    climate_by_month,
     mean_by_day,
     read_statistics,
     static_statistics,
@@ -43,7 +44,6 @@ from phalanx.families.weather.data.field_survey import (
     require_whole_axis,
     survey_store,
 )
-from phalanx.families.weather.data.precipitation_climatology import climate_by_month
 from phalanx.families.weather.data.prepared_store import PreparedStore, is_prepared
 from phalanx.remote_files import is_kept_elsewhere, is_remote, local_path
 
@@ -100,8 +100,12 @@ class FieldSet:
         """
         # Ascending, as the columns of windows are.
         hours = self.data.leads if leads is None else sorted(set(leads))
-        # What the statistics follow from, rather than they themselves: sums differ in their last bits between machines.
-        contents = [self._content_key(index) for index in range(len(self.stores))]
+        # What the statistics follow from, rather than they themselves: counts and extremes are exact on every machine, while
+        # sums differ in their last bits.
+        contents = [
+            hash_of(store.fingerprint, survey.valid.tobytes(), survey.low.tobytes(), survey.high.tobytes())
+            for store, survey in zip(self.stores, self.surveys, strict=True)
+        ]
         key = hash_of(contents, [frames.tobytes() for frames in self._train])
         if self.data.statistics is not None:
             key = hash_of(self.statistics.model_dump_json())
@@ -175,14 +179,6 @@ class FieldSet:
         axis, train = self.stores[0].times, self._train[0]
         period = f"{axis.text(int(train[0]))} to {axis.text(int(train[-1]))}"
         return FieldStatistics(period=period, frames=frames, variables=found)
-
-    def _content_key(self, source: int) -> str:
-        """Return a checksum of the content of a source."""
-        survey = self.surveys[source]
-        # Counts and extremes are exact on every machine; sums are not.
-        return hash_of(
-            self.stores[source].fingerprint, survey.valid.tobytes(), survey.low.tobytes(), survey.high.tobytes()
-        )
 
     def _summarise(self, source: int) -> SourceSummary:
         """Return the statistics of the training frames of a source, for comparison with those of others."""

@@ -134,9 +134,18 @@ class PreparedStore(FieldStore):
         together = columns == list(range(columns[0], columns[0] + len(columns)))
         shards = np.searchsorted(self._starts, frames, side="right") - 1
         places = list(zip(shards.tolist(), (frames - self._starts[shards]).tolist(), strict=True))
-        remote = self._read_remote(places)
+        files, shape = self._remote_files, (len(self.manifest.variables), *self.grid.shape)
+        remote = None
+        if files and files[0] is not None:
+            size = 4 * int(np.prod(shape))
+            # All that is not kept on this machine is asked for at once.
+            wanted = [(file, place * size, (place + 1) * size) for shard, place in places if (file := files[shard])]
+            remote = [np.frombuffer(content, "<f4").reshape(shape) for content in files[0].folder.read_ranges(wanted)]
         for row, (shard, place) in enumerate(places):
-            stored = remote[row] if remote is not None else self._mapped(shard)[place]
+            if remote is None:
+                # A map that is read beyond a shortened file ends the process without a word.
+                check_still_whole(self.segments[shard].path, self._shards[shard].nbytes)
+            stored = remote[row] if remote is not None else self._shards[shard][place]
             if together:
                 out[row] = stored[columns[0] : columns[-1] + 1]
                 continue
@@ -144,23 +153,6 @@ class PreparedStore(FieldStore):
                 out[row, position] = stored[column]
         for position, variable in enumerate(variables):
             self._naming.convert(self.variables[variable], out[:, position])
-
-    def _mapped(self, shard: int) -> Any:
-        """Return a shard's map, [frames, variables, H, W]; DataError where its file was cut short."""
-        # A map that is read beyond a shortened file ends the process without a word.
-        check_still_whole(self.segments[shard].path, self._shards[shard].nbytes)
-        return self._shards[shard]
-
-    def _read_remote(self, places: Sequence[tuple[int, int]]) -> list[Float32Array] | None:
-        """Return frames, each [variables, H, W], of a remote folder, by shard and place in it; None of a local one."""
-        files = self._remote_files
-        if not files or files[0] is None:
-            return None
-        shape = (len(self.manifest.variables), *self.grid.shape)
-        size = 4 * int(np.prod(shape))
-        # All that is not kept on this machine is asked for at once.
-        wanted = [(file, place * size, (place + 1) * size) for shard, place in places if (file := files[shard])]
-        return [np.frombuffer(content, "<f4").reshape(shape) for content in files[0].folder.read_ranges(wanted)]
 
     def read_static(self) -> Float32Array:
         """Read the fields without time, [S, H, W]."""

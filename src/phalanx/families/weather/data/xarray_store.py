@@ -76,7 +76,16 @@ class XarrayStore(FieldStore):
             require_same_grid(opened[0].path, self.grid, file.path, file.grid)
         # Variables may lie in files of their own, so each has its own list of files in time.
         pieces = [self._pieces_of(name, opened) for name in variables]
-        axes = [_join_times(name, parts) for name, parts in zip(variables, pieces, strict=True)]
+        axes = []
+        for name, parts in zip(variables, pieces, strict=True):
+            calendar = parts[0].times.calendar
+            for piece in parts:
+                if piece.times.calendar != calendar:
+                    raise DataError(
+                        f"{piece.file.path}: calendar {piece.times.calendar}, but {parts[0].file.path} has {calendar}; "
+                        f"{name} needs one calendar, make two sources of them"
+                    )
+            axes.append(TimeAxis(calendar, np.concatenate([piece.times.seconds for piece in parts])))
         # Frame t of all variables must be one time, so the first variable's times stand for all.
         self.times = axes[0]
         for name, axis in zip(variables, axes, strict=True):
@@ -86,8 +95,13 @@ class XarrayStore(FieldStore):
         self.segments = tuple(Segment(p.file.path, p.first, p.first + len(p.times)) for p in pieces[0])
         static_files = opened if source.static_path is None else [open_file(Path(source.static_path), source)]
         self._static = [self._static_slot(name, static_files) for name in statics]
+        # By lengths: to read all content would take as long as to survey it. A zarr store is a folder of many files.
+        contents = [
+            (file.name, sum(part.stat().st_size for part in (file, *file.rglob("*")) if part.is_file()))
+            for file in (() if is_remote(source.path) else files)
+        ]
         self.fingerprint = hash_of(
-            [(file.name, _stored_bytes(file)) for file in files] if not is_remote(source.path) else source.path,
+            source.path if is_remote(source.path) else contents,
             self._naming.describe((*variables, *statics)),
             self.times.calendar,
             self.times.seconds.tobytes(),
@@ -181,18 +195,6 @@ class XarrayStore(FieldStore):
         raise DataError(f"{where} has no static field {self._naming.display_name(name)}; {_list_known(stored, files)}")
 
 
-def _join_times(name: str, pieces: Sequence[_Piece]) -> TimeAxis:
-    """Return the times of a variable over all its files."""
-    calendar = pieces[0].times.calendar
-    for piece in pieces:
-        if piece.times.calendar != calendar:
-            raise DataError(
-                f"{piece.file.path}: calendar {piece.times.calendar}, but {pieces[0].file.path} has {calendar}; "
-                f"{name} needs one calendar, make two sources of them"
-            )
-    return TimeAxis(calendar, np.concatenate([piece.times.seconds for piece in pieces]))
-
-
 def _require_same_times(
     first_name: str, first: TimeAxis, name: str, axis: TimeAxis, files: Sequence[FieldFile]
 ) -> None:
@@ -226,13 +228,6 @@ def _list_known(stored: str, files: Sequence[FieldFile]) -> str:
     hint = f"did you mean {near[0]}? " if near else ""
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
     return f"{hint}it has {shown or 'none on a grid'}; other names go under names of the source"
-
-
-def _stored_bytes(path: Path) -> int:
-    """Return bytes of a file, or of all files of a store."""
-    if path.is_file():
-        return path.stat().st_size
-    return sum(part.stat().st_size for part in path.rglob("*") if part.is_file())
 
 
 _LATITUDES = ("lat", "latitude", "nav_lat")
@@ -389,7 +384,18 @@ def open_file(path: Path, source: FieldSource) -> FieldFile:
         str(path),
     )
     time_dim = _time_dimension(dataset, names, source, path)
-    times = None if time_dim is None else _read_times(dataset, time_dim, source, path)
+    times = None
+    if time_dim is not None:
+        coordinate = dataset[time_dim]
+        # What the run file says goes before the file, whose attributes may be wrong or missing.
+        units = source.time_units or coordinate.attrs.get("units")
+        if units is None:
+            raise DataError(
+                f"{path}: the numbers of {time_dim} do not say what they count; give the source time_units, as in "
+                f'"hours since 1996-01-05 00:00"'
+            )
+        calendar = source.calendar or coordinate.attrs.get("calendar", "standard")
+        times = decode_times(np.asarray(coordinate.values), str(units), str(calendar), f"{path}: {time_dim}")
     return FieldFile(path, dataset, grid, orientation, lat_dim, lon_dim, time_dim, times)
 
 
@@ -431,16 +437,3 @@ def _time_dimension(dataset: Any, names: list[str], source: FieldSource, path: P
         if name in dataset.coords and " since " in str(dataset[name].attrs.get("units", "")):
             return name
     return None
-
-
-def _read_times(dataset: Any, time_dim: str, source: FieldSource, path: Path) -> TimeAxis:
-    coordinate = dataset[time_dim]
-    # What the run file says goes before the file, whose attributes may be wrong or missing.
-    units = source.time_units or coordinate.attrs.get("units")
-    if units is None:
-        raise DataError(
-            f"{path}: the numbers of {time_dim} do not say what they count; give the source time_units, as in "
-            f'"hours since 1996-01-05 00:00"'
-        )
-    calendar = source.calendar or coordinate.attrs.get("calendar", "standard")
-    return decode_times(np.asarray(coordinate.values), str(units), str(calendar), f"{path}: {time_dim}")

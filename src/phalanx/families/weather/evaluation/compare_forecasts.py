@@ -18,8 +18,7 @@ from phalanx.errors import DataError
 from phalanx.families.weather.data.field_samples import Cases, FieldReader
 from phalanx.families.weather.data.field_statistics import Climatology
 from phalanx.families.weather.data.open_fields import FieldSet
-from phalanx.families.weather.evaluation.forecast_scores import ForecastScores
-from phalanx.families.weather.evaluation.seeps import PrecipitationClimates
+from phalanx.families.weather.evaluation.forecast_scores import ForecastScores, PrecipitationClimates
 
 _FRAMES_AT_ONCE = 16
 """Frames whose climatology is looked up at a time."""

@@ -241,8 +241,11 @@ def open_forecast_file(
     about = {"Conventions": "CF-1.8", "title": "Weather forecasts", "source": f"phalanx {phalanx.__version__}, {model}"}
     path.parent.mkdir(parents=True, exist_ok=True)
     if rank:
-        with _joined_file(layout, about) as file:
-            yield file
+        # The first rank makes the store and says where.
+        made: list[Any] = [None]
+        dist.broadcast_object_list(made, src=0)
+        yield _ZarrFile(made[0], layout, about, new=False)
+        dist.barrier()
         return
     # Beside its place, so that the rename stays within one file system.
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=path.parent) as folder:
@@ -257,12 +260,3 @@ def open_forecast_file(
             dist.barrier()
         kind.close()
         os.replace(partial, path)
-
-
-@contextmanager
-def _joined_file(layout: FileLayout, about: dict[str, str]) -> Iterator[ForecastFile]:
-    """Open the store that the first rank has made."""
-    made: list[Any] = [None]
-    dist.broadcast_object_list(made, src=0)
-    yield _ZarrFile(made[0], layout, about, new=False)
-    dist.barrier()

@@ -16,8 +16,7 @@ from phalanx.families.weather.data.field_statistics import read_statistics
 from phalanx.families.weather.data.field_store import BlockCache, FieldStore
 from phalanx.families.weather.data.open_fields import open_store
 from phalanx.families.weather.evaluation.forecast_file import FileLayout, open_forecast_file, require_forecast_path
-from phalanx.families.weather.evaluation.forecast_split import LoadedForecaster
-from phalanx.families.weather.evaluation.roll_out import lead_steps, roll_out
+from phalanx.families.weather.evaluation.forecast_split import LoadedForecaster, lead_steps, roll_out
 from phalanx.families.weather.inputs import require_grid
 
 
@@ -41,8 +40,24 @@ def forecast_from(
     steps = lead_steps(run, hours, step_hours)
     store = _open_inputs(run)
     require_grid(run, store.grid)
-    starts = np.array(sorted({_find_frame(store, time) for time in times}), dtype=np.int64)
-    _require_values(store, run.data.inputs, starts)
+    frames = []
+    for time in times:
+        first, last = moment_bounds(time, store.times.calendar)
+        found = np.flatnonzero((store.times.seconds >= first) & (store.times.seconds <= last))
+        if len(found) > 1:
+            raise ConfigError(f"--from {time}: {store.path} has {len(found)} frames in it; name one, to the minute")
+        if not len(found):
+            nearest = store.times.text(int(np.abs(store.times.seconds - first).argmin()))
+            raise ConfigError(f"--from {time}: {store.path} has no frame of that time\nnearest: --from '{nearest}'")
+        frames.append(int(found[0]))
+    starts = np.array(sorted(set(frames)), dtype=np.int64)
+    # An input without any value would look to the model like the mean everywhere.
+    for place in (store.variables.index(name) for name in run.data.inputs):
+        for start in starts:
+            if np.isnan(store.read(np.array([start]), [place])).all():
+                raise DataError(
+                    f"{store.place(place, int(start))}: no value at any point; nothing can be forecast from it"
+                )
     reader = _read_starts(run, store, starts, list(steps))
     layout = FileLayout.of(store, reader.outputs, store.times.seconds[starts], list(steps))
     with open_forecast_file(out, layout, f"{loaded.where}, step {loaded.step}") as file:
@@ -70,29 +85,6 @@ def _open_inputs(run: WeatherRun) -> FieldStore:
     variables = list(dict.fromkeys([*data.inputs, *data.target_variables]))
     narrowed = source.model_copy(update={"variables": data.inputs})
     return open_store(narrowed, variables, data.static, BlockCache(data.cache_mb * 2**20))
-
-
-def _find_frame(store: FieldStore, time: str) -> int:
-    """Return the frame of a store at a time. Raises DataError where there is none."""
-    first, last = moment_bounds(time, store.times.calendar)
-    frames = np.flatnonzero((store.times.seconds >= first) & (store.times.seconds <= last))
-    if len(frames) == 1:
-        return int(frames[0])
-    if len(frames) > 1:
-        raise ConfigError(f"--from {time}: {store.path} has {len(frames)} frames in it; name one, to the minute")
-    nearest = store.times.text(int(np.abs(store.times.seconds - first).argmin()))
-    raise ConfigError(f"--from {time}: {store.path} has no frame of that time\nnearest: --from '{nearest}'")
-
-
-def _require_values(store: FieldStore, inputs: Sequence[str], starts: Int64Array) -> None:
-    """Raise DataError for an input without any value: to the model it would look like the mean everywhere."""
-    for name in inputs:
-        place = store.variables.index(name)
-        for start in starts:
-            if np.isnan(store.read(np.array([start]), [place])).all():
-                raise DataError(
-                    f"{store.place(place, int(start))}: no value at any point; nothing can be forecast from it"
-                )
 
 
 def _read_starts(run: WeatherRun, store: FieldStore, starts: Int64Array, leads: Sequence[int]) -> FieldReader:

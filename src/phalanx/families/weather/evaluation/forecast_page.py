@@ -61,11 +61,6 @@ def _format_known(value: float | None) -> str:
     return "–" if value is None else format_number(value)
 
 
-def format_skill(skill: float) -> str:
-    """Write the share of the error that is saved, with its sign."""
-    return f"{skill:+.0%}".replace("-", "−") if np.isfinite(skill) else "–"
-
-
 SCORE_COLUMNS: tuple[Column[ScoreRow], ...] = (
     Column("variable", lambda row: row.variable, "left"),
     Column("hours", lambda row: row.lead_hours),
@@ -73,7 +68,11 @@ SCORE_COLUMNS: tuple[Column[ScoreRow], ...] = (
     Column("RMSE", lambda row: _format_known(row.rmse)),
     Column("persistence", lambda row: _format_known(row.persistence_rmse)),
     Column("climatology", lambda row: _format_known(row.climatology_rmse)),
-    Column("saved", lambda row: format_skill(row.skill), style=lambda row: "better" if row.skill > 0 else "worse"),
+    Column(
+        "saved",
+        lambda row: f"{row.skill:+.0%}".replace("-", "−") if np.isfinite(row.skill) else "–",
+        style=lambda row: "better" if row.skill > 0 else "worse",
+    ),
     Column("ACC", lambda row: _format_known(row.acc)),
     Column("ACC of persistence", lambda row: _format_known(row.persistence_acc)),
     Column("MAE", lambda row: _format_known(row.mae)),

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.families.weather.evaluation.seeps import PrecipitationClimates, seeps_errors
+LEAST_DRY, MOST_DRY = 0.1, 0.85
+"""Dry fractions between which points are scored: elsewhere a few events would decide."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,25 @@ class _ScoreSums:
                 yield _Means(variable, lead, *parts)
 
 
+@dataclass(frozen=True)
+class PrecipitationClimates:
+    """Separates the categories of SEEPS, dry, light and heavy, of P variables in B cases, each in its own unit."""
+
+    places: tuple[int, ...]
+    """[P]: places of the variables among those that are forecast."""
+    dry_threshold_P: Tensor
+    """Amount up to which it is dry."""
+    dry_fraction_BPHW: Tensor
+    """Climatological probability of dry weather; NaN where it is unknown."""
+    heavy_threshold_BPHW: Tensor
+    """Amount above which precipitation is heavy."""
+
+    def scored_points(self) -> Tensor:
+        """Return where the climate allows a score, [B, P, H, W]: neither always dry nor always wet."""
+        # Comparisons with NaN are false.
+        return (self.dry_fraction_BPHW >= LEAST_DRY) & (self.dry_fraction_BPHW <= MOST_DRY)
+
+
 class ForecastScores(_ScoreSums):
     """Sums from which the scores of single forecasts follow, by lead time and variable."""
 
@@ -170,22 +190,17 @@ class ForecastScores(_ScoreSums):
             correlation_BV = torch.where(size_BV == 0, 0.0, product_BV / size_BV.sqrt())
             self._add_values({"correlation": correlation_BV}, there_BVHW, lead_hours_B)
         if precipitation is not None:
-            self._add_seeps(forecast_BVHW, truth_BVHW, lead_hours_B, precipitation)
-
-    def _add_seeps(
-        self, forecast_BVHW: Tensor, truth_BVHW: Tensor, lead_hours_B: Tensor, climates: PrecipitationClimates
-    ) -> None:
-        """Score the variables that are precipitation, at points whose climate allows it."""
-        places = list(climates.places)
-        there_BVHW = torch.zeros_like(truth_BVHW, dtype=torch.bool)
-        there_BVHW[:, places] = ~truth_BVHW[:, places].isnan() & climates.scored_points()
-        errors_BPHW = seeps_errors(forecast_BVHW[:, places], truth_BVHW[:, places], climates)
-        there_BPHW = there_BVHW[:, places]
-        means_BV = torch.zeros(truth_BVHW.shape[:2], dtype=torch.float64, device=truth_BVHW.device)
-        means_BV[:, places] = _area_sum(
-            torch.where(there_BPHW, errors_BPHW, 0.0), _mean_weights(self._area, there_BPHW)
-        )
-        self._add_values({"seeps": means_BV}, there_BVHW, lead_hours_B)
+            places = list(precipitation.places)
+            truth_BPHW = truth_BVHW[:, places]
+            there_BPHW = ~truth_BPHW.isnan() & precipitation.scored_points()
+            errors_BPHW = seeps_errors(forecast_BVHW[:, places], truth_BPHW, precipitation)
+            errors_BPHW = torch.where(there_BPHW, errors_BPHW, 0.0)
+            # The sums have a column for every variable: those that are no precipitation have no point that counts.
+            there_BVHW = torch.zeros_like(truth_BVHW, dtype=torch.bool)
+            there_BVHW[:, places] = there_BPHW
+            means_BV = torch.zeros(truth_BVHW.shape[:2], dtype=torch.float64, device=truth_BVHW.device)
+            means_BV[:, places] = _area_sum(errors_BPHW, _mean_weights(self._area, there_BPHW))
+            self._add_values({"seeps": means_BV}, there_BVHW, lead_hours_B)
 
     def results(self) -> list[Score]:
         """Return one score for each lead time and variable."""
@@ -314,6 +329,26 @@ def _crps_terms(members: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
     order = torch.arange(1, count + 1, device=members.device, dtype=members.dtype) * 2 - count - 1
     difference: Tensor = torch.tensordot(members.sort(1).values.movedim(1, -1), order, dims=1)
     return distance, difference
+
+
+def seeps_errors(forecast_BPHW: Tensor, truth_BPHW: Tensor, climates: PrecipitationClimates) -> Tensor:
+    """Return the stable equitable error in probability space of each point, float64 [B, P, H, W]; NaN where the forecast has
+    no value (Rodwell et al. 2010, Q. J. R. Meteorol. Soc. 136, 1344).
+
+    A wrong category costs the more the rarer the right one is. A perfect forecast scores 0; one that knows the climate alone
+    scores 1 in the mean, whatever category it names. The matrix of equation 15 is the sum of two equitable errors: of dry
+    against wet, and of heavy against the rest.
+    """
+    dry_amount = climates.dry_threshold_P[:, None, None]
+    dry_BPHW = climates.dry_fraction_BPHW.double()
+    heavy_BPHW = (1.0 - dry_BPHW) / 3.0
+    (forecast_wet, forecast_heavy), (truth_wet, truth_heavy) = (
+        (amounts > dry_amount, amounts > torch.maximum(climates.heavy_threshold_BPHW, dry_amount))
+        for amounts in (forecast_BPHW, truth_BPHW)
+    )
+    missed_BPHW = (truth_wet & ~forecast_wet) / (1.0 - dry_BPHW) + (truth_heavy & ~forecast_heavy) / heavy_BPHW
+    invented_BPHW = (forecast_wet & ~truth_wet) / dry_BPHW + (forecast_heavy & ~truth_heavy) / (1.0 - heavy_BPHW)
+    return torch.where(forecast_BPHW.isnan(), torch.nan, 0.5 * (missed_BPHW + invented_BPHW))
 
 
 def _mean_weights(area_HW: Tensor, there_BVHW: Tensor) -> Tensor:

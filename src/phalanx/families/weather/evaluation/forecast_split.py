@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from phalanx.families.weather.data.field_samples import Cases, FieldReader, Spli
 from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.evaluation.compare_forecasts import Comparison, ScoreRow, known_climatologies
 from phalanx.families.weather.evaluation.forecast_file import FileLayout, ForecastFile, open_forecast_file
-from phalanx.families.weather.evaluation.roll_out import known_cases, lead_steps, roll_out
 from phalanx.families.weather.inputs import STATISTICS, require_grid
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.hardware.device import require_cpu_format
@@ -191,6 +190,88 @@ def _open_file(
     starting = source.windows.starts[chosen[0]]
     layout = FileLayout.of(source.store, reader.outputs, source.store.times.seconds[starting], list(steps))
     return open_forecast_file(out, layout, f"{loaded.where}, step {loaded.step}", rank, ranks)
+
+
+def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int, tuple[int, ...]]:
+    """Return the steps that make up each lead time up to `hours`; see `plan_steps` and `forecast_split`. Raises
+    ConfigError."""
+    trained = run.data.leads if run.data.rollout_hours is None else [run.data.rollout_hours]
+    if step_hours is not None and step_hours not in trained:
+        known = ", ".join(map(str, trained))
+        raise ConfigError(f"--step {step_hours}: the model was trained on lead times of {known} hours")
+    taken = trained if step_hours is None else [step_hours]
+    steps = plan_steps(taken, hours)
+    unpredicted = [name for name in run.data.inputs if name not in run.data.target_variables]
+    if unpredicted:
+        # What is not predicted is not known for a second step.
+        steps = {reached: parts for reached, parts in steps.items() if len(parts) == 1}
+    if hours not in steps:
+        nearest = max((reached for reached in steps if reached < hours), default=min(trained))
+        why = f" (no roll-out: {unpredicted[0]} is read but not predicted)" if unpredicted else ""
+        raise ConfigError(
+            f"--hours {hours}: steps of {', '.join(map(str, taken))} hours do not reach it{why}\nnearest: --hours {nearest}"
+        )
+    return steps
+
+
+def plan_steps(trained: Sequence[int], hours: int) -> dict[int, tuple[int, ...]]:
+    """Return for every lead time up to `hours` the fewest steps of the `trained` lead times that add up to it.
+
+    Of equally few the last step is the shortest, so that longer lead times build on shorter ones.
+    """
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    for reached in range(1, hours + 1):
+        # Each step adds its own error, so the fewest are taken.
+        before = [(len(found[reached - lead]), lead) for lead in trained if reached - lead in found]
+        if before:
+            lead = min(before)[1]
+            found[reached] = (*found[reached - lead], lead)
+    del found[0]
+    return found
+
+
+@torch.no_grad()
+def roll_out(
+    model: Forecaster, reader: FieldReader, source: int, starts: Int64Array, steps: dict[int, tuple[int, ...]]
+) -> Iterator[Tensor]:
+    """Yield for each lead time the forecasts [n, V_out, H, W] from these input frames, in the units of the fields."""
+    device = next(model.parameters()).device
+    # No target is read: any frame that is there will do.
+    inputs = reader.read_cases(Cases(np.full(len(starts), source, dtype=np.int64), starts, starts)).fields.to(device)
+    # Longer lead times begin where shorter ones ended, so every step is computed once.
+    states: dict[tuple[int, ...], Tensor] = {(): inputs}
+    # A step can only follow where everything that is read was predicted or stays as it is.
+    can_follow = set(model.config.output_names) <= set(model.config.input_names)
+    for parts in steps.values():
+        lead = torch.full((len(starts),), float(parts[-1]), device=device)
+        predicted = model.forecast(states[parts[:-1]], lead)
+        if can_follow:
+            states[parts] = model.next_inputs(inputs, predicted)
+        # In float32: geopotential in its own units has more digits than bfloat16.
+        yield reader.denormalise(predicted.float())
+
+
+def known_cases(reader: FieldReader, source: int, rows: Int64Array, column: int) -> tuple[Cases, Int64Array]:
+    """Return the cases of one lead time that have a truth, and which of `rows` (of the source's windows) they are.
+
+    column: number of the lead time among those of the windows.
+    """
+    windows = reader.sources[source].windows
+    targets = windows.targets[rows, column]
+    known = np.flatnonzero(targets >= 0)
+    return Cases(np.full(len(known), source, dtype=np.int64), windows.starts[rows[known]], targets[known]), known
+
+
+def forecasts_of(
+    model: Forecaster, reader: FieldReader, source: int, rows: Int64Array, steps: dict[int, tuple[int, ...]]
+) -> Iterator[tuple[Cases, Tensor]]:
+    """Yield for each lead time the cases of these inputs that have a truth, and their forecasts in the units of the
+    fields."""
+    starts = reader.sources[source].windows.starts[rows]
+    for column, forecast in enumerate(roll_out(model, reader, source, starts, steps)):
+        cases, known = known_cases(reader, source, rows, column)
+        if len(cases):
+            yield cases, forecast[torch.from_numpy(known).to(forecast.device)]
 
 
 def spread_rows(windows: Windows, count: int | None, sources: int) -> Int64Array:

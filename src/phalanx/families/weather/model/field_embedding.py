@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from phalanx.counter_random import CounterDropout, DropoutContext
 from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.grid_features import (
-    input_places,
     patch_places,
     patches_of,
     split_level,
@@ -108,7 +107,7 @@ class FieldEmbedding(nn.Module):
         if len(rows_S) != config.n_tokens:
             locations = rows_S[:: config.aggregation_queries] // config.aggregation_queries
             patches_BLVP = patches_BLVP.index_select(1, locations)
-        weight_VDP, offset_VD = self.variable_maps(input_places(config))
+        weight_VDP, offset_VD = self.variable_maps([config.variables.index(name) for name in config.input_names])
         present_BV = None
         if config.absent_inputs == "masked":
             # Exactly the mean throughout is how data hand over a field that is not there.

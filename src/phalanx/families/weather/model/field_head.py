@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.grid_features import (
-    output_places,
     outputs_among_inputs,
     patches_of,
     row_weights,
@@ -27,7 +26,7 @@ class PatchOutput(Linear):
         points = config.patch_size**2
         super().__init__(config.aggregation_queries * config.d_model, len(config.variables) * points, bias=True)
         self.points = points
-        self.selected = output_places(config)
+        self.selected = [config.variables.index(name) for name in config.output_names]
 
     def forward(self, x: Tensor) -> Tensor:
         """Project [..., in] to [..., V, P] for the variables that are predicted; the rows of others are not used."""

@@ -114,16 +114,6 @@ def patch_places(config: WeatherModel, device: torch.device) -> Tensor:
     return torch.stack([part.expand_as(area) for part in parts], dim=-1).flatten(0, 1)
 
 
-def input_places(config: WeatherModel) -> list[int]:
-    """Return the numbers of the variables that are read, among the model's variables."""
-    return [config.variables.index(name) for name in config.input_names]
-
-
-def output_places(config: WeatherModel) -> list[int]:
-    """Return the numbers of the variables that are predicted, among the model's variables."""
-    return [config.variables.index(name) for name in config.output_names]
-
-
 def outputs_among_inputs(config: WeatherModel) -> list[int]:
     """Return the numbers of the variables that are predicted, among those that are read."""
     return [config.input_names.index(name) for name in config.output_names]
