@@ -13,7 +13,7 @@ import pytest
 from phalanx.layout.legality import reasons_against
 from phalanx.layout.spec import DEGREES, ResolvedLayout
 from phalanx.planner.rank.enumeration import list_splits
-from phalanx.report.plan.plan_page import render_plan
+from phalanx.report.plan_page import render_plan
 from report.plans import plan
 
 if TYPE_CHECKING:

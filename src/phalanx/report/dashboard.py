@@ -189,39 +189,25 @@ def _name_state(log: RunLog, summary: Summary, quiet_s: float) -> tuple[str, str
 
 def _list_run_rows(log: RunLog, summary: Summary, faults: Sequence[str]) -> list[Tile]:
     """Return the figures beside the chart, each with what stands behind it."""
-    rows = [_tell_rate(log, summary)]
-    rows += [
-        replace(tile, label=tile.label.partition(",")[0])
-        for tile in make_headline(summary)
-        if tile.key not in _TOLD_TILES
-    ]
-    rows += [_tell_memory(log), _tell_ranks(log, faults), *_tell_goodput(summary)]
-    for kind in ("evaluation", "checkpoint"):
-        if found := log.of_kind(kind):
-            rows.append(Tile(kind, kind.capitalize(), f"step {found[-1].step:,}", "", describe_event(found[-1])))
-    return rows
-
-
-def _tell_rate(log: RunLog, summary: Summary) -> Tile:
     now, step_s = (
         median_of_finite(log.tokens_per_second[-RECENT_STEPS:]),
         median_of_finite(log.columns["step_seconds"][-RECENT_STEPS:]),
     )
     median = format_count(summary.median_tokens_per_second)
     note = f"now, median {median}; {format_count(summary.tokens)} in all; a step takes {format_duration(step_s)}"
-    return Tile("rate", f"{summary.unit.capitalize()}/s", format_count(now), "", note)
-
-
-def _tell_memory(log: RunLog) -> Tile:
-    now, peak = (last_finite(log.column(f"memory_{name}_gib")) for name in ("now", "peak"))
-    if not math.isfinite(peak):
-        # as of a CPU
-        return Tile("memory", "Memory", "not told", "", "by this kind of device")
-    return Tile("memory", "Memory", f"{now:.1f} GiB", "", f"after a step of the first rank, at most {peak:.1f} GiB")
-
-
-def _tell_ranks(log: RunLog, faults: Sequence[str]) -> Tile:
-    """Return how many ranks there are, and which of them is late or failed."""
+    rows = [Tile("rate", f"{summary.unit.capitalize()}/s", format_count(now), "", note)]
+    rows += [
+        replace(tile, label=tile.label.partition(",")[0])
+        for tile in make_headline(summary)
+        if tile.key not in _TOLD_TILES
+    ]
+    used, peak = (last_finite(log.column(f"memory_{name}_gib")) for name in ("now", "peak"))
+    if math.isfinite(peak):
+        note = f"after a step of the first rank, at most {peak:.1f} GiB"
+        rows.append(Tile("memory", "Memory", f"{used:.1f} GiB", "", note))
+    else:
+        # CPUs count no memory of their own
+        rows.append(Tile("memory", "Memory", "not told", "", "by this kind of device"))
     ranks = (log.machine or {}).get("device_count", "unknown")
     # Times of the ranks are looked at twice a second: of most steps nothing is known.
     looked = np.flatnonzero(np.isfinite(log.column("straggler")))
@@ -231,21 +217,21 @@ def _tell_ranks(log: RunLog, faults: Sequence[str]) -> Tile:
         words.append(f"{len(faults):,} fault{'s' * (len(faults) > 1)}, the last: {faults[-1]}")
     if resumes := len(log.of_kind("resume")):
         words.append(f"resumed {resumes:,} time{'s' * (resumes > 1)}")
-    return Tile("ranks", "Ranks", str(ranks), "", "; ".join(filter(None, words)))
-
-
-def _tell_goodput(summary: Summary) -> list[Tile]:
+    rows.append(Tile("ranks", "Ranks", str(ranks), "", "; ".join(filter(None, words))))
     parts = split_wall_time(summary)
     total = sum(parts.values())
-    if not total > 0.0:
-        return []
-    rest = ", ".join(
-        f"{format_percent(seconds / total)} {_SHORTENED.get(name, name)}"
-        for name, seconds in parts.items()
-        if name != "training" and seconds >= 0.0005 * total
-    )
-    note = f"of {format_duration(total)}" + (f"; {rest}" if rest else "")
-    return [Tile("goodput", "Goodput", format_percent(parts["training"] / total), "", note)]
+    if total > 0.0:
+        rest = ", ".join(
+            f"{format_percent(seconds / total)} {_SHORTENED.get(name, name)}"
+            for name, seconds in parts.items()
+            if name != "training" and seconds >= 0.0005 * total
+        )
+        note = f"of {format_duration(total)}" + (f"; {rest}" if rest else "")
+        rows.append(Tile("goodput", "Goodput", format_percent(parts["training"] / total), "", note))
+    for kind in ("evaluation", "checkpoint"):
+        if found := log.of_kind(kind):
+            rows.append(Tile(kind, kind.capitalize(), f"step {found[-1].step:,}", "", describe_event(found[-1])))
+    return rows
 
 
 def _draw_loss(run: RunFigures, room: Room, tall: int) -> list[Text]:
@@ -322,7 +308,12 @@ class Raster:
     def __init__(self, room: Room, tall: int, scale: Scale) -> None:
         """tall: lines for the dots. scale: of the values."""
         self.scale, self.tall, self.plain = scale, tall, room.plain
-        self.labels = self._place_labels()
+        self.labels: dict[int, str] = {}
+        for tick in choose_value_ticks(scale):
+            row = min(tall - 1, max(0, int((1.0 - tick.share) * tall)))
+            # labels next to each other cannot be told apart
+            if not {row - 1, row, row + 1} & self.labels.keys():
+                self.labels[row] = tick.label
         self.left = max(map(len, self.labels.values()), default=0) + 2
         self.wide = max(1, room.width - self.left)
         self.bits = np.zeros((tall, self.wide), np.int64)
@@ -369,24 +360,12 @@ class Raster:
             cells = zip(self.bits[row].tolist(), self.styles[row].tolist(), strict=True)
             # a run of one style at a time: a frame goes over a network
             for style, group in groupby(cells, key=lambda cell: str(cell[1])):
-                line.append("".join(self._write_cell(bits) for bits, _ in group), style)
+                dots = (" " if not bits else "*" if self.plain else chr(0x2800 + bits) for bits, _ in group)
+                line.append("".join(dots), style)
             lines.append(line)
         between = base * max(1, self.wide - len(first) - len(last) - 2)
         lines.append(Text(f"{'':{self.left - 1}}{corner}{first} {between} {last}"[: self.left + self.wide], "dim"))
         return lines
-
-    def _write_cell(self, bits: int) -> str:
-        return " " if not bits else "*" if self.plain else chr(0x2800 + bits)
-
-    def _place_labels(self) -> dict[int, str]:
-        """Return the labels of round values by the line where each stands."""
-        found: dict[int, str] = {}
-        for tick in choose_value_ticks(self.scale):
-            row = min(self.tall - 1, max(0, int((1.0 - tick.share) * self.tall)))
-            # labels next to each other cannot be told apart
-            if not {row - 1, row, row + 1} & found.keys():
-                found[row] = tick.label
-        return found
 
 
 def _write_head(name: str, state: str, style: str, rest: str) -> Text:

@@ -6,7 +6,7 @@ The markup of all families is in `templates/ensemble.html`; sections for which a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -86,9 +86,19 @@ def render_ensemble(summary: Row) -> str:
 def _fill_materials_page(summary: Row) -> dict[str, Any]:
     """Return what `ensemble.html` shows of materials models: one row for each kind of number that they learn."""
     labels = [scale_label(label) for label in summary["labels"]]
+    tiles = []
+    for label in labels:
+        if not label["learned"]:
+            continue
+        name, key = label["name"], label["name"].replace(" ", "-")
+        note = f"{_format_signed(saved_share(label))} against the best member's MAE"
+        tiles.append(Tile(f"mae-{key}", name, format_number(label["scores"]["mae"]), label["unit"], note))
+        coverage, conformal = label["scores"]["coverage"]["0.9"], label["conformal"]["0.9"]["coverage"]
+        note = "of truths in 90% intervals" + ("" if conformal is None else f"; conformal {format_percent(conformal)}")
+        tiles.append(Tile(f"coverage-{key}", f"{name} inside", format_percent(coverage), "", note))
     return {
         "about": "Chosen and calibrated on the validation split, scored on the test split.",
-        "tiles": list(_label_tiles(labels)),
+        "tiles": tiles,
         "tables": [
             ("errors", "Errors on the test split", ERRORS_HINT, ERROR_COLUMNS, labels),
             ("uncertainty", "Uncertainties on the test split", UNCERTAINTIES_HINT, UNCERTAINTY_COLUMNS, labels),
@@ -152,19 +162,8 @@ def _format_known(share: float | None) -> str:
     return "–" if share is None else format_percent(share)
 
 
-def _label_tiles(labels: list[Row]) -> Iterator[Tile]:
-    for label in labels:
-        if not label["learned"]:
-            continue
-        name, key = label["name"], label["name"].replace(" ", "-")
-        note = f"{_format_signed(saved_share(label))} against the best member's MAE"
-        yield Tile(f"mae-{key}", name, format_number(label["scores"]["mae"]), label["unit"], note)
-        coverage, conformal = label["scores"]["coverage"]["0.9"], label["conformal"]["0.9"]["coverage"]
-        note = "of truths in 90% intervals" + ("" if conformal is None else f"; conformal {format_percent(conformal)}")
-        yield Tile(f"coverage-{key}", f"{name} inside", format_percent(coverage), "", note)
-
-
 def _coverage_column(level: str) -> Column[Row]:
+    # a function and no loop: each column must keep its own level
     return Column(f"{100 * float(level):.0f}%", lambda row: _format_known(row["scores"]["coverage"][level]))
 
 

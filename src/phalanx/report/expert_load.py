@@ -67,9 +67,14 @@ def describe_experts(records: Sequence[Any]) -> ExpertSection | None:
     for record in records:
         for layer, load, figures in _read_layers(record):
             found.setdefault(layer, []).append((load, figures))
-    layers = [_average_layer(layer, seen) for layer, seen in sorted(found.items())]
-    if not layers:
+    if not found:
         return None
+    layers = []
+    for layer, seen in sorted(found.items()):
+        # A log that was joined of two runs may hold two numbers of experts: the last one counts.
+        same = [(load, figures) for load, figures in seen if len(load) == len(seen[-1][0])]
+        means = {name: float(np.mean([figures[name] for _, figures in same])) for name in _FIGURES}
+        layers.append(LayerUse(layer, np.mean([load for load, _ in same], axis=0), means))
     steps = max(len(seen) for seen in found.values())
     rows = [(str(use.layer), (use.load * len(use.load)).tolist()) for use in layers]
     words = (
@@ -85,14 +90,6 @@ def describe_experts(records: Sequence[Any]) -> ExpertSection | None:
 def list_loads(records: Sequence[Any]) -> list[list[float]]:
     """Return the loads of the experts of each layer in each of a log's last records: rows of shares."""
     return [load.tolist() for record in records for _, load, _ in _read_layers(record)]
-
-
-def _average_layer(layer: int, seen: list[tuple[FloatArray, Mapping[str, float]]]) -> LayerUse:
-    # A log that was joined of two runs may hold two numbers of experts: the last one counts.
-    size = len(seen[-1][0])
-    same = [(load, figures) for load, figures in seen if len(load) == size]
-    figures = {name: float(np.mean([one[name] for _, one in same])) for name in _FIGURES}
-    return LayerUse(layer, np.mean([load for load, _ in same], axis=0), figures)
 
 
 def _read_layers(record: Any) -> list[tuple[int, FloatArray, Mapping[str, float]]]:

@@ -158,11 +158,20 @@ def draw_chart(chart: Chart, domains: dict[str, Scale], marks: Marks) -> ChartDr
     # Every choice of axes is drawn, and the style sheet shows one: the page works without a script.
     paths: list[Path] = []
     for axis in AXES:
-        paths += _draw_marks(chart, axis, domains[axis], marks)
+        domain = domains[axis]
+        checkpoints, resumes = (
+            _thin_marks(domain.share(at.on(axis)) * PLOT_WIDTH) for at in (marks.checkpoints, marks.resumes)
+        )
+        paths.append(Path(f"checkpoints x-{axis}", "".join(f"M{x:.1f} {PLOT_HEIGHT}v-12" for x in checkpoints)))
+        paths.append(Path(f"resumes x-{axis}", "".join(f"M{x:.1f} 0V{PLOT_HEIGHT}" for x in resumes)))
+        if chart.nonfinite is not None:
+            spans = _merge_spans(*(domain.share(end.on(axis)) * PLOT_WIDTH for end in chart.nonfinite))
+            shape = "".join(f"M{a:.1f} 0H{b:.1f}V{PLOT_HEIGHT}H{a:.1f}Z" for a, b in spans)
+            paths.append(Path(f"nonfinite x-{axis}", shape))
         for name, scale in scales.items():
             shown = _name_choice(axis, name, chart.scales)
             for series in chart.series:
-                x = domains[axis].share(series.positions.on(axis)) * PLOT_WIDTH
+                x = domain.share(series.positions.on(axis)) * PLOT_WIDTH
                 y = (1 - scale.share(series.values)) * PLOT_HEIGHT
                 style = f"colour-{series.colour} {shown}"
                 line, lone = _draw_curve(x, y, series.kept)
@@ -208,17 +217,6 @@ def _draw_curve(x: FloatArray, y: FloatArray, kept: IntArray) -> tuple[str, list
 def _draw_dots(x: FloatArray, y: FloatArray, index: Iterable[int]) -> str:
     # a line of no length shows its round caps: a dot that the stretched drawing does not flatten
     return "".join(f"M{x[i]:.1f} {y[i]:.1f}h0" for i in index)
-
-
-def _draw_marks(chart: Chart, axis: str, domain: Scale, marks: Marks) -> Iterator[Path]:
-    checkpoints = _thin_marks(domain.share(marks.checkpoints.on(axis)) * PLOT_WIDTH)
-    resumes = _thin_marks(domain.share(marks.resumes.on(axis)) * PLOT_WIDTH)
-    yield Path(f"checkpoints x-{axis}", "".join(f"M{x:.1f} {PLOT_HEIGHT}v-12" for x in checkpoints))
-    yield Path(f"resumes x-{axis}", "".join(f"M{x:.1f} 0V{PLOT_HEIGHT}" for x in resumes))
-    if chart.nonfinite is not None:
-        first, last = (domain.share(end.on(axis)) * PLOT_WIDTH for end in chart.nonfinite)
-        shape = "".join(f"M{a:.1f} 0H{b:.1f}V{PLOT_HEIGHT}H{a:.1f}Z" for a, b in _merge_spans(first, last))
-        yield Path(f"nonfinite x-{axis}", shape)
 
 
 def _thin_marks(positions: FloatArray) -> FloatArray:

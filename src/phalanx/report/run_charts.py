@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,21 @@ MOST_TASKS = 3
 """In-context tasks that have curves of their own."""
 SHORT_CURVE = 10
 """Points of a curve of which no average is worth drawing."""
+
+CRITICAL_BATCH = (
+    "Estimated from gradient norms at two batch sizes (McCandlish et al. 2018). A batch of this size takes twice the "
+    "samples, and twice the steps, that the least of either would."
+)
+THROUGHPUT = "Of each step, over all devices."
+POWER = "Mean of each step, all devices, by their own counters of energy."
+MEMORY = "Device memory held by tensors: its peak so far and what is left after each step."
+STEP_TIME = "The whole of each step, and the parts of it spent waiting."
+IMBALANCE = "The slowest rank over the mean of all: 1 is perfect."
+VIOLATION = "Largest load of an expert over the mean of its layer, less 1."
+"""Explanations that stand below the charts."""
+
+Recorded = tuple[str, str, int, FloatArray]
+"""Key, label, colour and values of a column."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +54,28 @@ def chart_run(log: RunLog) -> RunCharts:
     seconds = np.cumsum(_positive_or_zero(log.columns["step_seconds"]))
     tokens = np.maximum.accumulate(_positive_or_zero(log.columns["tokens"]))
     positions = Positions(log.steps.astype(np.float64), tokens, seconds)
-    charts = [
+    evaluated = [_chart_skill(log, positions), _chart_tasks(log, positions)]
+    drawn = [
         _chart_loss(log, positions),
-        _chart_skill(log, positions),
-        _chart_tasks(log, positions),
-        _chart_learning_rate(log, positions),
-        _chart_gradient_norm(log, positions),
-        _chart_critical_batch(log, positions),
-        _chart_throughput(log, positions),
-        _chart_power(log, positions),
-        _chart_memory(log, positions),
-        _chart_step_time(log, positions),
-        _chart_imbalance(log, positions),
-        _chart_experts(log, positions),
+        *(chart for chart in evaluated if chart is not None),
+        *_chart_columns(log, positions),
     ]
-    drawn = [chart for chart in charts if chart is not None]
-    marks = Marks(*(_locate_events(log, positions, kind) for kind in ("resume", "checkpoint")))
-    return RunCharts(drawn, positions, {axis: _choose_domain(axis, drawn) for axis in AXES}, marks)
+    resumed, saved = ({event.step for event in log.of_kind(kind)} for kind in ("resume", "checkpoint"))
+    marks = Marks(
+        *(
+            positions.at_steps(np.asarray(sorted(step for step in steps if step <= log.steps[-1]), dtype=np.float64))
+            for steps in (resumed, saved)
+        )
+    )
+    drawn_at = [series.positions for chart in drawn for series in chart.series]
+    from_start = min(at.step[0] for at in drawn_at) <= 1
+    domains: dict[str, Scale] = {}
+    for axis in AXES:
+        ends = np.concatenate([at.on(axis)[[0, -1]] for at in drawn_at])
+        # a run that was recorded from its first step shows how far it is from nothing; a part of one fills the width
+        low, high = 0.0 if from_start else float(ends.min()), float(ends.max())
+        domains[axis] = Scale(low, high) if high > low else Scale(low - 0.5, low + 0.5)
+    return RunCharts(drawn, positions, domains, marks)
 
 
 def choose_half_life(records: int) -> int:
@@ -103,12 +124,15 @@ def read_out(run: RunCharts) -> Readout:
     last = len(run.positions.step) - 1
     # an evaluation may lie after the last record; the last record is the one shown at rest
     at = run.positions.take(np.unique(np.minimum(np.append(records, last), last)))
-    columns = {
-        f"{chart.key}.{series.key}": _format_at(series, at.step, chart.key)
-        for chart in run.charts
-        for series in chart.series
-        if series.label
-    }
+    columns: dict[str, list[str]] = {}
+    for chart in run.charts:
+        for series in chart.series:
+            if series.label:
+                # the newest value so far at each step, and none before the first
+                newest = np.searchsorted(series.positions.step, at.step, side="right") - 1
+                columns[f"{chart.key}.{series.key}"] = [
+                    format_value(chart.key, series.values[i]) if i >= 0 else "–" for i in newest.tolist()
+                ]
     columns["step"] = [f"{step:,.0f}" for step in at.step]
     columns["tokens"] = [format_count(tokens) for tokens in at.tokens]
     columns["time"] = [format_duration(seconds) for seconds in at.time]
@@ -119,12 +143,6 @@ def read_out(run: RunCharts) -> Readout:
 def format_value(chart: str, value: float) -> str:
     """Write a value of the chart with this key."""
     return format_count(value) if chart == "throughput" else format_number(value)
-
-
-def _format_at(series: Series, steps: FloatArray, chart: str) -> list[str]:
-    """Return the series' value at each step as text: its newest value so far, "–" before its first."""
-    index = np.searchsorted(series.positions.step, steps, side="right") - 1
-    return [format_value(chart, series.values[i]) if i >= 0 else "–" for i in index.tolist()]
 
 
 def _chart_loss(log: RunLog, positions: Positions) -> Chart:
@@ -183,95 +201,51 @@ def _chart_tasks(log: RunLog, positions: Positions) -> Chart | None:
     return Chart("tasks", "In-context accuracy", "", explanation, tuple(series), scales=("linear",), from_zero=True)
 
 
-def _chart_learning_rate(log: RunLog, positions: Positions) -> Chart:
-    series = _make_series("lr", "learning rate", 1, positions, log.columns["lr"])
-    return Chart("lr", "Learning rate", "", "As applied at each step.", (series,), from_zero=True)
-
-
-def _chart_gradient_norm(log: RunLog, positions: Positions) -> Chart:
+def _chart_columns(log: RunLog, positions: Positions) -> Iterator[Chart]:
+    """Yield a chart for each quantity that steps record, those of which the log tells nothing left out."""
+    lr = _make_series("lr", "learning rate", 1, positions, log.columns["lr"])
+    yield Chart("lr", "Learning rate", "", "As applied at each step.", (lr,), from_zero=True)
     norm = log.columns["grad_norm"]
     series = _with_average("norm", "gradient norm", 1, positions, norm)
     explanation = f"Euclidean norm over all parameters, before clipping.{_explain_average(series)}"
     spans = _find_nonfinite(norm, positions)
-    return Chart("grad-norm", "Gradient norm", "", explanation, series, nonfinite=spans, from_zero=True)
+    yield Chart("grad-norm", "Gradient norm", "", explanation, series, nonfinite=spans, from_zero=True)
 
-
-def _chart_critical_batch(log: RunLog, positions: Positions) -> Chart | None:
-    """Chart the batch beyond which samples are wasted, where the run estimates it."""
-    series = _recorded_series([("samples", "critical batch", 1, log.column("critical_batch"))], positions)
-    explanation = (
-        "Estimated from gradient norms at two batch sizes (McCandlish et al. 2018). A batch of this size takes twice the "
-        "samples, and twice the steps, that the least of either would."
-    )
-    return _make_chart(series, "critical-batch", "Critical batch", "samples", explanation)
-
-
-def _chart_throughput(log: RunLog, positions: Positions) -> Chart | None:
-    # a rate that was not recorded is derived from tokens and seconds
-    columns = [("tokens", "throughput", 1, log.tokens_per_second)]
-    series = _recorded_series(columns, positions, averaged=("tokens",))
-    explanation = f"Of each step, over all devices.{_explain_average(series)}"
-    return _make_chart(series, "throughput", "Throughput", f"{log.unit}/s", explanation, scales=("linear",))
-
-
-def _chart_power(log: RunLog, positions: Positions) -> Chart | None:
-    """Chart the mean power of all devices in each step, where they count their energy."""
     watts = log.column("step_joules") / log.columns["step_seconds"]
-    series = _recorded_series([("watts", "power", 1, watts)], positions, averaged=("watts",))
-    explanation = f"Mean of each step, all devices, by their own counters of energy.{_explain_average(series)}"
-    return _make_chart(series, "power", "Power", "W", explanation, scales=("linear",))
-
-
-def _chart_memory(log: RunLog, positions: Positions) -> Chart | None:
-    columns = [
+    memory = [
         ("peak", "peak", 2, log.column("memory_peak_gib")),
         ("now", "after the step", 1, log.column("memory_now_gib")),
     ]
-    explanation = "Device memory held by tensors: its peak so far and what is left after each step."
-    return _make_chart(_recorded_series(columns, positions), "memory", "Memory", "GiB", explanation, scales=("linear",))
-
-
-def _chart_step_time(log: RunLog, positions: Positions) -> Chart | None:
-    columns = [
+    seconds = [
         ("step", "whole step", 1, log.columns["step_seconds"]),
         ("data", "data wait", 2, log.column("data_wait_seconds")),
         ("checkpoint", "checkpoint stall", 3, log.column("checkpoint_stall_seconds")),
         ("ranks", "ranks' wait", 4, log.column("rank_wait_seconds")),
     ]
-    # a stall once in many steps has no average worth drawing
-    series = _recorded_series(columns, positions, averaged=("step", "data", "ranks"))
-    explanation = f"The whole of each step, and the parts of it spent waiting.{_explain_average(series)}"
-    return _make_chart(series, "step-time", "Step time", "s", explanation)
-
-
-def _chart_imbalance(log: RunLog, positions: Positions) -> Chart | None:
-    """Chart how uneven the shares of ranks are, where they are."""
-    columns = [
+    imbalance = [
         ("measured", "measured", 1, log.column("imbalance")),
         ("expected", "by the costs shared out by", 2, log.column("imbalance_expected")),
     ]
-    series = _recorded_series(columns, positions, averaged=("measured",))
-    explanation = f"The slowest rank over the mean of all: 1 is perfect.{_explain_average(series)}"
-    return _make_chart(series, "ranks", "Imbalance of ranks", "", explanation)
-
-
-def _chart_experts(log: RunLog, positions: Positions) -> Chart | None:
-    """Chart how uneven the use of experts is, where there are some."""
-    columns = [("violation", "worst layer", 1, log.column("expert_violation"))]
-    series = _recorded_series(columns, positions, averaged=("violation",))
-    explanation = f"Largest load of an expert over the mean of its layer, less 1.{_explain_average(series)}"
-    return _make_chart(series, "experts", "Maximal violation of the balance of experts", "", explanation)
-
-
-def _make_chart(
-    series: tuple[Series, ...],
-    key: str,
-    title: str,
-    unit: str,
-    explanation: str,
-    scales: tuple[str, ...] = ("linear", "log"),
-) -> Chart | None:
-    return Chart(key, title, unit, explanation, series, scales=scales, from_zero=True) if series else None
+    critical = [("samples", "critical batch", 1, log.column("critical_batch"))]
+    # a rate that was not recorded is derived from tokens and seconds
+    rate = [("tokens", "throughput", 1, log.tokens_per_second)]
+    violation = [("violation", "worst layer", 1, log.column("expert_violation"))]
+    both, linear = ("linear", "log"), ("linear",)
+    # key, title, unit, explanation; columns, and which of them are so noisy that an average is drawn over them
+    charts: tuple[tuple[str, str, str, str, list[Recorded], tuple[str, ...], tuple[str, ...]], ...] = (
+        ("critical-batch", "Critical batch", "samples", CRITICAL_BATCH, critical, (), both),
+        ("throughput", "Throughput", f"{log.unit}/s", THROUGHPUT, rate, ("tokens",), linear),
+        ("power", "Power", "W", POWER, [("watts", "power", 1, watts)], ("watts",), linear),
+        ("memory", "Memory", "GiB", MEMORY, memory, (), linear),
+        # a stall once in many steps has no average worth drawing
+        ("step-time", "Step time", "s", STEP_TIME, seconds, ("step", "data", "ranks"), both),
+        ("ranks", "Imbalance of ranks", "", IMBALANCE, imbalance, ("measured",), both),
+        ("experts", "Maximal violation of the balance of experts", "", VIOLATION, violation, ("violation",), both),
+    )
+    for key, title, unit, explanation, columns, averaged, scales in charts:
+        if series := _recorded_series(columns, positions, averaged):
+            words = explanation + _explain_average(series)
+            yield Chart(key, title, unit, words, series, scales=scales, from_zero=True)
 
 
 def _explain_average(series: tuple[Series, ...]) -> str:
@@ -295,9 +269,7 @@ def _with_average(
     return raw, Series(f"{key}-average", average_label, colour, positions, average, raw.kept)
 
 
-def _recorded_series(
-    columns: list[tuple[str, str, int, FloatArray]], positions: Positions, averaged: tuple[str, ...] = ()
-) -> tuple[Series, ...]:
+def _recorded_series(columns: list[Recorded], positions: Positions, averaged: tuple[str, ...]) -> tuple[Series, ...]:
     """Return series of the columns that hold values, over the records that hold them: a value not recorded is no gap."""
     series: list[Series] = []
     for key, label, colour, values in columns:
@@ -316,19 +288,5 @@ def _find_nonfinite(values: FloatArray, positions: Positions) -> tuple[Positions
     return positions.take(edges[::2]), positions.take(edges[1::2] - 1)
 
 
-def _locate_events(log: RunLog, positions: Positions, kind: str) -> Positions:
-    steps = {event.step for event in log.of_kind(kind) if event.step <= log.steps[-1]}
-    return positions.at_steps(np.asarray(sorted(steps), dtype=np.float64))
-
-
 def _positive_or_zero(values: FloatArray) -> FloatArray:
     return np.where(np.isfinite(values) & (values > 0), values, 0.0)
-
-
-def _choose_domain(axis: str, charts: list[Chart]) -> Scale:
-    series = [series.positions for chart in charts for series in chart.series]
-    ends = np.concatenate([positions.on(axis)[[0, -1]] for positions in series])
-    from_start = min(positions.step[0] for positions in series) <= 1
-    # a run that was recorded from its first step shows how far it is from nothing; a part of one fills the width
-    low, high = 0.0 if from_start else float(ends.min()), float(ends.max())
-    return Scale(low, high) if high > low else Scale(low - 0.5, low + 0.5)

@@ -382,6 +382,8 @@ def summarise_run(log: RunLog) -> Summary:
     # evaluations, samples and warnings do not say whether the run came to its end
     states = [event.kind for event in log.events if event.kind in ("start", "resume", "checkpoint", "end")]
     convention = (log.machine or {}).get("flops_convention")
+    count = (log.machine or {}).get("device_count")
+    devices = float(count) if isinstance(count, int) and 0 < count < 1e9 else math.nan
     return Summary(
         steps=int(log.steps[-1]),
         records=len(log.steps),
@@ -411,15 +413,9 @@ def summarise_run(log: RunLog) -> Summary:
         resumes=len(log.of_kind("resume")),
         energy_joules=_sum_finite(log.column("step_joules")),
         joules_per_token=median_of_finite(log.column("joules_per_token")),
-        device_watts=median_of_finite(log.column("step_joules") / seconds) / _count_devices(log),
+        device_watts=median_of_finite(log.column("step_joules") / seconds) / devices,
         critical_batch=last_finite(log.column("critical_batch")),
     )
-
-
-def _count_devices(log: RunLog) -> float:
-    """Return how many devices the run had when it was started last; NaN where machine.json does not say."""
-    count = (log.machine or {}).get("device_count")
-    return float(count) if isinstance(count, int) and 0 < count < 1e9 else math.nan
 
 
 def split_wall_time(summary: Summary) -> dict[str, float]:

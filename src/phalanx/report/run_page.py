@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,6 @@ import numpy as np
 
 from phalanx.config.families import sizes_of
 from phalanx.config.load import parse_run
-from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import require_replaceable, write_atomically
 from phalanx.formatting import (
@@ -271,39 +271,26 @@ def list_notes(log: RunLog, summary: Summary) -> list[str]:
         passed = sum(n for event in rewinds if math.isfinite(n := event.number("passed_batches")))
         found.append(f"{len(rewinds):,} rewinds to a checkpoint; {passed:,.0f} batches were passed over.")
     found += [f"Step {event.step:,}: replicas of parameters differed." for event in log.of_kind("replicas_differ")]
-    found += _describe_interval(log)
-    found += _describe_goodput(summary)
+    if chosen := log.of_kind("checkpoint_interval"):
+        every, step, stall, failure, goodput = (
+            chosen[-1].number(name) for name in ("every", "step_seconds", "stall_seconds", "failure_seconds", "goodput")
+        )
+        found.append(
+            f"Checkpoints every {every:,.0f} steps ({format_duration(every * step)}), chosen at step {chosen[-1].step:,} to "
+            f"lose least (Young, Daly): one holds training up for {format_duration(stall)}, and the job fails every "
+            f"{format_duration(failure)} on average; expected goodput {format_percent(goodput)}."
+        )
+    # a run that did nothing twice has its waits in the chart of step times already
+    if summary.redone_seconds > 0.0 and summary.wall_seconds > 0.0:
+        parts = split_wall_time(summary)
+        total = sum(parts.values())
+        words = ", ".join(f"{seconds / total:.1%} {name}" for name, seconds in parts.items())
+        found.append(f"Of {format_duration(total)} wall time: {words}.")
     warnings = log.of_kind("warning")
     found += [f"Warning at step {event.step:,}: {describe_event(event)}" for event in warnings[:MOST_WARNINGS]]
     if len(warnings) > MOST_WARNINGS:
         found.append(f"{len(warnings) - MOST_WARNINGS:,} more warnings stand among the events.")
     return found
-
-
-def _describe_interval(log: RunLog) -> list[str]:
-    """Return the interval between checkpoints that a run chose last, and from what; nothing for one that chose none."""
-    chosen = log.of_kind("checkpoint_interval")
-    if not chosen:
-        return []
-    last = chosen[-1]
-    every, step, stall, failure, goodput = (
-        last.number(name) for name in ("every", "step_seconds", "stall_seconds", "failure_seconds", "goodput")
-    )
-    return [
-        f"Checkpoints every {every:,.0f} steps ({format_duration(every * step)}), chosen at step {last.step:,} to lose "
-        f"least (Young, Daly): one holds training up for {format_duration(stall)}, and the job fails every "
-        f"{format_duration(failure)} on average; expected goodput {format_percent(goodput)}."
-    ]
-
-
-def _describe_goodput(summary: Summary) -> list[str]:
-    """Return what the wall time of a run went to that had to do steps again; nothing for one that had not."""
-    if not summary.redone_seconds > 0.0 or not summary.wall_seconds > 0.0:
-        return []
-    parts = split_wall_time(summary)
-    total = sum(parts.values())
-    words = ", ".join(f"{seconds / total:.1%} {name}" for name, seconds in parts.items())
-    return [f"Of {format_duration(total)} wall time: {words}."]
 
 
 def list_facts(log: RunLog, summary: Summary) -> list[str]:
@@ -312,41 +299,30 @@ def list_facts(log: RunLog, summary: Summary) -> list[str]:
     done = f"{summary.steps:,}" if planned is None else f"{summary.steps:,} of {planned:,}"
     found = [f"{done} step{'s' * (done != '1')}"]
     machine = log.machine or {}
-    run = _parse_run_file(log)
+    run = None
+    if log.config_text is not None:
+        # a run file that is not whole, or of another version, leaves facts out and shows the rest of the page
+        with suppress(ConfigError):
+            run = parse_run(log.config_text, "run.yaml")
     if run is not None:
         found.append(f"{format_count(sizes_of(run.model).parameter_count(run.model))} parameters")
     if "device" in machine:
         devices = machine.get("device_count", 1)
         found.append(f"{devices} × {machine['device']}"[:LONGEST_DETAIL])
     if run is not None:
-        names = ", ".join(run.data_names)
-        found += [_describe_layout(run, machine.get("device_count")), f"data {names}"[:LONGEST_DETAIL]]
+        degrees = {name: getattr(run.layout, name) for name in DEGREES}
+        # with the devices known, a degree that is auto follows from the others
+        count, rest = machine.get("device_count"), math.prod(n for n in degrees.values() if n != "auto")
+        if isinstance(count, int) and count % rest == 0:
+            degrees = {name: count // rest if degree == "auto" else degree for name, degree in degrees.items()}
+        spread = " ".join(f"{name}={degree}" for name, degree in degrees.items() if degree != 1) or "one rank"
+        found.append(f"{spread}, global batch {run.layout.global_batch}, {run.layout.precision}")
+        found.append(f"data {', '.join(run.data_names)}"[:LONGEST_DETAIL])
     if log.events:
         first, last = (end(event.time for event in log.events) for end in (min, max))
         day = "" if first.date() == last.date() else f"{last:%Y-%m-%d} "
         found.append(f"{first:%Y-%m-%d %H:%M} to {day}{last:%H:%M} UTC")
     return found
-
-
-def _parse_run_file(log: RunLog) -> Run | None:
-    """Return the run file; None where it is not whole or of another version."""
-    if log.config_text is None:
-        return None
-    try:
-        return parse_run(log.config_text, "run.yaml")
-    except ConfigError:
-        return None
-
-
-def _describe_layout(run: Run, devices: object) -> str:
-    """Return the degrees above 1, the one that is auto as what remains of the devices, and the global batch."""
-    degrees = {name: getattr(run.layout, name) for name in DEGREES}
-    # with the devices known, a degree that is auto follows from the others
-    rest = math.prod(degree for degree in degrees.values() if degree != "auto")
-    if isinstance(devices, int) and devices % rest == 0:
-        degrees = {name: devices // rest if degree == "auto" else degree for name, degree in degrees.items()}
-    spread = " ".join(f"{name}={degree}" for name, degree in degrees.items() if degree != 1) or "one rank"
-    return f"{spread}, global batch {run.layout.global_batch}, {run.layout.precision}"
 
 
 def split_time(log: RunLog, summary: Summary) -> list[TimePart]:

@@ -57,10 +57,14 @@ def write_text_table(
     first = [["", *(str(number + 1) for number in range(len(rows)))]] if numbered else []
     # from the whole table to the narrowest: the first that fits, or else the narrowest
     for limit in sorted({column.gives_way for column in columns}, reverse=True):
-        shown = [shrunk for column in columns if (shrunk := _shrink(column, limit)) is not None]
+        narrowed = [column if column.gives_way <= limit else column.narrow for column in columns]
+        shown = [column for column in narrowed if column is not None]
         texts = [[column.head, *(str(column.cell(row)) for row in rows)] for column in shown]
         sides = [*("right" for _ in first), *(column.align for column in shown)]
-        padded = [_pad(text, side) for text, side in zip([*first, *texts], sides, strict=True)]
+        padded: list[list[str]] = []
+        for cells, side in zip([*first, *texts], sides, strict=True):
+            size = max(map(len, cells))
+            padded.append([cell.ljust(size) if side == "left" else cell.rjust(size) for cell in cells])
         lines = [(indent + "  ".join(parts)).rstrip() for parts in zip(*padded, strict=True)]
         start = len(indent) + sum(len(parts[0]) + 2 for parts in padded[:-1])
         longest = max(map(len, lines))
@@ -69,29 +73,17 @@ def write_text_table(
     if cut and width is not None:
         lines = [cut_line(line, width) for line in lines]
     elif folded and width is not None:
-        lines = [piece for line in lines for piece in _fold_line(line, start, width)]
+        unfolded, lines = lines, []
+        for line in unfolded:
+            # the pieces of the last cell stand below each other, under its head
+            pieces = textwrap.wrap(line[start:], max(20, width - start)) or [""]
+            lines += [line[:start] + pieces[0], *(" " * start + piece for piece in pieces[1:])]
     return lines if heads else lines[1:]
 
 
 def cut_line(line: str, width: int) -> str:
     """Return a line cut to `width` characters, with a mark at its end where something is missing."""
     return line if len(line) <= width else line[: max(0, width - 1)] + "…"
-
-
-def _fold_line(line: str, start: int, width: int) -> list[str]:
-    """Break what stands from column `start` on into pieces below each other."""
-    pieces = textwrap.wrap(line[start:], max(20, width - start)) or [""]
-    return [line[:start] + pieces[0], *(" " * start + piece for piece in pieces[1:])]
-
-
-def _shrink(column: Column[RowT], limit: int) -> Column[RowT] | None:
-    """Return the column if it may be shown when all above `limit` have given way, else what replaces it."""
-    return column if column.gives_way <= limit else column.narrow
-
-
-def _pad(texts: list[str], align: str) -> list[str]:
-    size = max(map(len, texts))
-    return [text.ljust(size) if align == "left" else text.rjust(size) for text in texts]
 
 
 def write_markdown_table(columns: Sequence[Column[RowT]], rows: Sequence[RowT]) -> Iterator[str]:

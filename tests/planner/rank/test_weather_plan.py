@@ -19,7 +19,7 @@ from phalanx.planner.rank.enumeration import Limits, write_planned_run
 from phalanx.planner.rank.ranking import Planner, Task
 from phalanx.planner.time.profile import profile_for
 from phalanx.planner.trace.traced_model import TracedModel
-from phalanx.report.plan.plan_page import render_plan
+from phalanx.report.plan_page import render_plan
 
 MACHINE = load_machine("h200-x4")
 NAMES = ["temperature_850", "geopotential_500", "2m_temperature"]

@@ -13,7 +13,7 @@ from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.plan_summary import Row, describe_break_evens, describe_large_batch, summarise_plan
 from phalanx.planner.rank.cost_models import WAITING_SHARE
 from phalanx.printable import wrap_line
-from phalanx.report.plan.plan_layouts import FITS, PARALLELISM_COLUMNS, RATE, STEP, layout_columns, name_slower_causes
+from phalanx.report.plan_layouts import FITS, PARALLELISM_COLUMNS, RATE, STEP, layout_columns, name_slower_causes
 from phalanx.report.table import write_text_table
 
 _PROSE = 120

@@ -40,7 +40,7 @@ from phalanx.report.drawing import (
     make_text,
 )
 from phalanx.report.page import Tile, render_page, write_script_json
-from phalanx.report.plan.plan_layouts import (
+from phalanx.report.plan_layouts import (
     GIB,
     LAYOUT_COLUMNS,
     LISTED_COLUMNS,
@@ -254,33 +254,26 @@ def draw_pipeline(bars: Sequence[StageBar]) -> Drawing:
     for bar in bars:
         kinds_of_bars.setdefault(f"{bar.kind}-{bar.stage // ranks % 4}", []).append(bar)
     lane = Markup('<path class="lane bar-{}" stroke-width="{:.1f}" d="{}"/>')
-    parts = [
-        lane.format(name, 0.86 * row, _trace_lanes(some, left, across, row)) for name, some in kinds_of_bars.items()
-    ]
+    parts = []
+    for name, some in kinds_of_bars.items():
+        # a line for each bar, thick enough to be one, that begins relative to the end of the one before
+        path, rank, last = [], -1, 0
+        for bar in sorted(some, key=lambda bar: (bar.rank, bar.start)):
+            # Tenths of a unit are whole numbers here: what is rounded does not add up from one line to the next.
+            start = round(10 * (left + bar.start * across))
+            stop = max(round(10 * (left + bar.end * across - 0.3)), start + 3)
+            if bar.rank != rank:
+                rank, last = bar.rank, 0
+                path.append(f"M0 {(rank + 0.43) * row:.1f}")
+            path.append(f"m{(start - last) / 10:g} 0h{(stop - start) / 10:g}")
+            last = stop
+        parts.append(lane.format(name, 0.86 * row, "".join(path)))
     every = -(-ranks // 16)
     parts += [make_text(left - 8, rank * row + row * 0.7, str(rank), "end") for rank in range(0, ranks, every)]
     busy = sum(bar.end - bar.start for bar in bars) / (end * ranks)
     kinds = [kind for kind in ("forward", "backward", "input", "weight") if any(bar.kind == kind for bar in bars)]
     words = f"{ranks} ranks over {format_duration(end)}, {format_percent(busy)} of it busy."
     return finish_drawing(parts, ranks * row + 6, words, tuple((f"bar-{kind}-0", kind) for kind in kinds))
-
-
-def _trace_lanes(bars: Sequence[StageBar], left: float, across: float, row: float) -> str:
-    """Return a path with a line for each bar, thick enough to be one; a line begins relative to the end of the one before.
-
-    left: where time begins; across: units a second; row: units from a rank to the next.
-    """
-    path, rank, last = [], -1, 0
-    for bar in sorted(bars, key=lambda bar: (bar.rank, bar.start)):
-        # Tenths of a unit are whole numbers here: what is rounded does not add up from one line to the next.
-        start = round(10 * (left + bar.start * across))
-        end = max(round(10 * (left + bar.end * across - 0.3)), start + 3)
-        if bar.rank != rank:
-            rank, last = bar.rank, 0
-            path.append(f"M0 {(rank + 0.43) * row:.1f}")
-        path.append(f"m{(start - last) / 10:g} 0h{(end - start) / 10:g}")
-        last = end
-    return "".join(path)
 
 
 def draw_scaling(summary: Row) -> Drawing:

@@ -60,22 +60,12 @@ def _unless_alone(row: Row, text: object) -> str:
     return "-" if row["dp_shard"] * row["cp"] == 1 else str(text)
 
 
-def _schedule_cell(row: Row) -> str:
-    if row["pp"] == 1:
-        return "-"
-    return str(row["schedule"]) + (f" x{row['stages_per_rank']}" if row["stages_per_rank"] > 1 else "")
-
-
-def _experts_cell(row: Row) -> str:
-    """Return the ranks over which experts are sharded; times those over which each one is."""
-    return str(row["ep"]) + (f" x{row['expert_tp']}" if row["expert_tp"] > 1 else "")
-
-
 _SPLIT_COLUMNS: tuple[Column[Row], ...] = (
     Column("tp", lambda row: row["tp"]),
     Column("pp", lambda row: row["pp"]),
     Column("cp", lambda row: row["cp"], gives_way=4),
-    Column("ep", _experts_cell, gives_way=4),
+    # ranks over which experts are sharded; times those over which each one is
+    Column("ep", lambda row: f"{row['ep']}" + (f" x{row['expert_tp']}" if row["expert_tp"] > 1 else ""), gives_way=4),
     Column("dp_shard", lambda row: row["dp_shard"], gives_way=1),
     Column("dp_rep", lambda row: row["dp_replicate"], gives_way=2),
     Column("mbs", lambda row: row["microbatch"], gives_way=1),
@@ -86,7 +76,15 @@ _SPLIT_COLUMNS: tuple[Column[Row], ...] = (
         gives_way=3,
     ),
     Column("gather", lambda row: _unless_alone(row, row["gather"]), gives_way=3),
-    Column("schedule", _schedule_cell, gives_way=2),
+    Column(
+        "schedule",
+        lambda row: (
+            "-"
+            if row["pp"] == 1
+            else f"{row['schedule']}" + (f" x{row['stages_per_rank']}" if row["stages_per_rank"] > 1 else "")
+        ),
+        gives_way=2,
+    ),
     Column("recompute", lambda row: row["recompute"], gives_way=2),
 )
 PARALLELISM_COLUMNS = (*_SPLIT_COLUMNS, Column[Row]("GiB", lambda row: format_gibibytes(row["memory_bytes"])))
@@ -193,14 +191,9 @@ def answer_rows(plan: Plan, listed: LayoutList, rows: Sequence[Row]) -> list[str
         answers.append(
             f"{least}{format_duration(slower)} a step more: {', '.join(causes)}" if slower > 0 else "as fast"
         )
-    return answers + _refuse_memory(plan, listed, rows)
-
-
-def _refuse_memory(plan: Plan, listed: LayoutList, rows: Sequence[Row]) -> list[str]:
-    """Return why each layout of the list that does not fit does not, with causes for those that need least."""
+    # layouts that do not fit have no time but a reason, with causes for those that need least
     room, least_p = format_gibibytes(plan.planner.models.device_bytes, 0), plan.planner.least_p
     broken_down: set[tuple[int, ...]] = set()
-    answers = []
     for place in range(listed.fitting, len(listed)):
         row = rows[place]
         needed = f"{format_gibibytes(row['memory_bytes'])} of {room} GiB"
@@ -215,8 +208,8 @@ def _refuse_memory(plan: Plan, listed: LayoutList, rows: Sequence[Row]) -> list[
         # the first one of a split needs least; taking a pipeline's memory apart takes a while
         if split not in broken_down and len(broken_down) < MOST_BROKEN_DOWN:
             broken_down.add(split)
-            causes = plan.planner.memory_breakdown(plan.task.model, listed.layouts.take([place]))
-            answer += f" ({name_memory_causes(causes)})"
+            taken = plan.planner.memory_breakdown(plan.task.model, listed.layouts.take([place]))
+            answer += f" ({name_memory_causes(taken)})"
         answers.append(answer)
     return answers
 
@@ -329,15 +322,13 @@ def _sort_keys(rows: Sequence[Row], figure: str) -> list[float]:
 
 def _encode_texts(texts: Sequence[str], keys: Sequence[float]) -> dict[str, Any]:
     # Numbers come in their order, before names; what is unknown comes last.
-    pairs = zip(keys, texts, strict=True)
-    cells = [(math.inf if math.isnan(key) else key, _number_of(text), text) for key, text in pairs]
+    cells = []
+    for key, text in zip(keys, texts, strict=True):
+        digits = text.rstrip("r")
+        number = float(digits) if digits.isdecimal() else math.inf
+        cells.append((math.inf if math.isnan(key) else key, number, text))
     distinct = {cell: place for place, cell in enumerate(sorted(set(cells)))}
     return {"texts": [text for _, _, text in distinct], "cells": [distinct[cell] for cell in cells]}
-
-
-def _number_of(text: str) -> float:
-    digits = text.rstrip("r")
-    return float(digits) if digits.isdecimal() else math.inf
 
 
 def write_value(value: object) -> str:

@@ -16,8 +16,8 @@ import pytest
 from phalanx.layout.spec import DEGREES
 from phalanx.planner.plan.layout_list import LayoutList, list_layouts, list_questions, pick_drawn
 from phalanx.planner.rank.enumeration import CHOSEN
-from phalanx.report.plan import plan_page
-from phalanx.report.plan.plan_layouts import (
+from phalanx.report import plan_page
+from phalanx.report.plan_layouts import (
     answer_rows,
     draw_trade_off,
     encode_layouts,
@@ -26,7 +26,7 @@ from phalanx.report.plan.plan_layouts import (
     find_front,
     list_rows,
 )
-from phalanx.report.plan.plan_page import render_plan
+from phalanx.report.plan_page import render_plan
 from report.pages import Page
 from report.plans import plan
 
