@@ -73,6 +73,8 @@ def write_run_file(file: Path, width: int, name: str, asked: argparse.Namespace)
             "vocab_size": 8192,
             "max_positions": 256,
             "mup_base_width": BASE if name == "mup" else None,
+            # Matrices begin with the variance 1 / width. muP takes that of its base and scales it by itself.
+            "init_std": (BASE if name == "mup" else width) ** -0.5,
         },
         "data": {"sources": [str(asked.data.resolve())], "sequence_length": 256},
         "layout": {"global_batch": samples, "microbatch": samples, "precision": "bf16"},
