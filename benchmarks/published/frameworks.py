@@ -25,6 +25,7 @@ from phalanx.planner.time.step_time import Busiest, DataParallel
 from phalanx.planner.trace.operations import Attention, Matmul, Operation
 from phalanx.planner.trace.traced_model import BLOCKS, PartName, Setting
 from published.runs import PublishedRun
+from published.transformer_engine import with_known_scales
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class OtherFramework(FrameworkProfile):
     """Whether data-parallel communication runs behind computing; else it comes after it."""
     even_stages: bool = False
     """Whether all pipeline stages have equally many blocks, whatever the embedding and the head cost."""
+    delayed_scales: bool = False
+    """Whether 8-bit numbers are made by scales of steps before, in one pass, and biases cost none."""
     experts_in_8_bits: bool = False
     """Whether products of experts multiply 8-bit numbers where all others do; ours multiply 16-bit ones."""
     rows_once_a_rank: bool = False
@@ -78,6 +81,8 @@ class OtherFramework(FrameworkProfile):
             forward = [op for op in operations if op.phase == "forward"]
             operations = [*forward, *again, *(op for op in operations if op.phase != "forward")]
         operations = [_with_narrow_values(op, setting) for op in operations]
+        if self.delayed_scales:
+            operations = with_known_scales(operations)
         if self.experts_in_8_bits and PRECISIONS[setting.precision].products is not None:
             operations = [one for op in operations for one in _in_8_bits(op)]
         if self.rows_once_a_rank and setting.ep > 1:
@@ -291,8 +296,13 @@ _FSDP = OtherFramework(
     low_precision_copy=False,
 )
 
+_FOUNDRY = replace(_FSDP, delayed_scales=True)
+"""In 8 bits its linear layers are Transformer Engine's, with Composer's default recipe, which is delayed scaling
+(mosaicml/llm-foundry@b2a43a14, scripts/train/benchmarking/submit_benchmarks.py, `fc_type`; mosaicml/composer@915fab73,
+composer/core/precision.py)."""
+
 _KNOWN: tuple[tuple[str, FrameworkProfile], ...] = (
-    ("llm foundry", _FSDP),
+    ("llm foundry", _FOUNDRY),
     ("hf accelerate", _FSDP),
     ("torchtitan", replace(_FSDP, compiled=True, host_work=1.0, issues_exchanges=True, reduce_bytes=4)),
     ("nanotron", replace(_MEGATRON, fused_attention=True, reduce_bytes=4)),

@@ -112,6 +112,22 @@ MIXTURE = LanguageModel.model_validate(
 SPREAD = Setting(MIXTURE, 256, ep=8, precision="mxfp8", compile=False, loads=BALANCED)
 
 
+def test_scales_of_steps_before_cost_no_pass_and_biases_none() -> None:
+    setting = replace(SETTING, precision="fp8-tensor", model=MODEL.model_copy(update={"bias": True}))
+    now, before = (replace(PLAIN, delayed_scales=way).part_operations("block", setting, 2) for way in (False, True))
+    (seen, kept) = ([op.name for op in operations] for operations in (now, before))
+    # Four layers: rows and weights forward, gradients and weights backward, whose scales are those of the forward pass.
+    assert seen.count("quantise") == kept.count("quantise") == 16
+    assert seen.count("abs") == 12 and "abs" not in kept
+    assert seen.count("sum") - kept.count("sum") == 4
+    # Sums of two tensors stay, residuals among them.
+    adds = [[op for op in operations if op.phase == "forward" and op.name == "add"] for operations in (now, before)]
+    assert (
+        adds[1] == [op for op in adds[0] if op.bytes_read >= 2 * op.bytes_written] and len(adds[0]) > len(adds[1]) > 1
+    )
+    assert [op for op in now if op.matmul] == [op for op in before if op.matmul]
+
+
 def test_experts_multiply_numbers_of_8_bits_that_are_made_of_their_rows() -> None:
     ours, theirs = (_rows(replace(PLAIN, experts_in_8_bits=way), setting=SPREAD) for way in (False, True))
     grouped = [table.take(table.form == Form.GROUPED) for table in (ours, theirs)]

@@ -51,7 +51,7 @@ def test_errors_are_those_that_are_stated(runs: list[PublishedRun], rows: list[C
     # No profile is fitted to a run in 8 bits.
     errors = sorted(abs(row.error) for row in rows if row.row_id in in_8_bits and row.error is not None)
     assert len(errors) == 4
-    assert np.median(errors) <= 0.16 and errors[-1] <= 0.235
+    assert np.median(errors) <= 0.01 and errors[-1] <= 0.07
 
 
 def test_a_mixture_of_experts_is_predicted_by_a_profile_that_was_fitted_to_none() -> None:
