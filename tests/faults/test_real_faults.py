@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -155,6 +156,73 @@ def test_a_fault_is_named_and_leaves_no_trace_in_the_result(
     assert_same_bits(run_dir, undisturbed)
     assert found_s <= limit
     assert again_s <= limit + TRAINING_S
+
+
+MEMORY_WORDS = ["checkpoint.every=15", "checkpoint.memory_every=4"]
+"""By step 24 the newest checkpoint on storage is of step 15, and the newest copy in memory of 20, or of 16 where that is not
+yet whole."""
+
+
+def assert_from_memory(run_dir: Path, words: str) -> int:
+    """Check that the run resumed once, from copies in memory; return from which step."""
+    (resumed,) = [event for event in rows(run_dir / "events.jsonl") if event["kind"] == "resume"]
+    assert resumed["step"] in (16, 20) and resumed["from_memory"] == words
+    assert [row["step"] for row in rows(run_dir / "metrics.jsonl")] == list(range(1, STEPS + 1))
+    return int(resumed["step"])
+
+
+def test_a_lost_node_resumes_from_the_memory_of_its_peer(
+    run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """Two ranks, each on a node of its own: a rank and all that its node has in memory are gone."""
+    run_dir, fault = tmp_path / "run", fault_words(kind="kill", step=24, marker=tmp_path / "happened")
+
+    def start_nodes(port: int) -> list[subprocess.Popen[str]]:
+        started = []
+        for rank in range(2):
+            (tmp_path / f"node-{rank}").mkdir(exist_ok=True)
+            place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+            memory = {"PHALANX_NODE_MEMORY": str(tmp_path / f"node-{rank}")}
+            command = [sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(run_dir)]
+            words = ["layout.dp_shard=2", f"training.steps={STEPS}", *MEMORY_WORDS, fault]
+            process = subprocess.Popen(
+                [*command, *words],
+                env=environment(run_file, place | meeting | memory),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            started.append(process)
+        return started
+
+    codes = [finish(process)[0] for process in start_nodes(29531)]
+    assert codes[1] == -signal.SIGKILL and codes[0] != 0
+    shutil.rmtree(tmp_path / "node-1")
+    for process in start_nodes(29532):
+        code, errors = finish(process)
+        assert code == 0, errors
+    step = assert_from_memory(run_dir, "copies in memory, sent to rank 1 by its peer")
+    assert_same_bits(run_dir, undisturbed)
+    assert not any(any((tmp_path / f"node-{rank}").iterdir()) for rank in range(2))
+    print(
+        f"\n| a node of two lost in step 24, checkpoint of step 15 | resumed after step {step} from its peer | same bits |"
+    )
+
+
+def test_a_restart_resumes_from_the_memory_of_its_node(
+    run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    run_dir, fault = tmp_path / "run", fault_words(kind="kill", step=24, marker=tmp_path / "happened")
+    (tmp_path / "memory").mkdir()
+    more = {"PHALANX_NODE_MEMORY": str(tmp_path / "memory")}
+    code, errors = finish(start(run_file, run_dir, *MEMORY_WORDS, fault, more=more))
+    assert code == 0, errors
+    step = assert_from_memory(run_dir, "copies in memory")
+    assert_same_bits(run_dir, undisturbed)
+    assert not any((tmp_path / "memory").iterdir())
+    print(f"\n| a rank killed in step 24, checkpoint of step 15 | resumed after step {step} from memory | same bits |")
 
 
 def test_an_exception_names_the_rank_that_raised_it(run_file: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ Knows tensors, names and files; knows nothing of models, run files or the traini
 """
 
 from phalanx.checkpoint.folders import Checkpoint
+from phalanx.checkpoint.memory_copies import MemoryCopies
 from phalanx.checkpoint.rank_group import RankGroup
 from phalanx.checkpoint.reader import (
     CheckpointReader,
@@ -29,6 +30,7 @@ __all__ = [
     "CheckpointDamaged",
     "CheckpointReader",
     "CheckpointStore",
+    "MemoryCopies",
     "RankGroup",
     "RngState",
     "RunLock",

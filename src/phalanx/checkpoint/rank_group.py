@@ -56,6 +56,30 @@ class RankGroup:
             dist.gather_object(value, values, group=self._group, group_dst=0)
         return values or []
 
+    def share(self, value: T) -> list[T]:
+        """Return every rank's `value`, in rank order, on every rank."""
+        values = self.gather(value)
+        return self.from_first(lambda: values)
+
+    def send(self, memory: Tensor, rank: int) -> Callable[[], None]:
+        """Begin to send a tensor on the CPU to `rank`, which receives it; return what waits until it is sent."""
+        assert self._group is not None
+        with _explain_lost_rank():
+            work = dist.isend(memory, group=self._group, group_dst=rank)
+
+        def wait() -> None:
+            with _explain_lost_rank():
+                if work is not None:
+                    work.wait()
+
+        return wait
+
+    def receive(self, memory: Tensor, rank: int) -> None:
+        """Fill a tensor on the CPU with what `rank` sends."""
+        assert self._group is not None
+        with _explain_lost_rank():
+            dist.recv(memory, group=self._group, group_src=rank)
+
     def scatter(self, values: list[T]) -> T:
         """Return the entry for this rank of rank 0's `values`."""
         if self._group is None:

@@ -275,6 +275,17 @@ def read_state(path: Path) -> dict[str, Any]:
     return text.parse_state(text.parse_manifest())
 
 
+def verify_checkpoint(path: Path) -> None:
+    """Read every byte of the checkpoint at `path`, for one process. Raises CheckpointDamaged where one is not as written."""
+    with CheckpointFolder(path) as folder:
+        text = folder.read_text()
+        manifest = text.parse_manifest()
+        text.parse_state(manifest)
+        folder.check_lengths(manifest)
+        reads = [ChunkRead(record, chunk, []) for record in manifest.tensors for chunk in record.chunks]
+        _read_chunks(folder, manifest, reads)
+
+
 def _read_text(path: Path) -> CheckpointText:
     with CheckpointFolder(path) as folder:
         return folder.read_text()

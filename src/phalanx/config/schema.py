@@ -366,6 +366,10 @@ class Checkpoint(Section):
     """Also keep for good each checkpoint whose step is a multiple of this."""
     asynchronous: bool = True
     """Write in the background; training waits only for the copy of the state."""
+    memory_every: PositiveInt | None = None
+    """Steps between copies of each rank's state in the memory of its node and of another node, from which ranks that begin
+    again in the same layout go on; storage serves where copies are gone. Takes up to five times a node's state of host
+    memory. null makes none."""
 
 
 class Restart(Section):

@@ -44,6 +44,7 @@ from phalanx.launch.restart import (
     read_memory_limit,
 )
 from phalanx.launch.stragglers import StragglerWatch
+from phalanx.node_memory import forget_node_memory
 from phalanx.printable import write_stderr
 
 _STOPPED = tuple(128 + number for number in STOP_SIGNALS)
@@ -99,8 +100,12 @@ def launch_ranks(
             ranks.explain(failed)
             code = ranks.end_attempt(failed)
             if code is not None:
-                return code
+                break
             words = [*arguments, *(policy.words if policy is not None else ()), *ranks.places.words]
+    # Nobody starts them again: copies of their state would only take memory.
+    if policy is not None and policy.run_dir is not None:
+        forget_node_memory(policy.run_dir)
+    return code
 
 
 def loopback_socket() -> socket.socket:

@@ -7,7 +7,7 @@ written is refused as damage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from phalanx.checkpoint import (
     CheckpointDamaged,
     CheckpointReader,
     CheckpointStore,
+    MemoryCopies,
     RngState,
     TensorReader,
     materialise_optimizer_state,
@@ -133,17 +134,26 @@ class Restored:
     safeguards: SafeguardState
     transfer: TransferPlan | None = None
     """What it began with of the weights in `training.init_from`, where it begins now."""
+    from_memory: str = ""
+    """Where the state was found, in words, if not on storage."""
 
 
-def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, inputs: Inputs) -> Restored:
-    """Load the checkpoint the run resumes from, if any; return where it begins.
+def restore_run(
+    model: TrainableModel,
+    store: CheckpointStore,
+    step: TrainStep,
+    inputs: Inputs,
+    copies: MemoryCopies | None = None,
+) -> Restored:
+    """Load the checkpoint, or the copies in memory, that the run resumes from, if any; return where it begins.
 
     Raises CheckpointError where there is none but `training.resume` asks for one, or where none is usable, and ConfigError
     where the checkpoint's run read other samples.
     """
     run, applied = model.run, step.applied
     resume = run.training.resume
-    present = store.newest() is not None
+    newest = store.newest()
+    present = newest is not None
     if resume == "never" and present:
         raise CheckpointError(
             f"training.resume=never, but {store.root} holds checkpoints; choose another --run-dir or training.resume=auto"
@@ -158,7 +168,10 @@ def restore_run(model: TrainableModel, store: CheckpointStore, step: TrainStep, 
         # Pages of fresh memory cost several times the copy: they are touched while the model loads and compiles.
         store.reserve(tensors)
 
-    restored = load_newest(model, source, step, inputs)
+    restored = None
+    if copies is not None and source is store and resume != "never":
+        restored = load_copies(model, copies, step, inputs, stored=0 if newest is None else newest.step)
+    restored = restored or load_newest(model, source, step, inputs)
     if restored is not None:
         return restored
     if elsewhere is not None or resume == "must":
@@ -188,7 +201,34 @@ def load_newest(model: TrainableModel, source: CheckpointReader, step: TrainStep
     loaded = source.load_newest_usable(tensors, optional=AVERAGES, check=check)
     if loaded is None:
         return None
-    checkpoint, fields = loaded
+    return _take_up(model, step, inputs, *loaded)
+
+
+def load_copies(
+    model: TrainableModel, copies: MemoryCopies, step: TrainStep, inputs: Inputs, *, stored: int
+) -> Restored | None:
+    """Load the newest copies in memory after the checkpoint of step `stored`; None where there are none of use.
+
+    Raises ConfigError where their run read other samples.
+    """
+
+    def check(copy: Checkpoint, state: dict[str, Any]) -> None:
+        check_state(copy, state)
+        inputs.check(state, f"{copy.path}/state.json")
+
+    loaded = copies.load_newest(step.saved_tensors(), stored=stored, optional=AVERAGES, check=check)
+    if loaded is None:
+        return None
+    restored = _take_up(model, step, inputs, loaded.checkpoint, loaded.state)
+    sent = ", ".join(map(str, loaded.sent))
+    peers = f", sent to rank{'s' * (len(loaded.sent) > 1)} {sent} by {'their peers' if loaded.sent[1:] else 'its peer'}"
+    return replace(restored, from_memory=f"copies in memory{peers if loaded.sent else ''}")
+
+
+def _take_up(
+    model: TrainableModel, step: TrainStep, inputs: Inputs, checkpoint: Checkpoint, fields: dict[str, Any]
+) -> Restored:
+    """Take up all that is not a tensor of a checkpoint whose tensors are loaded; return where the run continues."""
     if step.average is not None and not has_average(checkpoint.path):
         _begin_average(step)
     # Only now: a checkpoint of other samples is sound, so an older one must not be tried in its place.

@@ -5,6 +5,7 @@
     checkpoints/    see phalanx.checkpoint     tokenizer/      of the data, where it has one
     tensorboard/  profile/  memory/            when asked for
     memory.json     micro-batch to take after memory ran out
+    copies.id       names the copies of its state in memory (`phalanx.node_memory`)
     bad_batches/    samples of steps that went wrong
     trackers.json   its identity in W&B and MLflow, where it logs to them
     coordinate_check.json   of `phalanx verify --widths`
@@ -39,6 +40,7 @@ from phalanx.hardware.device import device_name
 from phalanx.hardware.device_facts import device_kind
 from phalanx.hardware.host import available_cores
 from phalanx.launch.restart import MEMORY_FILE
+from phalanx.node_memory import IDENTITY_FILE
 from phalanx.printable import make_printable
 from phalanx.report.run_log import SAVE_EVENT
 from phalanx.training.metrics import GIB, Peaks
@@ -53,6 +55,7 @@ OWN_FILES = (
     "elements.json",
     "balance.json",
     MEMORY_FILE,
+    IDENTITY_FILE,
 )
 """Files that a run writes into its folder."""
 OWN_FOLDERS = ("checkpoints", "tokenizer", "tensorboard", "profile", "memory", "bad_batches")

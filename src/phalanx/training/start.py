@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint import CheckpointStore, RunLock
+from phalanx.checkpoint import CheckpointStore, MemoryCopies, RankGroup, RunLock
 from phalanx.config.families import sizes_of
 from phalanx.config.schema import Run
 from phalanx.errors import Interrupted
@@ -27,6 +27,7 @@ from phalanx.layout.mesh import Ranks, build_mesh, join_process_group, leave_pro
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.nn.precision import require_products
+from phalanx.node_memory import claim_identity, node_memory_folder
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.rank.cost_models import memory_fits
 from phalanx.printable import write_stderr
@@ -190,7 +191,10 @@ def _build_parts(
     store = opened.enter_context(_open_store(run, directory))
     applied = apply_layout(model, place.layout, place.mesh, device, attention)
     step = build_step(model, applied, device)
-    restored = restore_run(model, store, step, inputs)
+    copies = _open_copies(run, directory)
+    if copies is not None:
+        opened.callback(copies.close)
+    restored = restore_run(model, store, step, inputs, copies)
     # Loading filled the main parameters; what the model computes with follows them.
     applied.refresh()
     inputs.stream.seek(restored.step + restored.safeguards.skipped_batches)
@@ -206,10 +210,12 @@ def _build_parts(
             _warn_user(directory, text)
         changes = directory.changes_since(run, machine) if restored.step else []
         describe()
-        _record_start(run, directory, place.layout, attention, restored.step, spared, changes)
+        _record_start(run, directory, place.layout, attention, restored, spared, changes)
     # Opened after the rewind, which cuts what an interrupted run wrote beyond the step that this one resumes from.
     log = RunLog(directory, open_sinks(model, directory.path, restored.step) if ranks.first else [])
     opened.callback(log.close)
+    if restored.from_memory:
+        log.note(f"resumes after step {restored.step} from {restored.from_memory}")
     if restored.step < run.training.steps:
         opening = _opening_lines(model, place, attention, inputs, restored.step)
         for line in (*opening, *describe_transfer(model, restored.transfer), *(f"changed {text}" for text in changes)):
@@ -222,6 +228,7 @@ def _build_parts(
         step=step,
         inputs=inputs,
         store=store,
+        copies=copies,
         directory=directory,
         describe=describe,
         meter=StepMeter(model, place.layout, device, peaks, log.note, step.noise, energy),
@@ -237,7 +244,7 @@ def _record_start(
     directory: RunDirectory,
     layout: ResolvedLayout,
     attention: AttentionChoice,
-    first_step: int,
+    restored: Restored,
     spared: int,
     changes: list[str],
 ) -> None:
@@ -245,6 +252,7 @@ def _record_start(
 
     changes: what is another than at the last start.
     """
+    first_step = restored.step
     if spared:
         directory.event(
             "less_memory", first_step, microbatch=layout.microbatch, accumulation=layout.accumulation, spared=spared
@@ -255,6 +263,7 @@ def _record_start(
         attention=attention.name,
         layout=layout.in_words(run.layout),
         redone_seconds=round(directory.redone_seconds, 3),
+        **({"from_memory": restored.from_memory} if restored.from_memory else {}),
         **({"changes": changes} if changes else {}),
     )
 
@@ -277,6 +286,16 @@ def _open_store(run: Run, directory: RunDirectory) -> CheckpointStore:
         on_failure="warn",
         timeout_s=run.training.timeout_s,
         warn=partial(_warn_user, directory),
+    )
+
+
+def _open_copies(run: Run, directory: RunDirectory) -> MemoryCopies | None:
+    """Return the copies of the run's state in memory, where it makes some."""
+    if run.checkpoint.memory_every is None:
+        return None
+    identity = RankGroup.default().from_first(lambda: claim_identity(directory.path))
+    return MemoryCopies(
+        node_memory_folder(identity), timeout_s=run.training.timeout_s, warn=partial(_warn_user, directory)
     )
 
 

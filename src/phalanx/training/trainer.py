@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.checkpoint import CheckpointStore, RankGroup, SaveHandle
+from phalanx.checkpoint import CheckpointStore, MemoryCopies, RankGroup, SaveHandle
+from phalanx.checkpoint.folders import list_published
 from phalanx.data.batch_stream import Batch
 from phalanx.errors import CheckpointError, Interrupted, PhalanxError
 from phalanx.hardware.device import HostCopy, Moment
@@ -74,6 +75,8 @@ class RunParts:
     log: RunLog
     callbacks: CallbackList
     heartbeat: Heartbeat = SILENT
+    copies: MemoryCopies | None = None
+    """Of the state, in the memory of nodes, where the run makes some."""
 
 
 class Trainer:
@@ -94,7 +97,8 @@ class Trainer:
             run, parts.step.applied, self.guard, parts.log, parts.directory.path, restored.safeguards
         )
         self.dead_experts = DeadExperts(parts.log)
-        self.checkpointer = Checkpointer(parts, self.guard, self.wrong, first_step)
+        # What was copied to memory alone is still to be saved.
+        self.checkpointer = Checkpointer(parts, self.guard, self.wrong, 0 if restored.from_memory else first_step)
         self.interval = CheckpointInterval(run, parts.place.ranks, parts.log, first_step)
         self.checkpoint_waits = False
         """Whether a checkpoint is due, and waits for a step that shows that the weights are good."""
@@ -152,6 +156,7 @@ class Trainer:
                 self._end_without_directory()
             if self.run.checkpoint.last:
                 self.checkpointer.save(self.step, final=True)
+            self.checkpointer.forget_copies()
         if lost := RankGroup.default().from_first(lambda: self.lost):
             raise PhalanxError(f"trained to step {self.step}, but {lost}")
         seconds = time.perf_counter() - start
@@ -245,6 +250,7 @@ class Trainer:
         looked_at = (
             step == self.until
             or self.interval.is_due(step)
+            or _is_due(step, self.run.checkpoint.memory_every)
             or bool(self._due_evaluators(step))
             or _is_due(step, self.run.safeguards.compare_replicas)
             or any(self.parts.callbacks.call_each("needs_finished", lambda callback: callback.needs_finished(step)))
@@ -256,6 +262,7 @@ class Trainer:
         if not self.wrong.compares or self.launched:
             return False
         saved = self.interval.is_due(step) or self.checkpoint_waits or step == self.until
+        saved |= _is_due(step, self.run.checkpoint.memory_every)
         return saved or _is_due(step, self.run.safeguards.compare_replicas)
 
     def _rewind_if_wanted(self) -> bool:
@@ -295,6 +302,8 @@ class Trainer:
         assert restored is not None
         self.step = self.checkpointer.saved_step = restored.step
         self.interval.begin(restored.step)
+        # They are of steps that never were.
+        self.checkpointer.forget_copies()
         parts.step.applied.refresh()
         parts.inputs.stream.seek(restored.step + self.wrong.skipped_batches)
         RankGroup.default().on_first(lambda: parts.directory.rewind(restored.step))
@@ -325,6 +334,7 @@ class Trainer:
         divergence = self.guard.judge_step(metrics)
         if divergence is not None:
             self._log(metrics)
+            self.checkpointer.forget_copies()
             self.guard.give_up(divergence, self.step)
         self.step = launched.step
         self.heartbeat.finish_step(self.step)
@@ -361,6 +371,8 @@ class Trainer:
             self.stall = self.checkpointer.save(self.step)
             self.checkpoint_waits = False
             self.interval.saved(self.step, self.stall, self.checkpointer.write_seconds)
+        elif _is_due(step, self.run.checkpoint.memory_every) and not self.guard.skipped:
+            self.stall = self.checkpointer.copy(self.step)
         self._evaluate(self._due_evaluators(step))
 
     def _evaluators(self) -> list[ScheduledEvaluator]:
@@ -457,12 +469,15 @@ class Checkpointer:
         # The last step may be due anyway: once is enough, but it has to be on disk before the run ends.
         if self.saved_step == step:
             parts.store.wait()
+            if final:
+                self.forget_copies()
             return 0.0
         start = time.perf_counter()
         self._log_duration()
         tensors = parts.step.saved_tensors()
         if not all_finite(tensors.values(), parts.place.device):
             found = f"step {step}: weights or optimizer state are not finite; they are not saved"
+            self.forget_copies()
             self._guard.give_up(Divergence(found, "or with optimizer.grad_clip"), step)
         try:
             RankGroup.default().on_first(lambda: self._sync_metrics(step))
@@ -483,10 +498,40 @@ class Checkpointer:
             self._log_duration()
         if final:
             parts.log.note(f"checkpoint {handle.path}")
+            self.forget_copies()
         parts.callbacks.call_each(
             f"on_checkpoint of step {step}", lambda callback: callback.on_checkpoint(step, handle.path)
         )
         return stall
+
+    def copy(self, step: int) -> float:
+        """Copy the state after `step` to the memory of nodes; return the seconds training stood still for it."""
+        parts, start = self._parts, time.perf_counter()
+        assert parts.copies is not None
+        with parts.heartbeat.during("checkpoint"):
+            tensors = parts.step.saved_tensors()
+            if not all_finite(tensors.values(), parts.place.device):
+                found = f"step {step}: weights or optimizer state are not finite; they are not copied"
+                self.forget_copies()
+                self._guard.give_up(Divergence(found, "or with optimizer.grad_clip"), step)
+            try:
+                stored = RankGroup.default().from_first(lambda: self._find_stored(step))
+                state = collect_state(parts.model, step, parts.step, parts.inputs, self._wrong.state())
+                parts.copies.save(step, tensors, state, stored=stored)
+            except CheckpointError as error:
+                parts.log.note(f"warning: {error}")
+                parts.log.event("warning", step, text=str(error))
+        return time.perf_counter() - start
+
+    def forget_copies(self) -> None:
+        """Drop the copies in memory, where there are some: nothing is to go on from them."""
+        if self._parts.copies is not None:
+            self._parts.copies.forget()
+
+    def _find_stored(self, step: int) -> int:
+        """Return the step of the newest checkpoint on storage, or 0, once the metrics up to `step` are on disk."""
+        self._sync_metrics(step)
+        return max((one.step for one in list_published(self._parts.store.root)), default=0)
 
     def _log_duration(self) -> None:
         """Log how long the last save took, once it has ended well: a job's time limit must leave room for one."""
