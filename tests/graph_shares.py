@@ -72,9 +72,10 @@ def graph_batch(structures: Sequence[Structure], config: MaterialsModel | None =
 
 def cutting_for(config: MaterialsModel, rank: int, size: int) -> Cutting:
     """As a run of this model would cut."""
-    softmax = config.attention is not None and config.attention.kind == "softmax"
+    everyone = config.electrostatics is not None
+    everyone = everyone or (config.attention is not None and config.attention.kind == "softmax")
     triplets = config.body == "dimenet++"
-    return Cutting(rank, size, triplet_cost=0.1 * triplets, edges=triplets, everyone=softmax)
+    return Cutting(rank, size, triplet_cost=0.1 * triplets, edges=triplets, everyone=everyone)
 
 
 def saved_bytes(run: Any, network: MaterialsNetwork) -> tuple[Tensor, int]:

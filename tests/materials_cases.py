@@ -32,6 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "electronic_state": ["charge", "spin"],
         "branches": BRANCHES,
     },
+    # Charges by edges, waves and pairs.
+    "schnet": {**SIZE, "body": "schnet", "energy": ENERGY, "electrostatics": {"smearing": 0.1}, "branches": BRANCHES},
     "mace": {
         **SIZE,
         "body": "mace",
@@ -94,6 +96,6 @@ def cases(model: str, world: int, precision: str = "fp64") -> list[ResolvedLayou
     All for PaiNN, and on two ranks for what is sharded block by block; how gradients are summed and shards are gathered does
     not depend on the body, nor on the precision.
     """
-    few = model in ("mace", "dimenet++") or precision == "fp32"
+    few = model in ("mace", "dimenet++", "schnet") or precision == "fp32"
     chosen = [LAYOUTS[world][0], LAYOUTS[world][-1]] if few else LAYOUTS[world]
     return [resolve_layout(bind(run_of(model, world, **fields)), world) for fields in chosen]

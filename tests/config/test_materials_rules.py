@@ -75,6 +75,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"training__compile": True, "layout__recompute": "full"},
         "training.compile=true makes one program of a whole step, which cannot be with layout.recompute=full",
     ),
+    "waves": (
+        {"training__compile": True, "model__electrostatics": {}},
+        "training.compile=true makes one program of a whole step, which cannot be with model.electrostatics",
+    ),
+    "charges of points": (
+        {"model__electrostatics": {"smearing": 0.2}, "data__max_neighbours": 20},
+        "data.max_neighbours=20 leaves out edges, over which a part of the energy of charges is summed",
+    ),
     "precision": ({"layout__precision": "fp16"}, "layout.precision=fp16 scales the loss against underflow"),
     "attention": ({"training__attention": "flash"}, "training.attention=flash chooses among kernels without second"),
 }

@@ -31,6 +31,7 @@ RUNS = [
     (2, "mace", "fp64"),
     (2, "dimenet++", "fp64"),
     (2, "gatv2", "fp64"),
+    (2, "schnet", "fp64"),
     (4, "painn", "fp64"),
     (4, "gatv2", "fp32"),
     (8, "painn", "fp64"),

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
 from materials_runs import write_materials_run
 from phalanx.config.load import load_run
 from phalanx.errors import DataError
+from phalanx.families.materials.data.graph_shards import PreparedSource
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import ONE_RANK
@@ -126,3 +129,19 @@ def test_an_element_the_model_does_not_know_is_refused(run_file: Path) -> None:
         DataError, match=r"toy has atomic number 8, model.max_atomic_number=7 is less; set model.max_at"
     ):
         bind(run, TrainableModel).open_inputs(resolve_layout(bind(run), 1), ONE_RANK, torch.device("cpu"), first=False)
+
+
+def test_slabs_are_refused_where_charges_act_at_any_distance(run_file: Path) -> None:
+    run, read = load_run(run_file, ["model.electrostatics={}"]), PreparedSource.shard
+    layout = resolve_layout(bind(run), 1)
+
+    def open_first() -> None:
+        bind(run, TrainableModel).open_inputs(layout, ONE_RANK, torch.device("cpu"), first=True).stream.close()
+
+    open_first()
+    slabs = {"periodic": np.array([[True, True, False], [True, True, True]])}
+    with (
+        patch.object(PreparedSource, "shard", lambda self, number: read(self, number) | slabs),
+        pytest.raises(DataError, match="1 structures of shard 0 are periodic in one or two directions"),
+    ):
+        open_first()

@@ -29,7 +29,12 @@ class BoundMaterials(DeclaredMaterials, MaterialsLayout, MaterialsInputs, Materi
     """Matrices are small and structures many: data parallelism, with all that ZeRO and FSDP shard; over `cp`, atoms of
     structures that are too large for one device (graph parallelism)."""
     cuts_structures = True
-    vanishing = ("head.charges.copies.*.bias", "head.dipole.copies.*.bias", "head.dipole_vectors.gate.bias")
+    vanishing = (
+        "head.charges.copies.*.bias",
+        "head.electrostatics.copies.*.bias",
+        "head.dipole.copies.*.bias",
+        "head.dipole_vectors.gate.bias",
+    )
     """What the last layer's bias adds to all atoms of a structure is taken off again, and has no dipole. The gate's weighs
     the sum of all atoms' vectors, of which EGNN's first steps leave less than a thousandth."""
     position_unit = "structures"

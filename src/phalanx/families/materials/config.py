@@ -16,6 +16,7 @@ from phalanx.config.problems import Problem
 from phalanx.config.schema import Run
 from phalanx.config.section import NonNegativeInt, PathText, PositiveInt, Section, Words, first_repeated
 from phalanx.families.materials.model_config import MaterialsModel
+from phalanx.families.materials.sizes import EWALD_TAIL, edges_sum_charges
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
@@ -171,6 +172,13 @@ class MaterialsRun(Run):
                 "needs every pair of atoms up to there",
                 f"data.cutoff={model:g} model.cutoff={model:g}, or both {data:g}",
             )
+        if self.data.max_neighbours is not None and edges_sum_charges(self.model):
+            yield Problem(
+                ("data", "max_neighbours"),
+                f"data.max_neighbours={self.data.max_neighbours} leaves out edges, over which a part of the energy of "
+                "charges is summed",
+                f"model.electrostatics.smearing={model / (2.0 * EWALD_TAIL):g} or more, or data.max_neighbours=null",
+            )
         branches, sources = ([one.name for one in part] for part in (self.model.branches, self.data.sources))
         # A single branch takes all sources, whatever their names.
         if len(branches) > 1 and branches != sources:
@@ -279,6 +287,9 @@ def one_program_obstacle(run: MaterialsRun) -> str | None:
         return "model.body=dimenet++"
     if run.model.attention is not None:
         return "model.attention"
+    if run.model.electrostatics is not None:
+        # How many waves fit into a cell, only the data tell.
+        return "model.electrostatics"
     if run.layout.recompute != "none":
         return f"layout.recompute={run.layout.recompute}"
     return None if run.layout.cp in (1, "auto") else f"layout.cp={run.layout.cp}"

@@ -131,6 +131,7 @@ class MaterialsInputs(TrainableModel):
         if first:
             _tell_missing_references(run, training)
             _tell_periodic_dipoles(run, training)
+            _require_whole_cells(run, training)
         columns = columns_of(run, training)
         budget, pin_memory = run.data.microbatch_cost, device.type != "cpu"
         graphs = GraphBatchStream(
@@ -250,6 +251,22 @@ def _require_elements(run: MaterialsRun, sources: Sequence[PreparedSource]) -> N
                 f"{source.path} has atomic number {heaviest}, model.max_atomic_number={run.model.max_atomic_number} is "
                 f"less; set model.max_atomic_number={heaviest} or more"
             )
+
+
+def _require_whole_cells(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:
+    """Refuse slabs and wires where charges act at any distance, before training comes upon one. Raises DataError."""
+    if run.model.electrostatics is None:
+        return
+    for source in sources:
+        for number in range(len(source.manifest.shards)):
+            periodic_G3 = source.shard(number)["periodic"]
+            partly = int((periodic_G3.any(axis=1) & ~periodic_G3.all(axis=1)).sum())
+            if partly:
+                raise DataError(
+                    f"{source.path}: {partly:,} structures of shard {number} are periodic in one or two directions, for "
+                    "which model.electrostatics has no sum; give them a third cell vector with empty space, or leave "
+                    "model.electrostatics out"
+                )
 
 
 def _tell_missing_references(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:

@@ -106,6 +106,20 @@ class EnergyHead(Section):
     Biersack and Littmark; null has none."""
 
 
+class Electrostatics(Section):
+    """Energy of charges at any distance, beyond the cutoff too: Ewald's sum in crystals, all pairs in molecules."""
+
+    from_charges: bool = False
+    """Whether the charges of the charge head are used; else there are charges of its own, which energies and forces teach.
+    Either way they are shifted to add up to the total charge."""
+    smearing: Annotated[float, Field(ge=0.0)] = 1.0
+    """Width of the Gaussians that charges are (angstrom); 0 for points, whose sum takes more waves."""
+    layers: Annotated[int, Field(ge=1, le=8)] = 2
+    """Linear layers of the head that gives its own charges."""
+    shared: bool = False
+    """Whether all branches share that head."""
+
+
 class ChargeHead(Section):
     """Charges of atoms."""
 
@@ -221,6 +235,8 @@ class MaterialsModel(Model):
     """Attention among all atoms of a structure; null for none."""
     energy: EnergyHead | None = None
     """Energies, forces and stresses; null for none."""
+    electrostatics: Electrostatics | None = None
+    """Energy of charges at any distance, added to that of the energy head; null for none."""
     charges: ChargeHead | None = None
     """Charges of atoms; null for none."""
     dipole: DipoleHead | None = None
@@ -246,6 +262,10 @@ class MaterialsModel(Model):
                 raise ValueError(f"{name}={count} does not divide d_model={self.d_model}")
         if self.dipole is not None and self.dipole.from_charges and self.charges is None:
             raise ValueError("dipole.from_charges needs the charge head; give charges or set it to false")
+        if self.electrostatics is not None and self.energy is None:
+            raise ValueError("electrostatics is part of the energy; give energy or leave it out")
+        if self.electrostatics is not None and self.electrostatics.from_charges and self.charges is None:
+            raise ValueError("electrostatics.from_charges needs the charge head; give charges or set it to false")
         return self
 
     @model_validator(mode="after")

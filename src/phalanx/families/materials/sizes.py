@@ -156,13 +156,23 @@ def block_piece(config: MaterialsModel, number: int) -> Piece:
     )
 
 
+EWALD_TAIL = 5.0
+"""Where Gaussians of Ewald's sums are cut off, in their decay lengths: erfc(5) is 2e-12, exp(-25) is 1e-11."""
+
+
+def edges_sum_charges(config: MaterialsModel) -> bool:
+    """Return whether a part of the energy of charges is summed over edges: of those that are narrow beside the cutoff."""
+    options = config.electrostatics
+    return options is not None and 2.0 * EWALD_TAIL * options.smearing < config.cutoff
+
+
 def head_piece(config: MaterialsModel) -> Piece:
     """Describe all heads, with a copy for each data set where they are not shared."""
     matmuls: list[Matmul] = []
     width = config.d_model
-    for name in ("energy", "charges", "dipole", "properties", "atom_properties"):
+    for name in ("energy", "electrostatics", "charges", "dipole", "properties", "atom_properties"):
         head = getattr(config, name)
-        if head is None or (name == "dipole" and head.from_charges):
+        if head is None or (name in ("electrostatics", "dipole") and head.from_charges):
             continue
         sizes = [width, *[max(width // 2, 1)] * (head.layers - 1), len(getattr(head, "names", [0]))]
         copies = 1 if head.shared else len(config.branches)
@@ -335,7 +345,8 @@ def numbers_for_atoms(config: MaterialsModel, *, forces: bool = False, stress: b
     first = embedding_piece(config).atom_columns or columns.pop(0)
     # Atomic numbers, which repulsion needs of both atoms of a pair; nobody asks for their gradient.
     elements = int(config.energy is not None and config.energy.repulsion is not None)
-    return 2 * first + passes * sum(columns) + 2 * _SPACE * forces + elements
+    charges = passes * int(edges_sum_charges(config))
+    return 2 * first + passes * sum(columns) + 2 * _SPACE * forces + elements + charges
 
 
 def numbers_for_edges(config: MaterialsModel, *, forces: bool = False, stress: bool = False) -> int:

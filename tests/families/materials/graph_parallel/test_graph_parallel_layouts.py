@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_layers": 3,
         "energy": {"loss": "mae", "force_weight": 1.0, "stress_weight": 20.0},
         "electronic_state": ["spin"],
+        "electrostatics": {},
     },
     # No energy: sharded block by block.
     "gatv2": {

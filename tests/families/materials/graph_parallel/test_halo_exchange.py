@@ -12,7 +12,7 @@ from atom_graphs import random_structure
 from distributed_ranks import run_ranks
 from graph_shares import crystal, worst_error
 from phalanx.families.materials.graph_parallel.cut_batches import _GATHER_ABOVE
-from phalanx.families.materials.model_config import EnergyHead, GlobalAttention
+from phalanx.families.materials.model_config import Electrostatics, EnergyHead, GlobalAttention
 from phalanx.families.materials.sizes import numbers_for_atoms, numbers_for_edges
 from small_networks import BODIES, small_model
 
@@ -26,6 +26,8 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, int | None]] = {
     "softmax attention": ("schnet", {"attention": GlobalAttention(heads=2)}, MIXED, None),
     "linear attention": ("painn", {"attention": GlobalAttention(heads=2, kind="linear")}, MIXED, None),
     "repulsion": ("painn", {"energy": EnergyHead(force_weight=1.0, stress_weight=1.0, repulsion="zbl")}, MIXED, None),
+    "charges of points": ("painn", {"electrostatics": Electrostatics(smearing=0.0)}, MIXED, None),
+    "wide charges": ("schnet", {"electrostatics": Electrostatics(shared=True)}, MIXED, None),
     "no energy": ("gatv2", {"energy": None}, MIXED, None),
     "no forces": ("dimenet++", {"energy": EnergyHead()}, MIXED, None),
     "in chunks": ("painn", {}, MIXED, 37),
@@ -33,7 +35,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, int | None]] = {
     "large": ("painn", PLAIN, LARGE, None),
 }
 ON_FOUR = ("dimenet++", "in chunks", "two atoms", "large")
-COUNTED = [*BODIES, "repulsion", "no forces", "large"]
+COUNTED = [*BODIES, "repulsion", "charges of points", "wide charges", "no forces", "large"]
 """Cases without attention, whose exchanges are those of neighbours."""
 
 

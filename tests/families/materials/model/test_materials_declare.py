@@ -19,6 +19,7 @@ from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import (
     Branch,
     DipoleHead,
+    Electrostatics,
     EnergyHead,
     GatOptions,
     GlobalAttention,
@@ -42,6 +43,8 @@ MODELS += [
     ("mace", {"mace": MaceOptions(degree=2, hidden_degree=0, correlation=1), "dipole": None, "n_layers": 1}),
     ("egnn", {"dipole": DipoleHead(from_charges=True)}),
     ("painn", {"electronic_state": ["charge", "spin"]}),
+    ("painn", {"electrostatics": Electrostatics(layers=3, shared=True)}),
+    ("schnet", {"electrostatics": Electrostatics(from_charges=True)}),
     ("dimenet++", {"electronic_state": ["spin"]}),
     ("schnet", {"energy": EnergyHead(layers=3, shared=True), "atom_properties": PropertyHead(names=["a"], layers=1)}),
     ("pna", {"branches": [Branch(name=name) for name in ("a", "b", "c")], "d_model": 7}),

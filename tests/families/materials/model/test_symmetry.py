@@ -13,13 +13,14 @@ import torch
 from atom_graphs import Structure, batch_of, moved, orthogonal, random_structure, turned
 from phalanx.families.materials.model.losses import Predictions
 from phalanx.families.materials.model.network import MaterialsNetwork
-from phalanx.families.materials.model_config import GlobalAttention
+from phalanx.families.materials.model_config import Electrostatics, GlobalAttention
 from small_networks import BODIES, filled_network, small_model
 
 SCALARS = ("energy_G", "charges_N", "properties_GP", "atom_properties_NP", "atom_energies_N")
 KINDS: list[tuple[str, dict[str, Any]]] = [(body, {}) for body in BODIES]
 KINDS += [("painn", {"attention": GlobalAttention(kind=kind, heads=2)}) for kind in ("softmax", "linear")]
-NAMES = [body if not extra else f"{body}+{extra['attention'].kind}" for body, extra in KINDS]
+KINDS += [("painn", {"electrostatics": Electrostatics(smearing=smearing)}) for smearing in (0.0, 1.0)]
+NAMES = [f"{body}{''.join(f'+{name}' for name in extra)}" for body, extra in KINDS]
 every_body = pytest.mark.parametrize("network", KINDS, ids=NAMES, indirect=True)
 
 
@@ -109,7 +110,9 @@ def test_without_edges_there_are_energies_and_no_forces(network: MaterialsNetwor
     assert batch["edges_2E"].shape == (2, 0)
     predicted = network.predict(**batch, stress=True)
     assert predicted.energy_G is not None and predicted.forces_N3 is not None
-    assert predicted.energy_G.isfinite().all() and (predicted.forces_N3 == 0.0).all()
+    assert predicted.energy_G.isfinite().all()
+    # Charges act without edges.
+    assert (predicted.forces_N3 == 0.0).all() == (network.config.electrostatics is None)
     assert all(value.isfinite().all() for name, value in vars(predicted).items() if name != "stress_G33")
     predicted.energy_G.sum().backward()
 
@@ -124,9 +127,10 @@ def test_isolated_atoms_beside_bonded_ones(network: MaterialsNetwork) -> None:
     lone = Structure([8], np.zeros((1, 3)))
     predicted = predict(network, [with_guest, lone])
     assert predicted.forces_N3 is not None and predicted.atom_energies_N is not None
-    assert (predicted.forces_N3[5] == 0.0).all()
+    charged = network.config.electrostatics is not None
+    assert (predicted.forces_N3[5] == 0.0).all() or charged
     assert predicted.atom_energies_N.isfinite().all()
-    if network.config.attention is None:
+    if network.config.attention is None and not charged:
         assert_close(predicted.atom_energies_N[5], predicted.atom_energies_N[6], "energy of a lone atom")
 
 

@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError
 from phalanx.families.materials.evaluation.network_predictions import LoadedNetwork, load_network
 from phalanx.families.materials.model.geometry import edge_vectors
 from phalanx.families.materials.model.losses import Predictions
-from phalanx.families.materials.model.network import AtomGraphs, MaterialsNetwork, cell_volumes, energy_gradient
+from phalanx.families.materials.model.network import AtomGraphs, MaterialsNetwork, cell_volumes, energy_gradients
 
 _LABELS = {
     "energy": "energy_G",
@@ -121,7 +121,8 @@ _IN_TURN = ("dimenet++",)
 
 def can_stack(network: MaterialsNetwork) -> bool:
     """Return whether a network can run as one of a stack."""
-    return network.config.body not in _IN_TURN and network.edge_chunk is None
+    counts = network.config.body in _IN_TURN or network.config.electrostatics is not None
+    return not counts and network.edge_chunk is None
 
 
 class NetworkStack:
@@ -145,7 +146,7 @@ class NetworkStack:
         found = [part(species_N, **inputs) for part in self._parts]
         if len(found) == 1:
             return found[0]
-        names = [name for name, value in vars(found[0]).items() if value is not None]
+        names = [name for name in vars(found[0]) if all(getattr(one, name) is not None for one in found)]
         joined = {name: torch.cat([getattr(one, name) for one in found]) for name in names}
         # Groups of equal networks came together: back into the order of members.
         index = torch.tensor(self._places)
@@ -192,7 +193,7 @@ class _Stacked:
             found = torch.vmap(predict_one)(self._state, vectors_KE3)
         if derived:
             # By plain autograd on the stacked energies: one derivative for all members.
-            gradient_KE3 = energy_gradient(found["energy_G"], vectors_KE3, differentiable=False)
+            (gradient_KE3,) = energy_gradients(found["energy_G"], [vectors_KE3], differentiable=False)
             if forces:
                 zeros = gradient_KE3.new_zeros((len(gradient_KE3), len(species_N), 3))
                 # As `model.network.with_derivatives` has it, with a first dimension of members.

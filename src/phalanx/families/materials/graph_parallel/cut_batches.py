@@ -309,5 +309,5 @@ def cutting_of(run: MaterialsRun, cp: Axis) -> Cutting:
         edge_cost=cost.edge,
         triplet_cost=cost.edge * numbers["triplet"] / max(numbers["edge"], 1),
         edges=run.model.body == "dimenet++",
-        everyone=attention is not None and attention.kind == "softmax",
+        everyone=(attention is not None and attention.kind == "softmax") or run.model.electrostatics is not None,
     )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.families.materials.model.backbones import backbone_of
+from phalanx.families.materials.model.electrostatics import electrostatic_energies
 from phalanx.families.materials.model.geometry import NO_EXCHANGE, Exchange, Geometry
 from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, silu
 from phalanx.families.materials.model.losses import DatasetUnits, Predictions
@@ -40,7 +41,9 @@ class Heads(nn.Module):
         if config.dipole is not None and channels:
             self.dipole_vectors = DipoleVectors(config.d_model, channels)
 
-    def forward(self, atoms: Atoms, geometry: Geometry, positions_N3: Tensor, branch_G: Tensor) -> Predictions:
+    def forward(
+        self, atoms: Atoms, geometry: Geometry, positions_N3: Tensor, cells_G33: Tensor, branch_G: Tensor
+    ) -> Predictions:
         """Predict everything but forces and stress. Sums over atoms are float64."""
         graph_N, graphs, exchange = geometry.graph_N, geometry.graphs, geometry.exchange
         branch_N = branch_G.index_select(0, graph_N)
@@ -56,6 +59,9 @@ class Heads(nn.Module):
             energy_N = energy_N + self.units.reference_energy(geometry.species_N, branch_N)
             if self.config.energy is not None and self.config.energy.repulsion == "zbl":
                 energy_N = energy_N + zbl_energy(geometry, self.config.cutoff)
+            if self.config.electrostatics is not None:
+                charges_N = found["effective_charges_N"]
+                energy_N = energy_N + electrostatic_energies(self.config, charges_N, geometry, positions_N3, cells_G33)
             found |= {
                 "atom_energies_N": energy_N,
                 "energy_G": exchange.over_graphs(sum_by_graph(energy_N, graph_N, graphs)),
@@ -96,6 +102,9 @@ class Heads(nn.Module):
             if self.config.charges.conserve:
                 charges_N = conserve_charge(charges_N, total_charge_G, graph_N, atoms_G, exchange)
             found["charges_N"] = charges_N
+        if self.config.electrostatics is not None:
+            charges_N = raw["electrostatics" if "electrostatics" in raw else "charges"].squeeze(1)
+            found["effective_charges_N"] = conserve_charge(charges_N, total_charge_G, graph_N, atoms_G, exchange)
         if self.config.dipole is not None:
             if "dipole" in raw:
                 # Charges of its own must be conserved too: a dipole of charges that add up wrongly depends on the origin.
@@ -114,8 +123,10 @@ class Heads(nn.Module):
 def head_outputs(config: MaterialsModel) -> dict[str, int]:
     """Return the heads that are networks of their own, by name in the run file, with the numbers each gives an atom."""
     outputs = {"energy": 1, "charges": 1}
-    if config.dipole is not None and not config.dipole.from_charges:
-        outputs["dipole"] = 1
+    for name in ("electrostatics", "dipole"):
+        options = getattr(config, name)
+        if options is not None and not options.from_charges:
+            outputs[name] = 1
     for name in ("properties", "atom_properties"):
         options = getattr(config, name)
         outputs[name] = 0 if options is None else len(options.names)

@@ -47,6 +47,8 @@ class Predictions(Labels):
 
     atom_energies_N: Tensor | None = None
     """Share of each atom in the energy (eV), its element's reference energy included."""
+    effective_charges_N: Tensor | None = None
+    """Charges whose energy `model.electrostatics` adds (elementary charges)."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Forces and stress are derivatives of the energy, taken inside the forward pass; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NotRequired, TypedDict, Unpack
 
@@ -128,9 +129,14 @@ class MaterialsNetwork(nn.Module):
         derived = self.config.energy is not None and (forces or stress)
         training = torch.is_grad_enabled()
         vector_E3 = edge_vectors(graphs["positions_N3"], graphs["edges_2E"], graphs["shifts_E3"])
-        if derived and not vector_E3.requires_grad:
+        if derived:
             # A leaf of its own: the derivative ends at edge vectors, of which forces are sums.
-            vector_E3 = vector_E3.detach().requires_grad_()
+            vector_E3 = _as_leaf(vector_E3)
+        if derived and self.config.electrostatics is not None:
+            graphs["positions_N3"], graphs["cells_G33"] = (
+                _as_leaf(graphs["positions_N3"]),
+                _as_leaf(graphs["cells_G33"]),
+            )
         with torch.set_grad_enabled(training or derived):
             predicted = self.predict_from_vectors(
                 vector_E3,
@@ -156,7 +162,8 @@ class MaterialsNetwork(nn.Module):
         differentiable: bool,
         **graphs: Unpack[AtomGraphs],
     ) -> Predictions:
-        """Predict from edge vectors, which require a gradient where forces or stress are formed.
+        """Predict from edge vectors, which require a gradient where forces or stress are formed; so do positions and cells
+        of a model with electrostatics.
 
         All the work, and nothing that a compiler cannot take as a whole: the first derivative is traced like any other
         operation, so that a compiled training step has no second derivative to find.
@@ -177,11 +184,18 @@ class MaterialsNetwork(nn.Module):
         )._replace(total_charge_G=graphs.get("total_charge_G"), multiplicity_G=graphs.get("multiplicity_G"))
         # Positions beyond those of the atoms at hand were needed for edge vectors alone.
         atoms, positions_N3 = self.features(geometry), graphs["positions_N3"][: geometry.atoms]
-        predicted: Predictions = self.head(atoms, geometry, positions_N3, source_G)
+        predicted: Predictions = self.head(atoms, geometry, positions_N3, cells_G33, source_G)
         if not (forces or stress):
             return predicted
+        beyond = self.config.electrostatics is not None
         return with_derivatives(
-            predicted, geometry, cells_G33, forces=forces, stress=stress, differentiable=differentiable
+            predicted,
+            geometry,
+            cells_G33,
+            positions_N3 if beyond else None,
+            forces=forces,
+            stress=stress,
+            differentiable=differentiable,
         )
 
     def features(self, geometry: Geometry) -> Atoms:
@@ -197,6 +211,7 @@ def with_derivatives(
     predicted: Predictions,
     geometry: Geometry,
     cells_G33: Tensor,
+    positions_N3: Tensor | None,
     *,
     forces: bool,
     stress: bool,
@@ -206,24 +221,30 @@ def with_derivatives(
 
     An atom's force is the sum of what its edges pull, so forces of a graph add up to 0. Strain acts on an edge vector v as
     v + strain v, so dE/d(strain) is the sum of outer products of v and dE/dv; its symmetric part is taken. As in ASE the
-    stress is positive under tension; it is NaN for graphs without a cell. differentiable: keep what training needs.
+    stress is positive under tension; it is NaN for graphs without a cell. positions_N3: where energies depend on positions
+    and cells beyond the edges, too; strain acts on both as on edges. differentiable: keep what training needs.
     """
     assert predicted.atom_energies_N is not None
     vector_E3, graph_N, exchange = geometry.vector_E3, geometry.graph_N, geometry.exchange
+    inputs = [vector_E3] if positions_N3 is None else [vector_E3, positions_N3, cells_G33]
     # Collectives of this derivative are differentiated again, and must come in one order on all ranks.
     with exchange.in_order():
-        gradient_E3 = energy_gradient(predicted.atom_energies_N, vector_E3, differentiable=differentiable)
+        gradient_E3, *beyond = energy_gradients(predicted.atom_energies_N, inputs, differentiable=differentiable)
     forces_N3 = stress_G33 = None
     if forces:
         pulls_M3 = gradient_E3.new_zeros((exchange.senders(geometry.atoms), 3))
         forces_N3 = exchange.to_owners(pulls_M3.index_add(0, geometry.source_E, gradient_E3))
         forces_N3 = forces_N3.index_add(0, geometry.target_E, -gradient_E3)
+        forces_N3 = forces_N3 - beyond[0] if beyond else forces_N3
     if stress:
-        pull_E33 = vector_E3[:, :, None] * gradient_E3[:, None, :]
         graph_E = graph_N.index_select(0, geometry.target_E)
+        virial_G33 = sum_by_graph(vector_E3[:, :, None] * gradient_E3[:, None, :], graph_E, geometry.graphs)
+        if positions_N3 is not None:
+            pull_N33 = positions_N3[:, :, None] * beyond[0][:, None, :]
+            virial_G33 = virial_G33 + sum_by_graph(pull_N33, graph_N, geometry.graphs)
+            virial_G33 = virial_G33 + cells_G33.transpose(1, 2) @ beyond[1]
         # Symmetric: an antisymmetric strain is a rotation, which changes no energy.
-        virial_G33 = sum_by_graph(0.5 * (pull_E33 + pull_E33.transpose(1, 2)), graph_E, geometry.graphs)
-        virial_G33 = exchange.over_graphs(virial_G33)
+        virial_G33 = exchange.over_graphs(0.5 * (virial_G33 + virial_G33.transpose(1, 2)))
         volume_G11 = cell_volumes(cells_G33).to(virial_G33.dtype)[:, None, None]
         periodic = volume_G11 > 0.0
         # Divided by 1 where there is no volume: NaN gradients of a branch not taken would spread through `where`.
@@ -238,15 +259,21 @@ def cell_volumes(cells_G33: Tensor) -> Tensor:
     return volume_G.abs()
 
 
-def energy_gradient(energies: Tensor, vectors: Tensor, *, differentiable: bool) -> Tensor:
-    """Return the gradient of summed energies by edge vectors, in their shape; zeros where no energy depends on any edge.
+def energy_gradients(energies: Tensor, inputs: Sequence[Tensor], *, differentiable: bool) -> list[Tensor]:
+    """Return the gradients of summed energies by edge vectors and whatever else is given, in their shapes; zeros where no
+    energy depends on one.
 
     energies: of the atoms at hand [N] rather than of graphs, whose energy may be other ranks' too; or of any such set.
     """
     # A batch without edges, or of lone atoms.
     if not energies.requires_grad:
-        return torch.zeros_like(vectors)
-    (gradient,) = torch.autograd.grad(
-        energies, vectors, torch.ones_like(energies), create_graph=differentiable, allow_unused=True
+        return [torch.zeros_like(one) for one in inputs]
+    found = torch.autograd.grad(
+        energies, inputs, torch.ones_like(energies), create_graph=differentiable, allow_unused=True
     )
-    return torch.zeros_like(vectors) if gradient is None else gradient
+    return [torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(inputs, found, strict=True)]
+
+
+def _as_leaf(x: Tensor) -> Tensor:
+    """Return `x`, made a leaf that derivatives end at unless they pass through it already."""
+    return x if x.requires_grad else x.detach().requires_grad_()

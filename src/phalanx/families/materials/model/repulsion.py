@@ -14,7 +14,7 @@ from phalanx.families.materials.model.geometry import Geometry, polynomial_envel
 from phalanx.families.materials.model.layers import Constant
 from phalanx.families.materials.model_config import MAX_ATOMIC_NUMBER
 
-_COULOMB = 14.3996454
+COULOMB = 14.3996454
 """Square of the elementary charge over 4 pi epsilon_0, eV angstrom (CODATA 2018)."""
 _BOHR = 0.529177211
 """Bohr radius, angstrom (CODATA 2018)."""
@@ -42,7 +42,7 @@ def zbl_energy(geometry: Geometry, cutoff: float) -> Tensor:
     radii = _RADII.on(distance_E.device, torch.float64)
     reach_E = radii.index_select(0, source_E.long()) + radii.index_select(0, target_E.long())
     fade_E = polynomial_envelope(distance_E / reach_E.clamp(max=cutoff))
-    pair_E = _COULOMB * source_E * target_E / distance_E * screened_E * fade_E
+    pair_E = COULOMB * source_E * target_E / distance_E * screened_E * fade_E
     # Both directed edges of a pair bring half of it.
     halves_N: Tensor = pair_E.new_zeros(geometry.atoms).index_add(0, geometry.target_E, 0.5 * pair_E)
     return halves_N
