@@ -13,6 +13,7 @@ from device_runs import accelerator, relative_error
 from phalanx.config.schema import Optimizer
 from phalanx.kernels import LARGE
 from phalanx.kernels.flash4 import flash4_attention, import_flash4
+from phalanx.kernels.float8 import QuantisedCopy, measure_copies, power_of_two_scale, quantise_reference
 from phalanx.kernels.parts_sum import sum_parts
 from phalanx.kernels.swiglu import swiglu_backward, swiglu_backward_reference
 from phalanx.nn.cross_entropy import IGNORED, chunk_loss
@@ -100,6 +101,38 @@ def test_adamw_of_large_parameters(elements: int) -> None:
     for name in ("exp_avg", "exp_avg_sq"):
         torch.testing.assert_close(optimizer.state[ours][name].double(), plain.state[exact][name], rtol=1e-5, atol=1e-6)
     assert float(optimizer.state[ours]["step"]) == 3.0
+
+
+@pytest.mark.parametrize("elements", [LARGE + 5, 4 * LARGE])
+def test_adamw_writes_copies_in_8_bits(elements: int) -> None:
+    """By the scale that was, with the largest number; renewed they are what quantisation gives, bit by bit."""
+    device = accelerator()
+    if compat.float8_refusal(device):
+        pytest.skip("this device multiplies no 8-bit numbers")
+    kind = compat.float8_formats(device)[0]
+    weight = nn.Parameter(random(elements, dtype=torch.float32, seed=5))
+    copy = QuantisedCopy.empty(torch.zeros_like(weight, dtype=kind))
+    optimizer = AdamW([weight], fused=True, lr=1e-2)
+    optimizer.quantised_copies = {weight: copy}
+    renewed = []
+    for number, (rate, skip) in enumerate(((1e-2, 0.0), (1e-2, 0.0), (1e-2, 1.0), (30.0, 0.0), (1e-2, 0.0))):
+        optimizer.param_groups[0]["lr"] = rate
+        weight.grad = random(elements, dtype=torch.float32, seed=6 + number)
+        compat.update_scaled(optimizer, torch.tensor(1.0, device=device), torch.tensor(skip, device=device))
+        assert [id(q) for q in optimizer.written] == ([id(copy.q)] if number else [])
+        with torch.no_grad():
+            measure_copies([weight], [copy], optimizer.written)
+            assert float(copy.amax) == float(weight.abs().max())
+            scale = power_of_two_scale(copy.amax.bfloat16(), kind)
+            renewed.append(bool(scale != copy.scale))
+            copy.renew(weight, scale)
+            wanted = quantise_reference(weight.cpu()[None], scale.cpu(), scale.cpu(), kind, True, False)[0][0]
+        assert torch.equal(copy.q.cpu().float(), wanted.float())
+    # Not measured before the first, and a large rate moves the largest number far.
+    assert renewed[0] and renewed[3] and not renewed[1] and not renewed[2]
+    weight.data[7] = math.nan
+    compat.update_scaled(optimizer, torch.tensor(1.0, device=device), torch.tensor(0.0, device=device))
+    assert copy.amax.isnan()
 
 
 def test_moments_in_8_bits_are_those_of_the_cpu() -> None:

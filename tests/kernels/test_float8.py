@@ -12,7 +12,9 @@ from torch import Tensor
 
 from ahead_of_time import assembly_of, needs_triton, run_interpreted
 from phalanx.kernels.float8 import (
+    QuantisedCopy,
     block_product,
+    measure_copies,
     power_of_two_scale,
     quantise,
     quantise_blocks,
@@ -71,6 +73,35 @@ def test_rows_and_columns_have_scales_of_their_own() -> None:
         assert (back - wanted).norm() <= 0.04 * wanted.norm()
     # A row of small numbers is as accurate as one of large ones.
     assert (q.float()[0] * scale[0] - x.float()[0]).norm() <= 0.04 * x.float()[0].norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_copy_is_written_where_its_scale_differs(dtype: torch.dtype) -> None:
+    x = random(37, 53).to(dtype)
+    scale = power_of_two_scale(x.abs().amax().view(1), E4M3)
+    copy = QuantisedCopy.empty(torch.zeros_like(x, dtype=E4M3))
+    wanted = quantise(x, scale, scale, E4M3, True, False)[0].float()
+    copy.renew(x, scale)
+    assert torch.equal(copy.q.float(), wanted) and torch.equal(copy.scale, scale)
+    copy.renew(7.0 * x, scale)
+    assert torch.equal(copy.q.float(), wanted)
+    copy.renew(x, torch.full((1,), math.nan))
+    assert copy.q.float().isnan().all() and copy.scale.isnan()
+    copy.renew(x, scale)
+    assert torch.equal(copy.q.float(), wanted)
+
+
+def test_what_an_optimizer_wrote_is_not_measured() -> None:
+    parameters = [torch.full((3, 16), 2.0), torch.full((2, 16), -3.0), torch.empty(0, 16)]
+    copies = [QuantisedCopy.empty(torch.zeros_like(x, dtype=E4M3)) for x in parameters]
+    for copy in copies:
+        copy.scale.fill_(0.5)
+        copy.amax.fill_(7.0)
+    copies[2].amax.fill_(0.0)
+    measure_copies(parameters, copies, [copies[0].q])
+    assert [float(copy.amax) for copy in copies] == [7.0, 3.0, 0.0]
+    # Numbers that nobody wrote are those of parameters that are no more.
+    assert [bool(copy.scale.isnan()) for copy in copies[:2]] == [False, True]
 
 
 @pytest.mark.parametrize(("block", "square"), [(128, False), (128, True), (32, False)])
@@ -233,6 +264,10 @@ def test_kernels_compile(target: str, element: str) -> None:
     for name in ("quantise", "transpose", "blocks", "gated"):
         kernel, warps, types, constants = quantising(name, "bf16", element)
         assembly_of(kernel, target, warps, types, constants, even=tuple(range(len(types))))
+    types = {"x": "*fp32", "scale": "*fp32", "present": "*fp32", "q": f"*{element}", "n": "i64"}
+    assembly_of(
+        kernels.requantise_kernel, target, kernels.FLAT_WARPS, types, {"TILE": kernels.FLAT_TILE}, even=(0, 1, 2, 3, 4)
+    )
     types = {"grad_hidden": "*bf16", "gate_up": "*bf16", "amax": "*fp32", "rows": "i32", "features": "i32"}
     constants = {"BLOCK": 64, "TILE": kernels.SWIGLU_ROWS}
     assembly_of(
@@ -270,6 +305,11 @@ x = torch.randint(4, 8, (130, 200), generator=draw) * torch.exp2(torch.randint(-
 x *= torch.randint(0, 2, x.shape, generator=draw) * 2 - 1
 for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
     one = power_of_two_scale(x.abs().amax().view(1), dtype)
+    wanted, nothing = (quantise_reference(x, one, one, dtype, True, False)[0], torch.zeros_like(x, dtype=dtype))
+    for present, result in ((one, nothing), (2 * one, wanted), (torch.full((1,), torch.nan), wanted)):
+        found = nothing.clone()
+        kernels.run_requantise(x, one, present, found)
+        assert torch.equal(found.float(), result.float())
     amax = row_column_amax_reference(x)
     for found, wanted in zip(kernels.run_row_column_amax(x), amax):
         assert torch.equal(found, wanted)

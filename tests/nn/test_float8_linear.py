@@ -12,6 +12,7 @@ from torch import Tensor
 
 from phalanx.config.layers import MLPConfig
 from phalanx.errors import ConfigError
+from phalanx.kernels.float8 import quantise
 from phalanx.nn import float8_linear
 from phalanx.nn.float8_linear import Float8Recipe, Operand, Scaling
 from phalanx.nn.layers import GatedLinear, Linear, SwigluMLP, choose_products, quantise_weights
@@ -178,6 +179,33 @@ def test_weights_held_in_eight_bits_are_those_of_the_moment(name: str) -> None:
     before = mlp(x)
     quantise_weights([mlp.gate_up, mlp.down])
     torch.testing.assert_close(mlp(x), 3.0 * before, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.9, 3.0])
+def test_weights_that_an_optimizer_writes_are_those_of_the_moment(factor: float) -> None:
+    """It divides by the scale that was; where another suits the largest number, all are written again."""
+    torch.manual_seed(0)
+    layer, fresh = (Linear(32, 48, bias=False) for _ in range(2))
+    for one in (layer, fresh):
+        choose_products(one, PRECISIONS["fp8-tensor"], CPU)
+    with torch.no_grad():
+        # Largest of all 1.9 times a power of two: 0.9 of it has the same scale.
+        layer.weight.uniform_(-1.0, 1.0)[0, 0] = 1.9
+        quantise_weights([layer])
+        copy = layer.quantised_copy
+        assert copy is not None and layer.held is not None
+        fresh.weight.copy_(layer.weight.mul_(factor))
+        copy.amax.copy_(layer.weight.abs().amax())
+        copy.q.copy_(quantise(layer.weight, copy.scale, copy.scale, copy.q.dtype, True, False)[0])
+        if factor == 1.0:
+            # Nobody reads the weight again.
+            layer.weight.fill_(torch.nan)
+    quantise_weights([layer], [copy.q])
+    quantise_weights([fresh])
+    assert fresh.held is not None
+    held = [(*one.rows, one.column_scale) for one in (layer.held, fresh.held)]
+    for found, wanted in zip(*held, strict=True):
+        assert torch.equal(found.float(), wanted.float())
 
 
 def test_layers_choose_by_the_whole_layer() -> None:

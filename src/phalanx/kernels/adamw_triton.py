@@ -1,7 +1,9 @@
 """The Triton kernel behind `optimizers.adamw`; import only where Triton is installed.
 
 One pass: parameter, gradient and both moments are read once, parameter and moments written once, and the parameter once
-more in the format of the arithmetic where a copy is kept in it, by threads that move 16 bytes at a time.
+more in the format of the arithmetic where a copy is kept in it, by threads that move 16 bytes at a time. A copy in 8 bits is
+written by the scale of the copy before: whoever finds that the largest number, which the same pass looks for, wants another
+scale writes it again.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from phalanx.kernels.float8 import QuantisedCopy
 
 TILE = 1024
 """Elements that a program updates."""
@@ -26,6 +30,9 @@ def adamw_kernel(
     corrections: tl.tensor,
     divisor: tl.tensor,
     skip: tl.tensor,
+    quantised: tl.tensor,
+    scale: tl.tensor,
+    amax: tl.tensor,
     n: tl.tensor,
     lr: tl.tensor,
     decay: tl.tensor,
@@ -35,10 +42,12 @@ def adamw_kernel(
     TILE: tl.constexpr,
     EVEN: tl.constexpr,
     COPY: tl.constexpr,
+    QUANTISE: tl.constexpr,
 ) -> None:
-    """Update TILE of `n` elements, all float32 but for `rounded`.
+    """Update TILE of `n` elements, all float32 but for `rounded`, `quantised` and `amax`.
 
-    corrections: [2], see `run_adamw`. EVEN: whether TILE divides `n`. COPY: whether `rounded` is written.
+    corrections: [2], see `run_adamw`. amax: bits of a float32, whose order is that of the sizes they stand for. EVEN:
+    whether TILE divides `n`. COPY: whether `rounded` is written. QUANTISE: whether `quantised` is, by `scale`, and `amax`.
     """
     if tl.load(skip) != 0.0:
         return
@@ -70,6 +79,13 @@ def adamw_kernel(
     # In the same pass, while the parameter is in a register: casting later would read it once more.
     if COPY:
         tl.store(rounded + start + place, p.to(rounded.dtype.element_ty), mask=inside)
+    if QUANTISE:
+        # As `kernels.float8.quantise` does.
+        value = p.to(tl.bfloat16).to(tl.float32) * tl.div_rn(1.0, tl.load(scale))
+        tl.store(quantised + start + place, value.to(quantised.dtype.element_ty), mask=inside)
+        size = tl.abs(p) if EVEN else tl.where(inside, tl.abs(p), 0.0)
+        # As whole numbers: what is no number is larger than all that are.
+        tl.atomic_max(amax, tl.max(size.to(tl.int32, bitcast=True), 0), sem="relaxed")
 
 
 def run_adamw(
@@ -77,6 +93,7 @@ def run_adamw(
     gradient: Tensor,
     moments: tuple[Tensor, Tensor],
     rounded: Tensor | None,
+    quantised: QuantisedCopy | None,
     corrections: Tensor,
     divisor: Tensor,
     skip: Tensor,
@@ -88,7 +105,8 @@ def run_adamw(
 ) -> None:
     """Update once by AdamW, in place (Loshchilov & Hutter 2019, algorithm 2), contiguous float32 tensors of one device.
 
-    rounded: takes the parameter in its own format, where there is such a copy. corrections: [2], 1 - beta1^t and
+    rounded: takes the parameter in its own format, where there is such a copy. quantised: takes it in 8 bits by the scale
+    that is there; its `amax` is raised to the largest size of an element. corrections: [2], 1 - beta1^t and
     sqrt(1 - beta2^t) of the update's number t. divisor: 0-dim, of the gradient. skip: 0-dim, nothing is changed unless it
     is 0.
     """
@@ -103,6 +121,9 @@ def run_adamw(
             corrections,
             divisor,
             skip,
+            parameter if quantised is None else quantised.q,
+            parameter if quantised is None else quantised.scale,
+            parameter if quantised is None else quantised.amax.view(torch.int32),
             n,
             lr,
             decay,
@@ -111,5 +132,6 @@ def run_adamw(
             TILE=TILE,
             EVEN=n % TILE == 0,
             COPY=rounded is not None,
+            QUANTISE=quantised is not None,
             num_warps=WARPS,
         )

@@ -15,6 +15,7 @@ dims than the forward pass, so that it needs the transposed of each operand: wri
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -130,6 +131,76 @@ def quantise_reference(
     if columns:
         q_IN.copy_(wide_NI.t() / column_scale.view(-1, 1))
     return q_NI, q_IN
+
+
+@dataclass(frozen=True)
+class QuantisedCopy:
+    """A parameter in 8 bits with one scale, which the optimizer may write as it updates the parameter.
+
+    It then divides by the scale that is there, which is right as long as it suits the numbers written: `renew` sees to that.
+    """
+
+    q: Tensor
+    """Like the part of the parameter that this rank holds."""
+    scale: Tensor
+    """What `q` is to be multiplied by, float32 [1]; NaN where `q` holds nothing yet."""
+    amax: Tensor
+    """Largest size of a number of that part, float32 [1]."""
+
+    @classmethod
+    def empty(cls, q: Tensor) -> QuantisedCopy:
+        """Return a copy that is to be written into `q`."""
+        # A rank may hold no row.
+        return cls(q, torch.full((1,), torch.nan, device=q.device), torch.zeros(1, device=q.device))
+
+    def renew(self, parameter: Tensor, scale: Tensor) -> None:
+        """Let the copy be `parameter` by `scale`, float32 [1], where the scale of what is there differs."""
+        if parameter.numel():
+            requantise(parameter, scale, self.scale, self.q)
+        self.scale.copy_(scale)
+
+
+def measure_copies(parameters: Sequence[Tensor], copies: Sequence[QuantisedCopy], written: Collection[Tensor]) -> None:
+    """Find the largest size in each parameter of whose copy no optimizer has `written` the numbers, and this with them."""
+    # By identity: tensors compare element by element.
+    done = {id(q) for q in written}
+    stale = [
+        (x, copy) for x, copy in zip(parameters, copies, strict=True) if id(copy.q) not in done and copy.q.numel() > 0
+    ]
+    if stale:
+        found = torch._foreach_norm([x for x, _ in stale], torch.inf)
+        torch._foreach_copy_([copy.amax for _, copy in stale], [amax.view(1) for amax in found])
+        # What is there are other numbers.
+        torch._foreach_mul_([copy.scale for _, copy in stale], torch.nan)
+
+
+@torch.library.custom_op("phalanx::requantise", mutates_args=("q",))
+def requantise(x: Tensor, scale: Tensor, present: Tensor, q: Tensor) -> None:
+    """Write x divided by `scale` into `q`, as `quantise` does, unless `present` is `scale`; both float32 [1].
+
+    A device looks for itself which it is: the host does not wait for it.
+    """
+    requantise_reference(x, scale, present, q)
+
+
+@requantise.register_fake
+def _(x: Tensor, scale: Tensor, present: Tensor, q: Tensor) -> None:
+    return None
+
+
+@requantise.register_kernel("cuda")
+def _(x: Tensor, scale: Tensor, present: Tensor, q: Tensor) -> None:
+    kernel = triton_module("float8_triton")
+    if kernel is None or not (_kernel_takes(x) and x.is_contiguous() and q.is_contiguous()):
+        requantise_reference(x, scale, present, q)
+    else:
+        kernel.run_requantise(x, scale, present, q)
+
+
+def requantise_reference(x: Tensor, scale: Tensor, present: Tensor, q: Tensor) -> None:
+    """Do as `requantise` in plain PyTorch, for every device and format."""
+    if not torch.equal(scale, present):
+        q.copy_(quantise_reference(x, scale, scale, q.dtype, True, False)[0])
 
 
 @torch.library.custom_op("phalanx::transpose_quantised", mutates_args=())

@@ -23,6 +23,8 @@ QUANTISE_TILES = (128, 128, 8)
 """Rows, columns and warps of a program that quantises with scales that are given."""
 SWIGLU_ROWS, SWIGLU_WARPS = 32, 4
 """Rows and warps of a tile of gated products, which is one group of gate and up features wide."""
+FLAT_TILE, FLAT_WARPS, FLAT_PROGRAMS = 4096, 8, 1024
+"""Numbers that a program quantises at a time where their order does not matter, its warps, and programs at most."""
 PRODUCT_TILES = (128, 128, 128)
 """Rows of a, rows of b, and numbers of each that a program multiplies at a time: a block."""
 PRODUCT_WARPS, PRODUCT_STAGES = 8, 3
@@ -75,6 +77,23 @@ def quantise_kernel(
         place = q_t + column.to(tl.int64)[:, None] * rows + row[None, :]
         turned = tl.trans((value * other).to(q_t.dtype.element_ty))
         tl.store(place, turned, mask=(column < columns)[:, None] & (row < rows)[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def requantise_kernel(
+    x: tl.tensor, scale: tl.tensor, present: tl.tensor, q: tl.tensor, n: tl.tensor, TILE: tl.constexpr
+) -> None:
+    """Tiles of the `n` numbers of x divided by `scale`, each program's as many apart as there are programs; nothing where
+    `present` is that already."""
+    wanted = tl.load(scale)
+    if wanted == tl.load(present):
+        return
+    factor = tl.div_rn(1.0, wanted)
+    stride = tl.num_programs(0).to(tl.int64) * TILE
+    for start in range(tl.program_id(0).to(tl.int64) * TILE, n, stride):
+        place = start + tl.arange(0, TILE)
+        value = tl.load(x + place, mask=place < n, other=0.0).to(tl.bfloat16).to(tl.float32)
+        tl.store(q + place, (value * factor).to(q.dtype.element_ty), mask=place < n)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -335,6 +354,16 @@ def run_quantise(x_NI: Tensor, scale: Tensor, column_scale: Tensor, q_NI: Tensor
             TILE_R=tile_r,
             TILE_C=tile_c,
             num_warps=warps,
+        )
+
+
+def run_requantise(x: Tensor, scale: Tensor, present: Tensor, q: Tensor) -> None:
+    """Do as `kernels.float8.requantise_reference`, for contiguous tensors of a CUDA or ROCm device."""
+    n = x.numel()
+    with torch.cuda.device(x.device):
+        # Few programs: most often each has but to look whether there is anything to do.
+        requantise_kernel[(min(triton.cdiv(n, FLAT_TILE), FLAT_PROGRAMS),)](
+            x, scale, present, q, n, TILE=FLAT_TILE, num_warps=FLAT_WARPS
         )
 
 

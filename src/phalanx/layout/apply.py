@@ -105,7 +105,7 @@ class ParallelModel:
             size = self.layout.world_size // self.mesh.pp.size
             alike = range(self.mesh.pp.rank * size, (self.mesh.pp.rank + 1) * size)
             matrices = GatheredMatrices(self.parameters, self.splits, rows, dtype, self.mesh.world, alike)
-        return HeldParameters(self.compute_parameters, matrices)
+        return HeldParameters(self.compute_parameters, self.sharding.quantised_copies, matrices)
 
     def with_global_batch(self, samples: int) -> ParallelModel:
         """Return the same model run on global batches of `samples`, which suit its layout; all ranks call it together."""
@@ -150,12 +150,12 @@ class ParallelModel:
     def refresh(self, written: Collection[Tensor] = ()) -> None:
         """Let the stages compute with the present main parameters; to be called whenever these have changed.
 
-        written: those of `compute_parameters` that hold their main parameter's value already.
+        written: copies of `hold_parameters` that the optimizer has written, and that hold their main parameter's value so.
         """
         for stage in self.stages:
             if stage.low_precision is not None:
                 stage.low_precision.refresh(written)
-        self.sharding.publish_parameters()
+        self.sharding.publish_parameters(written)
 
 
 def apply_layout(

@@ -8,7 +8,7 @@ declares about itself as data is in `families.family`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from phalanx.data.batch_stream import Batch
 from phalanx.families.family import BoundModel
+from phalanx.kernels.float8 import QuantisedCopy
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.split_context import SequenceShare
 from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
@@ -113,9 +114,17 @@ class WholeParameters:
     def finish_gradients(self) -> None:
         """Complete the gradients of a step after its last micro-batch."""
 
-    def publish_parameters(self) -> None:
-        """Let what is gathered from now on be the present parameters; to be called whenever they have changed."""
-        quantise_weights(self._quantised)
+    def publish_parameters(self, written: Collection[Tensor] = ()) -> None:
+        """Let what is gathered from now on be the present parameters; to be called whenever they have changed.
+
+        written: numbers of `quantised_copies` that the optimizer has written.
+        """
+        quantise_weights(self._quantised, written)
+
+    @property
+    def quantised_copies(self) -> dict[Tensor, QuantisedCopy]:
+        """Copies in 8 bits that an optimizer may write, by their main parameters."""
+        return {layer.weight: layer.quantised_copy for layer in self._quantised if layer.quantised_copy is not None}
 
     @property
     def buffer_bytes(self) -> int:

@@ -120,13 +120,8 @@ class Float8Product:
             return rows, quantise_both(x_NI, "block", self.format, rows=False, columns=columns, square=True)[1]
         return quantise_both(x_NI, self.scaling, self.format, column_group=self.input_group, columns=columns)
 
-    def hold_weight(self, weight_OI: Tensor, amax: Tensor) -> HeldWeight:
-        """Return a weight in 8 bits. amax: float32, 0-dim, of the whole weight, all parts of it."""
-        if self.scaling == "tensor":
-            scale = power_of_two_scale(amax.bfloat16().view(1), self.format)
-            q, _ = quantise(weight_OI, scale, scale, self.format, True, False)
-            # Compilers take no tensor as two arguments of a function with a gradient of its own.
-            return HeldWeight(Operand(q, scale), scale.clone())
+    def hold_weight(self, weight_OI: Tensor) -> HeldWeight:
+        """Return a weight in 8 bits, of recipes in which it has more than one scale."""
         rows, _ = self._weight_operands(weight_OI, columns=False)
         if self.scaling == "row":
             return HeldWeight(rows, self._column_scale(weight_OI))

@@ -6,7 +6,7 @@ code runs with float32 main parameters and bfloat16 activations, or with paramet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.layers import MLPConfig, NormConfig
+from phalanx.kernels.float8 import QuantisedCopy, measure_copies, power_of_two_scale
 from phalanx.kernels.float8_swiglu import quantises_gradients
 from phalanx.kernels.swiglu import gated_linear, swiglu
 from phalanx.nn.declared_layers import gate_block
-from phalanx.nn.float8_linear import Float8Product, GatedPair, HeldWeight, LinearProduct, takes_rows
+from phalanx.nn.float8_linear import Float8Product, GatedPair, HeldWeight, LinearProduct, Operand, takes_rows
 from phalanx.nn.precision import Precision
 from phalanx.torch_compat import common as compat
 
@@ -36,6 +37,8 @@ class Linear(nn.Module):
     """Product of the run's precision in place of the plain one; see `choose_products`."""
     held: HeldWeight | None = None
     """The weight as `multiply` reads it, where `quantise_weights` makes that once a step."""
+    quantised_copy: QuantisedCopy | None = None
+    """What `held` is made of where the whole weight has one scale."""
     input_group = output_group = ""
     """Names of the groups of ranks over which the features are sharded."""
 
@@ -129,21 +132,41 @@ def choose_products(model: nn.Module, precision: Precision, device: torch.device
 
 
 @torch.no_grad()
-def quantise_weights(layers: Sequence[Linear]) -> None:
+def quantise_weights(layers: Sequence[Linear], written: Collection[Tensor] = ()) -> None:
     """Make the weights of `layers`, of one recipe, anew in 8 bits; to be called whenever they have changed.
 
     All ranks over which the layers are sharded call it together: they agree on the scales of all whole weights at once.
+    written: what of `quantised_copy` the optimizer has written, with the largest number of each weight.
     """
-    if not layers:
-        return
-    amaxes = torch.stack(torch._foreach_norm([layer.weight for layer in layers], torch.inf))
+    products = {layer: product for layer in layers if (product := layer.rows_product) is not None}
+    by_tensor = [layer for layer, product in products.items() if product.scaling == "tensor"]
+    for layer, product in products.items():
+        if product.scaling != "tensor":
+            layer.held = product.hold_weight(layer.weight)
+    if by_tensor:
+        _renew_copies(by_tensor, {layer: products[layer].format for layer in by_tensor}, written)
+
+
+def _renew_copies(layers: Sequence[Linear], formats: Mapping[Linear, torch.dtype], written: Collection[Tensor]) -> None:
+    """Let the copies of weights that have one scale each equal these."""
+    copies = []
+    for layer in layers:
+        if layer.quantised_copy is None:
+            layer.quantised_copy = QuantisedCopy.empty(torch.empty_like(layer.weight, dtype=formats[layer]))
+            scale = layer.quantised_copy.scale
+            # Compilers take no tensor as two arguments of a function with a gradient of its own.
+            layer.held = HeldWeight(Operand(layer.quantised_copy.q, scale), scale.clone())
+        copies.append(layer.quantised_copy)
+    measure_copies([layer.weight for layer in layers], copies, written)
+    amaxes = torch.cat([copy.amax for copy in copies])
     # At most one: what is split over no rank has equal values on all.
     for group in {name for layer in layers for name in (layer.input_group, layer.output_group) if name}:
         amaxes = compat.all_reduce(amaxes, group, "max")
-    for layer, amax in zip(layers, amaxes, strict=True):
-        product = layer.rows_product
-        assert product is not None
-        layer.held = product.hold_weight(layer.weight, amax)
+    scales = power_of_two_scale(amaxes.bfloat16(), formats[layers[0]]).split(1)
+    for layer, copy, scale in zip(layers, copies, scales, strict=True):
+        copy.renew(layer.weight, scale)
+        assert layer.held is not None
+        layer.held.column_scale.copy_(scale)
 
 
 class Norm(nn.Module):

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.config.schema import OWN_OPTIMIZERS, Optimizer, Run
 from phalanx.errors import ConfigError
 from phalanx.extensions import Registry
+from phalanx.kernels.float8 import QuantisedCopy
 from phalanx.nn.parameters import ParameterKind
 from phalanx.optimizers.whole_matrices import WholeMatrices
 
@@ -87,7 +88,7 @@ class OptimizerKind(ABC):
         return 0.0
 
     def written_copies(self, optimizer: torch.optim.Optimizer) -> Sequence[Tensor]:
-        """Return the compute copies that the last update left equal to their parameters; none by default."""
+        """Return the copies of `HeldParameters` that the last update wrote, of parameters in 8 bits `q`; none by default."""
         return ()
 
 
@@ -132,6 +133,9 @@ class HeldParameters:
     compute_copies: Mapping[Tensor, Tensor] = field(default_factory=dict)
     """Of each main parameter that is computed with in another format, the copy in that format. An optimizer may write these
     as it updates, and then says so in `OptimizerKind.written_copies`; the others are renewed after the update."""
+    quantised_copies: Mapping[Tensor, QuantisedCopy] = field(default_factory=dict)
+    """Of main parameters that are multiplied in 8 bits with one scale: an optimizer may write numbers and largest size as it
+    updates, and then names the numbers in `OptimizerKind.written_copies`."""
     matrices: WholeMatrices = field(default_factory=WholeMatrices)
     """Which parameters are matrices, and how they become whole where an update needs them so."""
 

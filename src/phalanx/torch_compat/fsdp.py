@@ -110,6 +110,11 @@ class ByteShard:
         self._parameter = parameter
 
     @property
+    def parameter(self) -> Tensor:
+        """The main parameter, of which this rank holds a shard."""
+        return self._parameter.sharded_param
+
+    @property
     def main(self) -> Tensor:
         """This rank's rows of the main parameter, without padding."""
         return cast(DTensor, self._parameter.sharded_param).to_local()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed_ranks import run_ranks
+from phalanx.kernels.float8 import quantise
 from phalanx.layout.data_parallel import quantised_shards
 from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOptions
 from phalanx.layout.mesh import Groups, Mesh, build_mesh
@@ -94,8 +95,20 @@ def differences(recipe: str, mesh: Mesh, *, compiled: bool) -> list[str]:
         with torch.no_grad():
             for parameter in sharded.parameters():
                 parameter.mul_(3.0)
-        sharding.publish_parameters()
+            sharding.publish_parameters(write_copies(sharding))
     return found
+
+
+def write_copies(sharding: FullySharded) -> list[Tensor]:
+    """Do as an optimizer that writes copies by the scales that were; returns what it wrote: not every rank has all rows."""
+    written = []
+    for parameter, copy in sharding.quantised_copies.items():
+        rows = parameter.to_local()  # type: ignore[attr-defined]
+        if len(rows) > 6:
+            copy.amax.copy_(rows.abs().amax())
+            copy.q.copy_(quantise(rows, copy.scale, copy.scale, copy.q.dtype, True, False)[0])
+            written.append(copy.q)
+    return written
 
 
 def bytes_of_weights(mesh: Mesh) -> list[tuple[int, ...]]:

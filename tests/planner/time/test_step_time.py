@@ -12,7 +12,7 @@ from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
 from phalanx.planner.dryrun.run_step import dry_run
-from phalanx.planner.time.framework import COMPILED, EAGER
+from phalanx.planner.time.framework import COMPILED, EAGER, FrameworkProfile
 from phalanx.planner.time.operation_time import PartBreakdown, compute_seconds
 from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.pipeline_time import bound_pipelines, simulate_pipelines
@@ -67,9 +67,11 @@ def steps() -> Steps:
     return steps_of_run(bind(RUN, TracedModel), MANY, MACHINE, EAGER)
 
 
-def _seconds(steps: Steps, profile: object = PROFILE, constants: object = CONSTANTS) -> np.ndarray:
+def _seconds(
+    steps: Steps, profile: object = PROFILE, constants: object = CONSTANTS, framework: FrameworkProfile = COMPILED
+) -> np.ndarray:
     times = part_times(steps.parts, MACHINE, constants, profile)  # type: ignore[arg-type]
-    return time_steps(steps, times, profile, constants, COMPILED).seconds  # type: ignore[arg-type]
+    return time_steps(steps, times, profile, constants, framework).seconds  # type: ignore[arg-type]
 
 
 def test_every_cause_is_counted_once_and_none_is_negative(steps: Steps) -> None:
@@ -142,6 +144,16 @@ def test_what_ranks_exchange_and_pass_over_grows_with_the_numbers(precision: str
     assert framework.optimizer_bytes == {2: 30, 4: 28, 8: 56}[width]
     found = steps_of_run(bind(run, TracedModel), _layouts({"pp": 4}), MACHINE, framework, attention="math")
     assert found.hidden_bytes[0] == 1024 * 1024 * width
+
+
+def test_weights_with_several_scales_are_read_again_behind_the_update(steps: Steps) -> None:
+    seconds = {
+        precision: _seconds(steps, framework=COMPILED.computing_in(precision))[:, StepBreakdown.OPTIMIZER]
+        for precision in ("bf16", "fp8-tensor", "fp8-row")
+    }
+    weights = steps.sum_quantised().max(axis=1) / steps.layouts.shards
+    assert (seconds["fp8-tensor"] == seconds["bf16"]).all()
+    assert seconds["fp8-row"] - seconds["bf16"] == pytest.approx(9 * weights / PROFILE.memory_b_s)
 
 
 def test_weights_in_eight_bits_are_gathered_in_half_the_time() -> None:

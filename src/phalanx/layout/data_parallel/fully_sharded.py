@@ -25,10 +25,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from phalanx.kernels.float8 import QuantisedCopy
 from phalanx.kernels.parts_sum import add_gradient
 from phalanx.layout.data_parallel.copy_engine import CopyEngine
 from phalanx.layout.data_parallel.quantised_shards import QuantisedShards
@@ -165,11 +166,16 @@ class FullySharded(WholeParameters):
         if self.options.zero < 3:
             stage.set_reshard_after_backward(last)
 
-    def publish_parameters(self) -> None:
+    def publish_parameters(self, written: Collection[Tensor] = ()) -> None:
         """See `WholeParameters`."""
-        self.quantised.publish()
+        self.quantised.publish(written)
         if self.copy_engine is not None:
             self.copy_engine.renew()
+
+    @property
+    def quantised_copies(self) -> dict[Tensor, QuantisedCopy]:
+        """See `WholeParameters`."""
+        return self.quantised.copies
 
     @property
     def buffer_bytes(self) -> int:

@@ -7,7 +7,7 @@ ready for products: the transposed, which gradients of inputs need, is made of i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from phalanx.kernels.float8 import (
     BLOCK,
+    QuantisedCopy,
+    measure_copies,
     power_of_two_scale,
     quantise,
     quantise_blocks,
@@ -46,11 +48,23 @@ class QuantisedShards:
             layer = owners[id(shard.owner)]
             self._weights.append(QuantisedShard(layer, products[layer], shard))
 
+    @property
+    def copies(self) -> dict[Tensor, QuantisedCopy]:
+        """This rank's rows of weights with one scale, by their parameters."""
+        return {weight.shard.parameter: weight.copy for weight in self._weights if weight.copy is not None}
+
     @torch.no_grad()
-    def publish(self) -> None:
-        """Quantise this rank's rows anew; all ranks of the shards and of tensor parallelism call it together."""
+    def publish(self, written: Collection[Tensor] = ()) -> None:
+        """Quantise this rank's rows anew; all ranks of the shards and of tensor parallelism call it together.
+
+        written: numbers of `copies` that the optimizer has written.
+        """
         if not self._weights:
             return
+        for weight in self._weights:
+            weight.make_room()
+        by_tensor = [(weight.shard.main, weight.copy) for weight in self._weights if weight.copy is not None]
+        measure_copies([rows for rows, _ in by_tensor], [copy for _, copy in by_tensor], written)
         amaxes = [amax for weight in self._weights for amax in weight.measure()]
         groups = [group for weight in self._weights for group in weight.groups]
         if self._shards.size > 1:
@@ -91,10 +105,26 @@ class QuantisedShard:
 
     def __init__(self, layer: Linear, product: Float8Product, shard: ByteShard) -> None:
         """Let `layer` multiply by what is gathered."""
-        self._layer, self._product, self._shard = layer, product, shard
+        self._layer, self._product, self.shard = layer, product, shard
         self._scales: tuple[Tensor, Tensor] | None = None
         """Of the weight and of its transposed; the same tensors in all steps, as who computes has them."""
+        self.copy: QuantisedCopy | None = None
+        """This rank's rows, where the whole weight has one scale."""
         shard.receive = self._hold
+
+    def make_room(self) -> None:
+        """Make the memory for this rank's rows, once the parameter has its own."""
+        if self.shard.bytes is not None:
+            return
+        rows = self.shard.main
+        self.shard.bytes = rows.new_zeros(self.shard.rows * self.shard.shape[1], dtype=torch.uint8)
+        if self._product.scaling == "tensor":
+            self.copy = QuantisedCopy.empty(self._own_bytes())
+
+    def _own_bytes(self) -> Tensor:
+        assert self.shard.bytes is not None
+        rows = self.shard.main
+        return self.shard.bytes[: rows.numel()].view(self.format).view(rows.shape)
 
     @property
     def format(self) -> torch.dtype:
@@ -114,10 +144,9 @@ class QuantisedShard:
 
     def measure(self) -> WeightAmax:
         """Return the largest numbers of this rank's rows, those of the weight where all ranks' are compared."""
-        rows, first, (count, width) = self._shard.main, self._shard.first_row, self._shard.shape
-        if self._product.scaling == "tensor":
-            amax = torch.linalg.vector_norm(rows, torch.inf) if rows.numel() else rows.new_zeros(())
-            return WeightAmax(amax.float().view(1), rows.new_empty(0, dtype=torch.float32))
+        rows, first, (count, width) = self.shard.main, self.shard.first_row, self.shard.shape
+        if self.copy is not None:
+            return WeightAmax(self.copy.amax, rows.new_empty(0, dtype=torch.float32))
         if self._product.scaling == "row":
             found = rows.new_zeros(count + width, dtype=torch.float32)
             of_rows, of_columns = found.split((count, width))
@@ -135,18 +164,22 @@ class QuantisedShard:
 
     def quantise(self, scale: Tensor, column_scale: Tensor) -> None:
         """Write this rank's rows in 8 bits. scale, column_scale: of the whole weight, in the shapes of `WeightAmax`."""
-        rows, first = self._shard.main, self._shard.first_row
+        rows, first = self.shard.main, self.shard.first_row
         if self._product.scaling != "row":
             column_scale = scale.t() if scale.dim() > 1 else scale
         if self._scales is None:
-            self._scales = scale.clone(), column_scale.clone(memory_format=torch.contiguous_format)
-            self._shard.bytes = rows.new_zeros(self._shard.rows * self._shard.shape[1], dtype=torch.uint8)
+            own_scale = scale.clone() if self.copy is None else self.copy.scale
+            self._scales = own_scale, column_scale.clone(memory_format=torch.contiguous_format)
+        if self.copy is not None:
+            # Before its scale is another.
+            self.copy.renew(rows, scale)
         for kept, new in zip(self._scales, (scale, column_scale), strict=True):
             kept.copy_(new)
-        assert self._shard.bytes is not None
-        q = self._shard.bytes[: rows.numel()].view(self.format).view(rows.shape)
-        if self._product.scaling != "block":
-            own = scale if self._product.scaling == "tensor" else scale[first : first + len(rows)]
+        if self.copy is not None:
+            return
+        q = self._own_bytes()
+        if self._product.scaling == "row":
+            own = scale[first : first + len(rows)]
             q.copy_(quantise(rows, own, own, self.format, True, False)[0])
             return
         for piece, place in _pieces(first, len(rows)):
@@ -159,7 +192,7 @@ class QuantisedShard:
 
     def _hold(self, whole: Tensor) -> None:
         assert self._scales is not None
-        rows = Operand(whole.view(self.format).view(self._shard.shape), self._scales[0])
+        rows = Operand(whole.view(self.format).view(self.shard.shape), self._scales[0])
         self._layer.held = HeldWeight(rows, self._scales[1])
 
 

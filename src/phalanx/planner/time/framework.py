@@ -30,6 +30,8 @@ class FrameworkProfile:
     """Whether they gather weights that are multiplied in 8 bits in these."""
     quantised_bytes: int = 2
     """Bytes of an element of such weights as they are gathered."""
+    renewal_bytes: int = 0
+    """Bytes read and written once a step for an element of such weights, beside the update."""
     copy_engines: bool = False
     """Whether shards in one node exchange by copies instead of collectives."""
     single_rank_overhead: float = 0.25
@@ -51,7 +53,8 @@ class FrameworkProfile:
         width = PRECISIONS[precision].compute_dtype.itemsize
         if width <= self.gather_bytes:
             quantised = PRECISIONS[precision].gathered_weight_bytes if self.gathers_quantised else self.gather_bytes
-            return replace(self, quantised_bytes=quantised)
+            renewal = self.renewal_bytes if quantised == self.gather_bytes else _RENEWAL_BYTES.get(precision, 0)
+            return replace(self, quantised_bytes=quantised, renewal_bytes=renewal)
         return replace(
             self,
             quantised_bytes=width,
@@ -98,6 +101,10 @@ _FLEX_BLOCK = 128
 _ADAMW_VALUE_PASSES = 7
 """Values that AdamW reads or writes for each parameter: main parameter, two moments and gradient read, all but the gradient
 written."""
+
+_RENEWAL_BYTES = {"fp8-row": 9, "fp8-block": 9}
+"""Of weights in 8 bits by precision: read for their largest numbers, read once more, and written. Where a weight has one
+scale AdamW does all that as it updates, within the bytes that are counted for a copy in 16 bits."""
 
 COMPILED = FrameworkProfile()
 """Our step with compiled blocks."""

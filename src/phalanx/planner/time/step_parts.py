@@ -184,6 +184,11 @@ class Steps:
         own = self.trained
         return self._sum_over_ranks(own.block, own.leading, own.embedding, own.head)
 
+    def sum_quantised(self) -> Floats:
+        """Return the elements of weights that are multiplied in 8 bits likewise, [layouts, ranks]."""
+        nothing = np.zeros_like(self.quantised_parameters)
+        return self._sum_over_ranks(self.quantised_parameters, self.leading_quantised, nothing, nothing)
+
     def _sum_over_ranks(self, block: Floats, leading: Floats, embedding: Floats, head: Floats) -> Floats:
         """Return the sum over the parts of every rank, [layouts, ranks]. block: of one block, [layouts], as the others."""
         ranks = self.ranks

@@ -126,7 +126,11 @@ def time_steps(
     data = (data_parallel or DataParallel).of(steps, times, waits, profile, constants, framework)
     seconds[StepBreakdown.DATA] = data.exposed(steps, busiest)
     trained, mine = most_trained(steps)
-    seconds[StepBreakdown.OPTIMIZER] = mine * framework.optimizer_bytes / profile.optimizer_b_s
+    renewed = steps.sum_quantised().max(axis=1) / layouts.shards
+    seconds[StepBreakdown.OPTIMIZER] = (
+        mine * framework.optimizer_bytes / profile.optimizer_b_s
+        + renewed * framework.renewal_bytes / profile.memory_b_s
+    )
     # Gradients of further micro-batches are added to what is there, unless they are reduced first.
     reduced = layouts.reduces_each & data.reduces_each_microbatch
     added = np.where(reduced, mine, trained) * (framework.gather_bytes + 2 * framework.reduce_bytes)
