@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from phalanx.chaos.inject import break_process
 from phalanx.layout.layout_model import Stage
@@ -121,6 +121,19 @@ class FaultCallback(Callback):
         bits = self.random.choice([part for part in parts if part.numel()]).view(-1).view(torch.int32)
         bits[self.random.randrange(len(bits))] ^= 1 << self.random.randrange(8)
 
+    def spoil_activation(self) -> None:
+        """Have the next module of this rank that gives activations give one that is no number."""
+
+        def spoil(module: torch.nn.Module, inputs: object, output: object) -> torch.Tensor | None:
+            if not isinstance(output, torch.Tensor) or output.dim() < 3 or not output.is_floating_point():
+                return None
+            hook.remove()
+            wrong = output.clone()
+            wrong[0, 0, 0] = torch.nan
+            return wrong
+
+        hook = register_module_forward_hook(spoil)
+
     def happen(self) -> None:
         """Do it."""
         match self.kind:
@@ -130,6 +143,8 @@ class FaultCallback(Callback):
                 raise ValueError("made to fail")
             case "memory":
                 torch.empty(1 << 50)
+            case "activation":
+                self.spoil_activation()
             case "spin":
                 break_process("hang")
             case other:

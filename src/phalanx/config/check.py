@@ -24,6 +24,7 @@ def check_run(run: Run) -> list[Problem]:
         _check_optimizer,
         _check_windows,
         _check_checkpoints,
+        _check_safeguards,
         _check_resume,
         _check_transfer,
     )
@@ -199,6 +200,16 @@ def _check_checkpoints(run: Run) -> Iterator[Problem]:
         choices = [f"checkpoint.keep_every={choice}" for choice in (below, below + every) if choice]
         yield Problem(
             path, f"checkpoint.keep_every={keep} is not a multiple of checkpoint.every={every}", " or ".join(choices)
+        )
+
+
+def _check_safeguards(run: Run) -> Iterator[Problem]:
+    if run.safeguards.replay and run.layout.scales_loss:
+        yield Problem(
+            ("safeguards", "replay"),
+            f"safeguards.replay=true: layout.precision={run.layout.precision} finds its loss scale by steps that are not "
+            "finite, so no step can be told to be wrong",
+            "layout.precision=bf16",
         )
 
 

@@ -402,6 +402,10 @@ class Safeguards(Section):
     median gradient norm) above the median that make a spike."""
     max_rewinds: Annotated[int, Field(ge=0, le=1000)] = 3
     """Rewinds to the same checkpoint that a run may take; one more ends it."""
+    replay: bool = False
+    """Whether a step that is a spike or not finite is done again before anything follows from it, on all ranks: a transient
+    fault of a device is gone then and costs one step, and what comes again is of the samples or the software. Each step is
+    then read before the next one is launched."""
     compare_replicas: PositiveInt | None = None
     """Steps between comparisons of the parameters that several ranks hold alike, by a hash of their bits; each checkpoint
     has one before it. Where they differ, the run is rewound and the steps are done again. null compares nothing."""

@@ -123,6 +123,8 @@ class TrainStep:
         self.heartbeat: Heartbeat = SILENT
         self.limits = NO_LIMITS
         """Of the next step's loss and gradient norm; the same on all ranks."""
+        self.own_loss = torch.zeros((), device=device)
+        """Of the last step: losses that this rank's forward passes came to, before they were summed over ranks."""
         self.save_memory: Callable[[ResolvedLayout], ResolvedLayout | None] = lambda layout: None
         """Asked when memory runs out in a pass: the same layout with smaller micro-batches, in which the step is done again,
         or None where that is not possible."""
@@ -205,6 +207,8 @@ class TrainStep:
                 half_norm = half_norm / self.scaler.scale(torch.ones_like(half_norm))
         else:
             loss = executor.forward_backward(step, batch, scale)
+        # The sum over ranks below takes its place.
+        self.own_loss = loss.clone()
         return (self._sum_over_ranks(loss) / targets).sum(), half_norm
 
     def saved_tensors(self) -> dict[str, Place]:

@@ -36,6 +36,7 @@ from phalanx.training.safeguards.checkpoint_interval import CheckpointInterval
 from phalanx.training.safeguards.dead_experts import DeadExperts
 from phalanx.training.safeguards.divergence import Divergence, DivergenceGuard, all_finite
 from phalanx.training.safeguards.memory_limit import note_out_of_memory, smaller_microbatch
+from phalanx.training.safeguards.step_replay import StepReplay
 from phalanx.training.safeguards.straggler_log import StragglerLog
 from phalanx.training.safeguards.wrong_numbers import WrongNumbers
 from phalanx.training.step import StepLimits, StepResult, TrainStep
@@ -96,6 +97,11 @@ class Trainer:
         self.wrong = WrongNumbers(
             run, parts.step.applied, self.guard, parts.log, parts.directory.path, restored.safeguards
         )
+        self.replay = (
+            StepReplay(parts.step, parts.log, keeps_spikes=run.safeguards.on_spike == "warn")
+            if run.safeguards.replay
+            else None
+        )
         self.dead_experts = DeadExperts(parts.log)
         # What was copied to memory alone is still to be saved.
         self.checkpointer = Checkpointer(parts, self.guard, self.wrong, 0 if restored.from_memory else first_step)
@@ -109,7 +115,9 @@ class Trainer:
         """What was lost of the run directory's logs, on the first rank."""
         self.stall = 0.0
         """Seconds that training stood still for a checkpoint since the last launch."""
-        self.asynchronous = AsynchronousSteps(parts.place.device, allowed=parts.place.device.type != "cpu")
+        # A step is done again with the weights that it began with: the one behind it must not have begun.
+        asynchronous = parts.place.device.type != "cpu" and self.replay is None
+        self.asynchronous = AsynchronousSteps(parts.place.device, allowed=asynchronous)
         self.launched: deque[LaunchedStep] = deque()
         self.last: LaunchedStep | None = None
         """The step that was read last, as long as the one behind it was launched before."""
@@ -198,11 +206,12 @@ class Trainer:
         batch = self._next_batch()
         wait = time.perf_counter() - asked
         limits = self.wrong.limits()
-        self.parts.step.limits = self.wrong.enforced(limits)
+        # A spike that is to be done again leaves the weights alone, whatever is to become of it.
+        self.parts.step.limits = limits if self.replay is not None else self.wrong.enforced(limits)
         found = self.parts.step.enqueue(step, batch)
         observations = self.asynchronous.share(found, self.stop.signal_number, self.seconds)
         stall, self.stall = self.stall, 0.0
-        return LaunchedStep(step, rate, observations, began, wait, stall, limits, batch.sample_indices)
+        return LaunchedStep(step, rate, observations, began, wait, stall, limits, batch)
 
     def _halve_microbatch(self, layout: ResolvedLayout) -> ResolvedLayout | None:
         """Return the layout in which a step that ran out of memory is done again; None where micro-batches cannot shrink."""
@@ -313,6 +322,8 @@ class Trainer:
         """Wait for a step, and measure, check and log it."""
         self.heartbeat.enter("collective")
         figures = self.asynchronous.read(launched.observations)
+        if self.replay is not None:
+            figures = self.replay.resolve(launched.step, launched.batch, launched.limits, figures)
         result = StepResult.from_figures(figures, self.wrong.enforced(launched.limits))
         # The device goes from step to step, whenever the host comes to read; one launched behind nothing begins at once.
         before = launched.launched if self.last is None else self.last.observations.made
@@ -330,7 +341,7 @@ class Trainer:
         # Data are verified in the background: an altered file ends the run at the first step read after it was found.
         self.parts.inputs.verification.raise_if_failed()
         self._log_unlogged()
-        self.wrong.judge_step(metrics, launched.limits, launched.samples)
+        self.wrong.judge_step(metrics, launched.limits, launched.batch.sample_indices)
         divergence = self.guard.judge_step(metrics)
         if divergence is not None:
             self._log(metrics)
@@ -576,8 +587,8 @@ class LaunchedStep:
     """Seconds of a checkpoint before."""
     limits: StepLimits
     """Limits of its loss and gradient norm, whether they were enforced or not."""
-    samples: Tensor
-    """Global sample numbers of this rank's batch, int64 [B], in host memory."""
+    batch: Batch
+    """This rank's samples, in host memory."""
 
 
 class AsynchronousSteps:

@@ -22,6 +22,7 @@ from phalanx.training.safeguards.bad_batches import keep_bad_batch
 from phalanx.training.safeguards.divergence import DivergenceGuard
 from phalanx.training.safeguards.replicas import Disagreement, ReplicaComparison
 from phalanx.training.safeguards.spikes import RecentFigures, SpikeWatch
+from phalanx.training.safeguards.step_replay import FAULT_CLASS
 from phalanx.training.step import NO_LIMITS, StepLimits
 
 REPLICAS_DIFFER = "replicas_differ"
@@ -177,7 +178,7 @@ class WrongNumbers:
         told = len(wrong) < len(before.ranks)
         who = before.name_ranks(wrong)
         cause = f"a transient fault of {who}" if told else f"a transient fault of one of {who}"
-        self._log.event("fault_class", step, cause="transient", ranks=list(wrong))
+        self._log.event(FAULT_CLASS, step, cause="transient", ranks=list(wrong))
         self._log.note(f"the steps up to {step} were done again and all replicas agree: {cause}")
 
 
