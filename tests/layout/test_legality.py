@@ -69,6 +69,16 @@ RULES: dict[str, tuple[Fields, Fields, int, list[str]]] = {
             "nearest legal: expert_tp=1, or ep=1 expert_tp=1",
         ],
     ),
+    "chunks of positions": (
+        {"dp_shard": 2, "ep": 2, "ep_chunks": 5},
+        TWO_EXPERTS,
+        2,
+        [
+            "layout.ep_chunks=5 does not divide the positions of a sample on each rank: data.sequence_length=32 over "
+            "layout.cp=1 x layout.tp=1",
+            "nearest legal: ep_chunks=1",
+        ],
+    ),
     "capacity of experts": (
         {"dp_shard": 2, "tp": 2},
         {"model.experts": {"count": 2, "active": 1, "d_ff": 30, "capacity_factor": 1.5}},

@@ -46,10 +46,11 @@ def leave_out_the_weights_in_backward() -> Any:
 def drop_the_last_row() -> Any:
     right = TokenExchange.finish
 
-    def wrong(self: TokenExchange, *arguments: Any) -> Tensor:
-        rows_RD: Tensor = right(self, *arguments).clone()
-        rows_RD[-1] = 0.0
-        return rows_RD
+    def wrong(self: TokenExchange, *arguments: Any) -> list[Tensor]:
+        *before, rows_RD = right(self, *arguments)
+        last_RD: Tensor = rows_RD.clone()
+        last_RD[-1] = 0.0
+        return [*before, last_RD]
 
     return patch.object(TokenExchange, "finish", wrong)
 

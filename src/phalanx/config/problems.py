@@ -118,7 +118,7 @@ def _unknown_field(path: FieldPath, value: Value, kind: type[Run]) -> Problem:
         place = dotted_name(path[:-1])
         # A line that a person reads names no forty fields.
         listed = (
-            f"has {_join_names(siblings)}" if len(siblings) <= 25 else f"has those of phalanx config fields {path[0]}"
+            f"has {_join_names(siblings)}" if len(siblings) <= 30 else f"has those of phalanx config fields {path[0]}"
         )
         known = "" if nearest else f"; {place} {listed}"
         return Problem(path, f"{name}={show_value(value)}: there is no such field{known}", nearest)

@@ -80,6 +80,9 @@ class Layout(Section):
     expert_tp: Annotated[int, Field(ge=1, le=1024)] = 1
     """Ranks over which the hidden features of each expert are sharded, where ep gives every rank a single one: ep x
     expert_tp ranks of dp_shard, cp and tp hold all experts. It is apart from tp, which splits all else."""
+    ep_chunks: Annotated[int, Field(ge=1, le=16)] = 1
+    """Parts of a micro-batch's tokens that travel to their experts one after the other, where ep is more than 1: the rows of
+    one are under way while those of another are computed. Products are smaller then; results change by rounding alone."""
     zero: Literal[0, 1, 2, 3] = 3
     """What is sharded over dp_shard (and cp) ranks: nothing, optimizer state (1), gradients too (2), parameters too (3)."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"

@@ -9,7 +9,7 @@ Letters: T tokens, K experts a token, R = T K rows, E experts, D width, F hidden
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -245,29 +245,49 @@ class ExpertNetworks(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(count * 2 * d_ff, d_model))
         self.down = nn.Parameter(torch.empty(count * d_model, d_ff))
 
-    def forward(self, rows_RD: Tensor, ends_E: Tensor, *, complete: bool) -> Tensor:
-        """Return each row's network applied to it, [R, D]; 0 for rows behind the last expert's.
+    def forward(self, chunks: list[Tensor], use: Callable[[ApplyExperts, list[Tensor]], list[Tensor]]) -> list[Tensor]:
+        """Return what `use` makes of the networks and of rows; gathered parameters are there while it runs.
 
-        rows: sorted by expert. ends: int32 [E], one past each expert's last row. complete: whether no row is behind.
+        chunks: rows of each chunk of tokens, which may still be on their way. use: called once with what applies the
+        networks to rows that have arrived, and with `chunks`.
         """
-        gate_up_E2FD = self.gate_up.to(rows_RD.dtype).view(-1, 2 * self.d_ff, self.d_model)
-        down_EDF = self.down.to(rows_RD.dtype).view(-1, self.d_model, self.d_ff)
-        gate_up_R2F = GroupedLinear.apply(rows_RD, gate_up_E2FD, ends_E, complete)
-        out_RD: Tensor = GatedGroupedLinear.apply(gate_up_R2F, down_EDF, ends_E, self.block, complete)
-        return out_RD
+        # Cast once, and gathered once, however many chunks there are.
+        gate_up_E2FD = self.gate_up.to(chunks[0].dtype).view(-1, 2 * self.d_ff, self.d_model)
+        down_EDF = self.down.to(chunks[0].dtype).view(-1, self.d_model, self.d_ff)
+
+        def apply_experts(rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Tensor:
+            gate_up_R2F = GroupedLinear.apply(rows_RD, gate_up_E2FD, ends_E, complete)
+            out_RD: Tensor = GatedGroupedLinear.apply(gate_up_R2F, down_EDF, ends_E, self.block, complete)
+            return out_RD
+
+        return use(apply_experts, chunks)
+
+
+ApplyExperts = Callable[[Tensor, Tensor, bool], Tensor]
+"""Applies its network to each row, [R, D]: rows sorted by expert, int32 [E] one past each expert's last row, and whether no
+row is behind these; rows behind give 0."""
 
 
 class OwnExperts:
     """Has rows computed by their experts, all of which this device holds. Expert parallelism puts an exchange here."""
 
-    def begin(self, rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Any:
-        """Let rows set out to their experts; return what `finish` needs. Arguments as of `ExpertNetworks.forward`."""
-        return rows_RD, ends_E, complete
+    chunks = 1
+    """Parts of the tokens that are sorted by expert, and may travel, apart."""
 
-    def finish(self, networks: ExpertNetworks, begun: Any) -> Tensor:
-        """Return each row's network applied to it, [R, D]; 0 for rows behind the last expert's. begun: from `begin`."""
-        rows_RD, ends_E, complete = begun
-        result: Tensor = networks(rows_RD, ends_E, complete=complete)
+    def begin(self, rows: list[Tensor], ends: list[Tensor], complete: bool) -> Any:
+        """Let rows set out to their experts; return what `finish` needs.
+
+        rows, ends: of each chunk, as of `ApplyExperts`. complete: whether every row has an expert.
+        """
+        return rows, ends, complete
+
+    def finish(self, networks: ExpertNetworks, begun: Any) -> list[Tensor]:
+        """Return each row's network applied to it, [R, D] of each chunk; 0 for rows behind the last expert's.
+
+        begun: from `begin`.
+        """
+        rows, (ends_E,), complete = begun
+        result: list[Tensor] = networks(rows, lambda apply, chunks: [apply(chunks[0], ends_E, complete)])
         return result
 
 
@@ -287,15 +307,22 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_BSD: Tensor, training: RoutingPass | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        routing = self.router(x_BSD, training)
-        order = sort_by_expert(routing.experts_TK, self.router.settings.count)
+        routing, chunks = self.router(x_BSD, training), self.exchange.chunks
+        orders = [sort_by_expert(each, self.router.settings.count) for each in _cut(routing.experts_TK, chunks)]
         complete = self.router.settings.capacity_factor is None
-        rows_RD = SortRows.apply(x_BSD.flatten(0, 1), order.source_R, order.position_TK)
-        begun = self.exchange.begin(rows_RD, order.ends_E, complete)
+        rows = [
+            SortRows.apply(x_TD, order.source_R, order.position_TK)
+            for x_TD, order in zip(_cut(x_BSD.flatten(0, 1), chunks), orders, strict=True)
+        ]
+        begun = self.exchange.begin(rows, [order.ends_E for order in orders], complete)
         # While rows travel: nothing that the shared network needs is under way.
         shared_BSD = self._compute_shared(x_BSD)
-        rows_RD = self.exchange.finish(self.experts, begun)
-        out_BSD: Tensor = CombineRows.apply(rows_RD, order.position_TK, routing.weights_TK).view_as(x_BSD)
+        rows = self.exchange.finish(self.experts, begun)
+        parts = [
+            CombineRows.apply(rows_RD, order.position_TK, weights_TK)
+            for rows_RD, order, weights_TK in zip(rows, orders, _cut(routing.weights_TK, chunks), strict=True)
+        ]
+        out_BSD = (parts[0] if chunks == 1 else torch.cat(parts)).view_as(x_BSD)
         return out_BSD if shared_BSD is None else out_BSD + shared_BSD
 
     def _compute_shared(self, x_BSD: Tensor) -> Tensor | None:
@@ -304,6 +331,11 @@ class MixtureOfExperts(nn.Module):
             return None
         shared_BSD: Tensor = self.shared(x_BSD)
         return shared_BSD if self.shared_gate is None else shared_BSD * self.shared_gate(x_BSD).sigmoid()
+
+
+def _cut(each_T: Tensor, chunks: int) -> Sequence[Tensor]:
+    """Return the parts of tokens that are sorted apart."""
+    return (each_T,) if chunks == 1 else each_T.tensor_split(chunks)
 
 
 class RowOrder(NamedTuple):

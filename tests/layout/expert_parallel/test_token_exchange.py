@@ -1,7 +1,12 @@
-"""Experts spread over ranks beside all experts on one: the same results and gradients for any choice of tokens."""
+"""Experts spread over ranks beside all experts on one: the same results and gradients for any choice of tokens.
+
+And what is computed while rows travel: the shared network, and the rows of another chunk of tokens.
+"""
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -11,16 +16,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distributed_ranks import run_ranks
+from layout_cases import run_of
 from phalanx.config.layers import MixtureConfig
 from phalanx.config.model import LanguageModel
-from phalanx.layout.expert_parallel.token_exchange import Dispatched, TokenExchange, order_by_expert, split_experts
-from phalanx.layout.mesh import Axis
+from phalanx.families.registry import bind
+from phalanx.kernels.grouped_products import GroupedLinear
+from phalanx.layout.expert_parallel.token_exchange import Departures, TokenExchange, order_by_expert, split_experts
+from phalanx.layout.mesh import Axis, Groups
 from phalanx.layout.place import TensorSplits
+from phalanx.layout.resolve import resolve_layout
 from phalanx.nn.experts import MixtureOfExperts, RoutingPass
 from phalanx.torch_compat import common as compat
+from phalanx.verification.family import VerifiableModel
+from phalanx.verification.verify_run import Verifier
 
 RANKS, TOKENS = 4, 12
 CASES: list[dict[str, Any]] = [{}, {"active": 1}, {"active": 8}, {"capacity_factor": 0.5}, {"shared": 1, "z_loss": 0.1}]
+CHUNKS = (1, 2, 3)
+LAYOUTS: list[dict[str, Any]] = [
+    {"dp_shard": 4, "ep": 2, "ep_chunks": 2, "recompute": "selective"},
+    {"dp_shard": 4, "ep": 4, "ep_chunks": 4, "zero": 2, "microbatch": 2},
+    {"dp_shard": 2, "tp": 2, "ep": 2, "ep_chunks": 2, "recompute": "full"},
+    {"cp": 2, "pp": 2, "ep": 2, "ep_chunks": 2, "schedule": "interleaved_zero_bubble"},
+]
+"""To be verified beside one rank, with leading dense layers, groups, moving biases and a shared network."""
 
 
 def config(experts: dict[str, Any]) -> MixtureConfig:
@@ -77,8 +96,8 @@ def everyone() -> Axis:
 def work(cases: list[dict[str, Any]]) -> list[bool]:
     ep = everyone()
     found = []
-    for experts in cases:
-        part, whole, splits = spread(experts, ep, TokenExchange(ep))
+    for experts, chunks in itertools.product(cases, CHUNKS):
+        part, whole, splits = spread(experts, ep, TokenExchange(ep, chunks=chunks))
         x, grad = inputs(ep.rank), torch.randn((1, TOKENS, 16), dtype=torch.float64)
         out = part(x, RoutingPass(0.3))
         out.backward(grad)
@@ -102,9 +121,10 @@ def work(cases: list[dict[str, Any]]) -> list[bool]:
 class OneAfterTheOther(TokenExchange):
     """Waits for rows as soon as they have set out."""
 
-    def begin(self, rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Dispatched:
-        begun = super().begin(rows_RD, ends_E, complete)
-        compat.await_tensor(begun.rows_RD)
+    def begin(self, rows: list[Tensor], ends: list[Tensor], complete: bool) -> Departures:
+        begun = super().begin(rows, ends, complete)
+        for one in begun.chunks:
+            compat.await_tensor(one.rows_RD)
         return begun
 
 
@@ -116,53 +136,111 @@ def order_of_events(part: MixtureOfExperts, x: Tensor) -> list[str]:
     shared.register_forward_hook(lambda *_: events.append("shared"))
     shared.down.weight.register_hook(lambda _: events.append("shared"))
 
-    def logged(name: str) -> Any:
-        right = getattr(compat, name)
-        return patch.object(compat, name, lambda *values: (events.append(name.split("_")[0]), right(*values))[1])
+    def logged(holder: Any, name: str, event: str) -> Any:
+        right = getattr(holder, name)
+        log = lambda *values: (events.append(event), right(*values))[1]  # noqa: E731
+        return patch.object(holder, name, staticmethod(log) if isinstance(holder, type) else log)
 
-    with logged("begin_all_to_all_rows"), logged("await_tensor"):
+    with (
+        logged(compat, "begin_all_to_all_rows", "begin"),
+        logged(compat, "await_tensor", "await"),
+        logged(GroupedLinear, "forward", "experts"),
+        logged(GroupedLinear, "backward", "experts"),
+    ):
         out = part(x, RoutingPass(0.3))
         events.append("backward")
         out.backward(torch.ones_like(out))
     return events
 
 
-def overlap() -> tuple[list[str], bool]:
+def overlap(chunks: int) -> tuple[list[str], bool]:
     """The order of events, and whether results have the bits that they have without overlap."""
     ep = everyone()
     experts = {"shared": 1, "shared_d_ff": 40, "shared_gate": True, "z_loss": 0.1}
     orders, results = [], []
-    for exchange in (TokenExchange(ep), OneAfterTheOther(ep)):
+    for exchange in (TokenExchange(ep, chunks=chunks), OneAfterTheOther(ep, chunks=chunks)):
         part, x = spread(experts, ep, exchange)[0], inputs(ep.rank)
         orders.append(order_of_events(part, x))
         results.append([x.grad, *(parameter.grad for parameter in part.parameters())])
     return orders[0], all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def both() -> tuple[list[bool], tuple[list[str], bool]]:
-    """On one of the ranks: cases, then the overlap."""
-    return work(CASES), overlap()
+def verify(layouts: list[dict[str, Any]]) -> list[str]:
+    """What of these layouts is not as on one rank; the first module of each, or the largest error of gradients."""
+    found, groups = [], Groups()
+    for layout in layouts:
+        bound = bind(run_of("deepseek", RANKS, "fp64", **layout), VerifiableModel)
+        verifier = Verifier(bound, torch.device("cpu"), steps=2, activations=True, groups=groups)
+        verdict = verifier.verify(resolve_layout(bound, RANKS))
+        worst = max((check.error for check in verdict.checks if check.what == "gradient"), default=0.0)
+        if not verdict.passed or worst >= 1e-9:
+            found.append(f"{layout}: {verdict.first}, {worst}")
+    return found
 
 
-Results = list[tuple[list[bool], tuple[list[str], bool]]]
+def compiled_differs() -> float:
+    """The largest difference that compiling a mixture whose tokens travel in chunks makes to its result and gradients."""
+    ep, results = everyone(), []
+    for compiled in (False, True):
+        part, x = spread({"shared": 1}, ep, TokenExchange(ep, chunks=2))[0], inputs(ep.rank)
+        out = (torch.compile(part, backend="aot_eager") if compiled else part)(x, RoutingPass(0.3))
+        out.backward(torch.ones_like(out))
+        results.append([out, x.grad, *(parameter.grad for parameter in part.parameters())])
+    return max(float((a - b).detach().abs().max()) for a, b in zip(*results, strict=True))
+
+
+@dataclass
+class Results:
+    """Of one of the ranks."""
+
+    cases: list[bool]
+    orders: dict[int, tuple[list[str], bool]]
+    wrong: list[str]
+    compiled: float
+
+
+def everything() -> Results:
+    """On one of the ranks."""
+    return Results(work(CASES), {chunks: overlap(chunks) for chunks in (1, 2)}, verify(LAYOUTS), compiled_differs())
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
-    return run_ranks(both, RANKS)
+def results() -> list[Results]:
+    return run_ranks(everything, RANKS, timeout_s=600.0)
 
 
-@pytest.mark.parametrize("case", range(len(CASES)))
-def test_spread_experts_compute_what_one_rank_computes(results: Results, case: int) -> None:
-    assert all(rank[case] for rank, _ in results)
+@pytest.mark.parametrize("case", range(len(CASES) * len(CHUNKS)))
+def test_spread_experts_compute_what_one_rank_computes(results: list[Results], case: int) -> None:
+    assert all(rank.cases[case] for rank in results)
 
 
-def test_the_shared_network_computes_while_rows_travel(results: Results) -> None:
+def test_the_shared_network_computes_while_rows_travel(results: list[Results]) -> None:
     """There and back, in the backward pass too; waiting at once changes no bit."""
-    trip = ["begin", "shared", "await", "begin", "await"]
-    for _, (order, same_bits) in results:
-        assert order == [*trip, "backward", "begin", "await", "begin", "shared", "await"]
+    there = ["begin", "shared", "await", "experts", "begin", "await"]
+    back = ["begin", "await", "experts", "begin", "shared", "await"]
+    for rank in results:
+        order, same_bits = rank.orders[1]
+        assert order == [*there, "backward", *back]
         assert same_bits
+
+
+def test_one_chunk_computes_while_the_other_travels(results: list[Results]) -> None:
+    """Experts run with rows of the other chunk under way, but for the first to arrive and the last to leave."""
+    one = ["await", "experts", "begin"]
+    there = ["begin", "begin", "shared", *one, *one, "await", "await"]
+    back = ["begin", "begin", *one, *one, "shared", "await", "await"]
+    for rank in results:
+        order, same_bits = rank.orders[2]
+        assert order == [*there, "backward", *back]
+        assert same_bits
+
+
+def test_layouts_with_chunks_compute_what_one_rank_computes(results: list[Results]) -> None:
+    assert [rank.wrong for rank in results] == [[]] * RANKS
+
+
+def test_chunks_travel_between_compiled_programs(results: list[Results]) -> None:
+    assert max(rank.compiled for rank in results) < 1e-12
 
 
 def test_arrivals_are_sorted_by_expert() -> None:

@@ -104,7 +104,7 @@ class LanguageParts(DeclaredLanguage, PartTracer):
         """Keep a rank's experts, and let as many rows arrive as its share of them gets."""
         share = self.expert_share()
         ep = Axis("ep", 0, share.ranks, None, tuple(range(share.ranks)), "ep")
-        exchange = BalancedExchange(ep, share.load, share.slices, experts=share.local)
+        exchange = BalancedExchange(ep, share.load, share.slices, self.setting.ep_chunks, experts=share.local)
         split_experts(part, ep, exchange, slices=share.slices)
         for module in part.modules():
             if isinstance(module, ExpertNetworks):
@@ -170,6 +170,7 @@ class LanguageTracing(TracedModel):
             chunk_tokens=loss_chunk_tokens(self.run, torch.device("meta"), layout.tp),
             document_mask=self.run.data.document_mask,
             z_loss=self.run.training.z_loss,
+            ep_chunks=self.run.layout.ep_chunks,
             loads=self.loads,
         )
 

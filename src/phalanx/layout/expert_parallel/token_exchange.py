@@ -2,7 +2,8 @@
 
 One all-to-all each way (GShard, arXiv:2006.16668, section 3), of just the rows that were chosen: first the ranks tell each
 other how many, then the rows follow, sorted by expert within each sender. What does not need them is computed between
-`begin` and `finish`. Knows nothing of routing or of gradients' sums.
+`begin` and `finish`, and tokens that travel in chunks are computed while others travel. Knows nothing of routing or of
+gradients' sums.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from torch import Tensor, nn
 from phalanx.kernels.routed_rows import SortRows
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
-from phalanx.nn.experts import ExpertNetworks, MixtureOfExperts, OwnExperts
+from phalanx.nn.experts import ApplyExperts, ExpertNetworks, MixtureOfExperts, OwnExperts
 from phalanx.torch_compat import common as compat
 
 
 def split_experts(
-    model: nn.Module, ep: Axis, exchange: TokenExchange | None = None, *, slices: int = 1
+    model: nn.Module, ep: Axis, exchange: TokenExchange | None = None, *, slices: int = 1, chunks: int = 1
 ) -> TensorSplits:
     """Keep this rank's experts of every mixture in `model`, still on meta, and let their rows be exchanged over `ep`.
 
     Returns which part of which parameter this rank keeps. exchange: how rows travel; None lets them travel as the routers
     say. slices: neighbours of `ep` over which each expert is sharded; there are `ep.size / slices` experts then. Where it
-    is 1, `ep.size` divides the number of experts.
+    is 1, `ep.size` divides the number of experts. chunks: as of `TokenExchange`.
     """
     kept: TensorSplits = {}
     if ep.size == 1:
@@ -36,7 +37,7 @@ def split_experts(
     for name, module in model.named_modules():
         if not isinstance(module, MixtureOfExperts):
             continue
-        module.exchange = exchange or TokenExchange(ep, slices)
+        module.exchange = exchange or TokenExchange(ep, slices, chunks)
         experts, place = module.experts, ep.rank // slices
         # Experts follow each other in the rows of a parameter: whole experts are whole parts of the rows, and so is a
         # slice of one expert's gate and up rows. Of `down` a slice is some columns.
@@ -75,7 +76,7 @@ class Trip:
 
 
 class Dispatched:
-    """Rows on their way to their experts; plain for the same reason."""
+    """Rows of a chunk of tokens on their way to their experts; plain for the same reason."""
 
     def __init__(self, rows_RD: Tensor, trip: Trip, arriving_PE: Tensor, left: int) -> None:
         self.rows_RD = rows_RD
@@ -85,6 +86,14 @@ class Dispatched:
         """How many rows each rank sends to each expert here."""
         self.left = left
         """Rows that have no expert and stay."""
+        self.back = trip.back()
+
+
+class Departures:
+    """The chunks of tokens whose rows are on their way; plain for the same reason."""
+
+    def __init__(self, chunks: list[Dispatched]) -> None:
+        self.chunks = chunks
 
 
 class TokenExchange(OwnExperts):
@@ -93,45 +102,73 @@ class TokenExchange(OwnExperts):
     Where each expert is sharded over neighbours, a row goes to all of them, as if each had an expert of a part of the hidden
     features, and what these give is summed on arrival: what Megatron-LM's expert tensor parallelism gathers and reduces
     among neighbours is a part of the exchange here.
+
+    Tokens may travel in chunks: the rows of one are under way while those of another are computed (Tutel, arXiv:2206.03382,
+    section 3.3). All chunks set out before the first is awaited, and all set out back before the first is awaited there: in
+    the backward pass, which does all that in reverse, they overlap alike.
     """
 
-    def __init__(self, ep: Axis, slices: int = 1) -> None:
-        """Exchange over `ep`. slices: as of `split_experts`."""
+    def __init__(self, ep: Axis, slices: int = 1, chunks: int = 1) -> None:
+        """Exchange over `ep`. slices: as of `split_experts`. chunks: of tokens, whose rows travel one after the other."""
         self.ep = ep
         self.slices = slices
+        self.chunks = chunks
 
     # What arrives has a size that only the routers know: a compiled program ends before it and begins anew behind it.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin(self, rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Dispatched:
+    def begin(self, rows: list[Tensor], ends: list[Tensor], complete: bool) -> Departures:
         """Let rows set out to the ranks of their experts, and return before they have arrived.
 
-        rows: sorted by expert, over all experts. ends: int32 [E], one past each expert's last row. complete: whether every
-        row has an expert; all ranks say the same.
+        rows: of each chunk, [R, D], sorted by expert, over all experts. ends: of each chunk, int32 [E], one past each
+        expert's last row. complete: whether every row has an expert; all ranks say the same.
         """
         size, slices = self.ep.size, self.slices
-        starts_E = torch.cat((ends_E.new_zeros(1), ends_E[:-1]))
-        sent_PE = (ends_E - starts_E).view(size // slices, -1).repeat_interleave(slices, 0)
-        arriving_PE = compat.all_to_all(sent_PE.long(), self.ep.group_name, size)
+        counts_CE = torch.stack(ends).diff(dim=1, prepend=ends[0].new_zeros((len(ends), 1)))
+        sent_PCE = counts_CE.unflatten(1, (size // slices, -1)).transpose(0, 1).repeat_interleave(slices, 0)
+        arriving_PCE = compat.all_to_all(sent_PCE.long(), self.ep.group_name, size)
         # The one wait for the device: memory for what arrives cannot be had without its size.
-        send, receive = self.read_sizes(sent_PE, arriving_PE, rows_RD.shape[0])
-        chosen = sum(send) // slices
-        chosen_RD = rows_RD if complete else rows_RD[:chosen]
-        if slices > 1:
-            parts = chosen_RD.split(send[::slices])
-            chosen_RD = torch.cat([part for part in parts for _ in range(slices)])
-        trip = Trip(send, receive, self.ep.group_name)
-        return Dispatched(BeginTrip.apply(chosen_RD, trip), trip, arriving_PE, rows_RD.shape[0] - chosen)
+        send_CP, receive_CP = self.read_sizes([sent_PCE.sum(2), arriving_PCE.sum(2)], [len(each) for each in rows])
+        begun = []
+        for rows_RD, send, receive, arriving_PE in zip(rows, send_CP, receive_CP, arriving_PCE.unbind(1), strict=True):
+            chosen = sum(send) // slices
+            chosen_RD = rows_RD if complete else rows_RD[:chosen]
+            if slices > 1:
+                parts = chosen_RD.split(send[::slices])
+                chosen_RD = torch.cat([part for part in parts for _ in range(slices)])
+            trip = Trip(send, receive, self.ep.group_name)
+            begun.append(
+                Dispatched(BeginTrip.apply(chosen_RD, trip), trip, arriving_PE.contiguous(), len(rows_RD) - chosen)
+            )
+        return Departures(begun)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def finish(self, networks: ExpertNetworks, begun: Dispatched) -> Tensor:
-        """Return each row's expert applied to it, [R, D]; 0 for rows behind the last expert's. begun: from `begin`."""
-        arrived_RD = AwaitTrip.apply(begun.rows_RD, begun.trip)
+    def finish(self, networks: ExpertNetworks, begun: Departures) -> list[Tensor]:
+        """Return each row's expert applied to it, [R, D] of each chunk; 0 for rows behind the last expert's.
+
+        begun: from `begin`.
+        """
+        chunks = begun.chunks
+
+        def compute_chunks(apply_experts: ApplyExperts, rows: list[Tensor]) -> list[Tensor]:
+            return [self._compute(apply_experts, *each) for each in zip(rows, chunks, strict=True)]
+
+        returning = networks([one.rows_RD for one in chunks], compute_chunks)
+        return [self._collect(*each) for each in zip(returning, chunks, strict=True)]
+
+    def _compute(self, apply_experts: ApplyExperts, rows_RD: Tensor, begun: Dispatched) -> Tensor:
+        """Have the rows of a chunk computed here and let them set out back. rows: `begun`'s, which are awaited."""
+        arrived_RD = AwaitTrip.apply(rows_RD, begun.trip)
         by_expert, ends_local = order_by_expert(begun.arriving_PE, arrived_RD.shape[0])
         source_R = by_expert.argsort()
-        out_RD = networks(SortRows.apply(arrived_RD, source_R, by_expert[:, None].int()), ends_local, complete=True)
+        sorted_RD = SortRows.apply(arrived_RD, source_R, by_expert[:, None].int())
+        out_RD = apply_experts(sorted_RD, ends_local, True)
         as_arrived_RD = SortRows.apply(out_RD, by_expert, source_R[:, None].int())
-        back = begun.trip.back()
-        back_RD: Tensor = AwaitTrip.apply(BeginTrip.apply(as_arrived_RD, back), back)
+        returning_RD: Tensor = BeginTrip.apply(as_arrived_RD, begun.back)
+        return returning_RD
+
+    def _collect(self, returning_RD: Tensor, begun: Dispatched) -> Tensor:
+        """Return the results of a chunk's rows, in the order in which the rows set out. returning: from `_compute`."""
+        back_RD: Tensor = AwaitTrip.apply(returning_RD, begun.back)
         if self.slices > 1:
             parts = back_RD.split(begun.trip.send)
             # In the order of the slices, and rounded once.
@@ -143,41 +180,45 @@ class TokenExchange(OwnExperts):
             return back_RD
         return torch.cat((back_RD, back_RD.new_zeros((begun.left, back_RD.shape[1]))))
 
-    def read_sizes(self, sent_PE: Tensor, arriving_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
-        """Return how many rows go to each rank and come from it; `BalancedExchange` stands in where counts have no values.
+    def read_sizes(self, counts: list[Tensor], rows: list[int]) -> list[list[list[int]]]:
+        """Return how many rows of each chunk go to each rank, then come from it, [2, C, P].
 
-        sent, arriving: rows by rank and expert. rows: there are here, those without an expert among them.
+        `BalancedExchange` stands in where counts have no values. counts: both, int64 [P, C]. rows: of each chunk here, those
+        without an expert among them.
         """
-        sizes = torch.stack((sent_PE.long().sum(1), arriving_PE.sum(1))).tolist()
-        return list(map(int, sizes[0])), list(map(int, sizes[1]))
+        sizes: list[list[list[int]]] = torch.stack([each.long().t() for each in counts]).tolist()
+        return sizes
 
 
 class BalancedExchange(TokenExchange):
     """The exchange as cost models and dry runs see it: no router has chosen, every rank gets an equal part."""
 
-    def __init__(self, ep: Axis, load: Fraction = Fraction(1), slices: int = 1, *, experts: int = 0) -> None:
+    def __init__(
+        self, ep: Axis, load: Fraction = Fraction(1), slices: int = 1, chunks: int = 1, *, experts: int = 0
+    ) -> None:
         """Exchange over `ep`.
 
-        load: rows that arrive here, over those that leave. slices: as of `split_experts`. experts: of this rank, where these
-        are not an equal part of all; 0 where they are.
+        load: rows that arrive here, over those that leave. slices, chunks: as of `TokenExchange`. experts: of this rank,
+        where these are not an equal part of all; 0 where they are.
         """
-        super().__init__(ep, slices)
+        super().__init__(ep, slices, chunks)
         self.load, self.experts = load, experts
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin(self, rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Dispatched:
+    def begin(self, rows: list[Tensor], ends: list[Tensor], complete: bool) -> Departures:
         """See `TokenExchange`; counts have no values, so that those of other experts stand in for those of these."""
-        begun: Dispatched = super().begin(rows_RD, ends_E, complete)
-        if self.experts not in (0, begun.arriving_PE.shape[1]):
-            # Made of what arrived, so that who computes it again has the ranks tell each other again.
-            begun.arriving_PE = begun.arriving_PE[:, :1].repeat(1, self.experts)
+        begun: Departures = super().begin(rows, ends, complete)
+        for each in begun.chunks:
+            if self.experts not in (0, each.arriving_PE.shape[1]):
+                # Made of what arrived, so that who computes it again has the ranks tell each other again.
+                each.arriving_PE = each.arriving_PE[:, :1].repeat(1, self.experts)
         return begun
 
-    def read_sizes(self, sent_PE: Tensor, arriving_PE: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    def read_sizes(self, counts: list[Tensor], rows: list[int]) -> list[list[list[int]]]:
         """Return equal parts of all rows, and `load` times as many that arrive."""
-        places = even_parts(rows, self.ep.size // self.slices)
-        send = [part for part in places for _ in range(self.slices)]
-        return send, even_parts(int(rows * self.slices * self.load), self.ep.size)
+        places = [even_parts(each, self.ep.size // self.slices) for each in rows]
+        send_CP = [[part for part in parts for _ in range(self.slices)] for parts in places]
+        return [send_CP, [even_parts(int(each * self.slices * self.load), self.ep.size) for each in rows]]
 
 
 def even_parts(total: int, parts: int) -> list[int]:

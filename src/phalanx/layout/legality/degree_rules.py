@@ -124,6 +124,13 @@ SPLIT_RULES = (
         message=_explain_experts,
         fixes=_fix_experts,
     ),
+    Rule(
+        reads=("ep", "cp", "tp"),
+        broken=lambda needs, t: (t.ep > 1) & (needs.positions.count // (t.cp * t.tp) % needs.run.layout.ep_chunks != 0),
+        message="layout.ep_chunks={needs.run.layout.ep_chunks} does not divide the positions of a sample on each rank: "
+        "{needs.positions.field}={needs.positions.count} over layout.cp={x.cp} x layout.tp={x.tp}",
+        fixes=({"layout.ep_chunks": 1},),
+    ),
     # Ranks of `tp` and `cp` have parts of a sequence: each would drop what its own part has too much of.
     Rule(
         reads=("tp", "cp"),

@@ -81,6 +81,8 @@ class Setting:
     """Ranks over which experts are sharded, whole ones each."""
     expert_tp: int = 1
     """Ranks over which each expert is sharded; more than 1 where ranks have one expert each."""
+    ep_chunks: int = 1
+    """Parts of the tokens whose rows travel to experts one after the other, where `ep` is more than 1."""
     loads: ExpertLoads = PRIOR
     """How evenly routers use experts."""
     share: ExpertShare | None = None
