@@ -299,3 +299,61 @@ def test_a_slow_device_is_told_from_its_host(
 
 def test_500_even_steps_name_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch_run(tmp_path, monkeypatch, 0.0) == [None] * 25
+
+
+def grouped_run(slow: int | None, *, on_device: bool, seed: int) -> dict[int, list[Collective]]:
+    """Forty steps of four ranks, tp=2 x dp=2: no collective but one a step has all of them, and its moment tells nobody.
+
+    Each rank computes for 10 ms before each collective, the slow one for 16.
+    """
+    draw, clocks = random.Random(seed), dict.fromkeys(range(4), 100.0)
+    pairs = {"tp": [(0, 1), (2, 3)], "dp": [(0, 2), (1, 3)], "world": [(0, 1, 2, 3)]}
+    counts: dict[tuple[int, ...], int] = {}
+    found: dict[int, list[Collective]] = {rank: [] for rank in range(4)}
+    for kind in ["tp", "tp", "tp", "tp", "dp", "world"] * 40:
+        for group in pairs[kind]:
+            counts[group] = counts.get(group, 0) + 1
+            for rank in group:
+                clocks[rank] += 0.010 + 0.006 * (rank == slow) + 0.001 * draw.random()
+            released = max(clocks[rank] for rank in group)
+            for rank in group:
+                stay = released - clocks[rank] + 0.0002
+                # A host that launches for a device is always early.
+                at = 100.0 + 0.016 * len(found[rank]) + 1e-5 * draw.random() if on_device else clocks[rank]
+                found[rank].append(
+                    Collective(f"{kind}{group}", counts[group], "all_reduce", at, stay if on_device else None, True)
+                )
+                clocks[rank] = released
+    return found
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["hosts", "devices"])
+@pytest.mark.parametrize("slow", [0, 3])
+def test_a_rank_is_named_whose_peers_in_small_groups_wait_for_it(slow: int, on_device: bool) -> None:
+    """Those that it holds up come late to their other groups themselves, and are not to blame."""
+    history = ArrivalHistory()
+    history.add(grouped_run(slow, on_device=on_device, seed=4))
+    found = history.lateness(2.0)
+    assert found is not None and found.on_device == on_device and set(found.waits) == {0, 1, 2, 3}
+    assert stragglers._suspect(found) == slow, found
+    # 6 ms of 16 at each collective.
+    assert found.late[slow] == pytest.approx(6 / 16, abs=0.1)
+    assert max(late for rank, late in found.late.items() if rank != slow) < 0.1
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["hosts", "devices"])
+def test_even_ranks_of_small_groups_name_nobody(on_device: bool) -> None:
+    history = ArrivalHistory()
+    history.add(grouped_run(None, on_device=on_device, seed=5))
+    found = history.lateness(2.0)
+    assert found is not None and stragglers._suspect(found) is None, found
+
+
+def test_a_rank_whose_record_is_behind_is_compared_later() -> None:
+    whole = grouped_run(3, on_device=False, seed=6)
+    behind = {rank: found[:120] if rank == 3 else found for rank, found in whole.items()}
+    history, at_once = ArrivalHistory(), ArrivalHistory()
+    history.add(behind)
+    history.add(whole)
+    at_once.add(whole)
+    assert history.lateness(2.0) == at_once.lateness(2.0) is not None

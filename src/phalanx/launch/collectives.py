@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -170,7 +169,7 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Arrival:
-    """One collective that all ranks of a node took part in: who came last, and who waited how long."""
+    """One collective that ranks of a node took part in: who came last, and who waited how long."""
 
     moment: float
     """When the last rank entered it, by the clock of the host."""
@@ -216,22 +215,31 @@ class ArrivalHistory:
         self._arrivals: deque[Arrival] = deque(maxlen=_KEPT)
 
     def add(self, records: Mapping[int, Sequence[Collective]]) -> None:
-        """Take up each rank's last collectives; those that all ranks are done with count."""
-        entered = {
-            rank: {(*one.sequence, one.number): one for one in found if one.measured} for rank, found in records.items()
-        }
-        if len(entered) < 2:
+        """Take up each rank's last collectives of all groups; those that all of a group's ranks here are done with count."""
+        entered = {rank: [one for one in found if one.measured] for rank, found in records.items()}
+        if len(entered) < 2 or not all(entered.values()):
             return
-        shared = [
-            {rank: mine[key] for rank, mine in entered.items()} for key in set.intersection(*map(set, entered.values()))
-        ]
+        # Beyond it somebody's record is not yet written: what would be compared there is incomplete.
+        known_until = min(max(one.entered_s for one in mine) for mine in entered.values())
+        shared = [ranks for ranks in _match_collectives(entered) if _moment(ranks) <= known_until]
         shared.sort(key=_moment)
         newest = self._arrivals[-1].moment if self._arrivals else 0.0
-        # The first of a record only tells when the time of the second begins.
-        for before, ranks in pairwise(shared):
-            if _moment(ranks) > newest:
-                self._arrivals.append(_compare_arrivals(before, ranks, _moment(ranks) - max(newest, _moment(before))))
-                newest = _moment(ranks)
+        pasts = {rank: _Past() for rank in entered}
+        before = 0.0
+        for ranks in shared:
+            moment = _moment(ranks)
+            charged = dict.fromkeys(ranks, 0.0)
+            # The first of a record only tells when the time of the second begins.
+            if before and all(pasts[rank].knows(one) for rank, one in ranks.items()):
+                arrival = _compare_arrivals(pasts, ranks, moment - max(newest, before))
+                charged[arrival.last] = arrival.late_s
+                if moment > newest:
+                    self._arrivals.append(arrival)
+                    newest = moment
+            before = moment
+            shortest = min(one.device_s or 0.0 for one in ranks.values())
+            for rank, one in ranks.items():
+                pasts[rank].add(one, moment, charged[rank] + (one.device_s or 0.0) - shortest)
 
     def lateness(self, seconds: float) -> Lateness | None:
         """Return how late ranks came over the last `seconds` that are known; None where less is known."""
@@ -243,7 +251,7 @@ class ArrivalHistory:
             recent.append(arrival)
         if known < seconds or len(recent) < 2 * CHUNKS:
             return None
-        ranks = list(recent[0].waits)
+        ranks = sorted({rank for arrival in recent for rank in arrival.waits})
         late = [dict.fromkeys(ranks, 0.0) for _ in range(CHUNKS)]
         host_late = [dict.fromkeys(ranks, 0.0) for _ in range(CHUNKS)]
         waits = [dict.fromkeys(ranks, 0.0) for _ in range(CHUNKS)]
@@ -263,25 +271,69 @@ class ArrivalHistory:
         )
 
 
+def _match_collectives(entered: Mapping[int, Sequence[Collective]]) -> Iterator[dict[int, Collective]]:
+    """Yield each collective of two ranks or more, of all that are known to belong to its group, by rank."""
+    members: dict[tuple[str, str], dict[int, dict[int, Collective]]] = defaultdict(dict)
+    for rank, mine in entered.items():
+        for one in mine:
+            members[one.sequence].setdefault(rank, {})[one.number] = one
+    for ranks in members.values():
+        if len(ranks) > 1:
+            for number in set.intersection(*map(set, ranks.values())):
+                yield {rank: mine[number] for rank, mine in ranks.items()}
+
+
+class _Past:
+    """What one rank did before a collective, in whatever groups."""
+
+    def __init__(self) -> None:
+        self.last: Collective | None = None
+        self.released = 0.0
+        """When all ranks had entered the last one, by the clock of the host."""
+        self._explained = 0.0
+        """Seconds by which it has come later to what followed, as far as collectives so far have told why: its device waited
+        for others there, or was itself late."""
+        self._explained_by: dict[tuple[str, str], float] = {}
+        """The same at the last collective of each group."""
+
+    def add(self, one: Collective, moment: float, explained_s: float) -> None:
+        """Take up a collective that all entered by `moment`, in which the device waited or was late for `explained_s`."""
+        self.last, self.released = one, moment
+        self._explained += explained_s
+        self._explained_by[one.sequence] = self._explained
+
+    def knows(self, one: Collective) -> bool:
+        """Return whether there is one before to compare with: on a device of the same group."""
+        return one.sequence in self._explained_by if one.device_s is not None else self.last is not None
+
+    def host_seconds(self, one: Collective) -> float:
+        """Return how long the host took to enter `one`, since all had come to the one before."""
+        assert self.last is not None
+        # A rank that was here before all had come to the last one did not wait there: its lag from then is no new one.
+        return one.entered_s - (self.released if one.entered_s >= self.released else self.last.entered_s)
+
+    def device_lag(self, one: Collective) -> float:
+        """Return how late the device came to `one` by its own doing, up to a constant that its group shares."""
+        assert one.device_s is not None
+        # What other groups have seen meanwhile made it late to this one, and counts there.
+        return -one.device_s - (self._explained - self._explained_by[one.sequence])
+
+
 def _moment(ranks: Mapping[int, Collective]) -> float:
     return max(one.entered_s for one in ranks.values())
 
 
-def _compare_arrivals(before: Mapping[int, Collective], ranks: Mapping[int, Collective], span_s: float) -> Arrival:
-    """Return who came last to a collective by its own doing since the one before.
+def _compare_arrivals(pasts: Mapping[int, _Past], ranks: Mapping[int, Collective], span_s: float) -> Arrival:
+    """Return who came last to a collective by its own doing since those that each rank took part in before.
 
-    A host that launches work for a device runs ahead of it, and all hosts are early. There the time that the collective took
-    on each device counts, where it was measured: the rank that comes last waits for nobody, so its stay is the shortest.
+    A rank that was held up in another group comes late to this one and is not to blame: its time counts from when it was
+    released there. A host that launches work for a device runs ahead of it, and all hosts are early. There the time that the
+    collective took on each device counts, where it was measured: the rank that comes last waits for nobody, so its stay is
+    the shortest.
     """
-    released = _moment(before)
-
-    def host_seconds(rank: int, one: Collective) -> float:
-        # A rank that was here before all had come to the last one did not wait there: its lag from then is no new one.
-        return one.entered_s - (released if one.entered_s >= released else before[rank].entered_s)
-
-    hosts = {rank: host_seconds(rank, one) for rank, one in ranks.items()}
+    hosts = {rank: pasts[rank].host_seconds(one) for rank, one in ranks.items()}
     on_device = all(one.device_s is not None for one in ranks.values())
-    own = {rank: -(one.device_s or 0.0) for rank, one in ranks.items()} if on_device else hosts
+    own = {rank: pasts[rank].device_lag(one) for rank, one in ranks.items()} if on_device else hosts
     (last, late_s), (host_last, host_late_s) = _find_last(own), _find_last(hosts)
     waits = {rank: own[last] - mine for rank, mine in own.items()}
     return Arrival(_moment(ranks), span_s, last, late_s, waits, on_device, host_last, host_late_s)
