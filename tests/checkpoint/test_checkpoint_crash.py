@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -156,6 +158,44 @@ def small_disk(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
     yield folder, errno.EFBIG, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Let nobody write to `folder` meanwhile: by a mount for root, whom no mode keeps out, else by its mode."""
+    if os.geteuid():
+        folder.chmod(0o500)
+        yield
+        folder.chmod(0o700)
+        return
+    subprocess.run(["mount", "--bind", folder, folder], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_folder_that_becomes_read_only_fails_the_save_and_harms_nothing(tmp_path, asynchronous):
+    warnings: list[str] = []
+    with CheckpointStore(tmp_path / "checkpoints", keep_last=1, on_failure="warn", warn=warnings.append) as store:
+        store.save(1, small_state(1), {"seed": 1})
+        try:
+            with (
+                read_only(store.root),
+                pytest.raises(CheckpointError, match=r"checkpoint of step 2 was not saved: (Read-only|Permission)"),
+            ):
+                store.save(2, small_state(2), {"seed": 2}, asynchronous=asynchronous).wait()
+        except subprocess.CalledProcessError:
+            pytest.skip("root may not mount here")
+        assert bool(warnings) == asynchronous
+        loaded = zeros_like(small_state(1))
+        checkpoint, state = store.load_newest_usable(loaded)
+        assert checkpoint.step == 1 and state == {"seed": 1}
+        assert_same_bits(loaded, small_state(1))
+        store.save(3, small_state(3), {"seed": 3}, asynchronous=asynchronous).wait()
+        assert [path.name for path in store.root.iterdir()] == ["step-00000003"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

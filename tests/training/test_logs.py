@@ -3,6 +3,8 @@ import io
 import json
 import re
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,14 @@ from phalanx.families.registry import bind
 from phalanx.printable import PrintableConsole, plain_console
 from phalanx.training import logs
 from phalanx.training.inputs import Finding
-from phalanx.training.logs import ConsoleSink, TensorBoardSink, format_duration, open_sinks
+from phalanx.training.logs import (
+    BackgroundSink,
+    ConsoleSink,
+    Sink,
+    TensorBoardSink,
+    format_duration,
+    open_sinks,
+)
 from phalanx.training.metrics import StepMetrics
 from phalanx.training.start import train
 
@@ -185,6 +194,73 @@ def test_a_run_directory_keeps_its_identity_in_a_tracker(tmp_path: Path, monkeyp
         (tmp_path / folder / "run").mkdir(parents=True, exist_ok=True)
         open_sinks(bind(tiny_run(wandb="mine")), tmp_path / folder / "run", 0)
     assert asked[0] == asked[1] != asked[2]
+
+
+class DeadSink(Sink):
+    """A tracker whose service fails, or never answers, from the second step on."""
+
+    def __init__(self, seen: list[int], *, hangs: bool) -> None:
+        self.seen, self.hangs = seen, hangs
+
+    def step(self, metrics: StepMetrics) -> None:
+        if self.seen and self.hangs:
+            threading.Event().wait()
+        if self.seen:
+            raise ConnectionError("no route to host")
+        self.seen.append(metrics.step)
+
+
+@pytest.mark.parametrize(
+    ("hangs", "words"),
+    [
+        (False, "warning: tracker failed (ConnectionError: no route to host); nothing more is logged there"),
+        (True, "warning: tracker has not taken all of the record 0.2 s after the end; nothing more is logged there"),
+    ],
+)
+def test_a_dead_tracker_is_given_up_and_training_goes_on(
+    hangs: bool, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[int] = []
+    sink = BackgroundSink("tracker", lambda: DeadSink(seen, hangs=hangs), patience_s=0.2 if hangs else 30.0)
+    for step in range(7, 20):
+        sink.step(metrics(step))
+        sink.scores(step, {"loss": 1.0})
+    sink.close()
+    assert seen == [7] and capsys.readouterr().err.count(words) == 1
+
+
+def test_a_tracker_that_cannot_be_opened_is_a_warning_and_a_wrong_field_an_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(error: Exception) -> Sink:
+        raise error
+
+    sink = BackgroundSink("tracker", lambda: fail(TimeoutError("no answer")))
+    sink.step(metrics())
+    sink.close()
+    assert capsys.readouterr().err.startswith("warning: tracker failed (TimeoutError: no answer); nothing more")
+    silent = BackgroundSink("tracker", lambda: fail(threading.Event().wait() or OSError()), patience_s=0.1)
+    silent.close()
+    assert "tracker does not answer for 0.1 s" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="wrong"):
+        BackgroundSink("tracker", lambda: fail(ConfigError("wrong")))
+
+
+def test_a_tracker_gets_all_of_a_record_in_order() -> None:
+    class Slow(Sink):
+        def step(self, metrics: StepMetrics) -> None:
+            time.sleep(0.002)
+            seen.append(metrics.step)
+
+        def close(self) -> None:
+            seen.append(-1)
+
+    seen: list[int] = []
+    sink = BackgroundSink("tracker", Slow)
+    for step in range(20):
+        sink.step(metrics(step))
+    sink.close()
+    assert seen == [*range(20), -1]
 
 
 def test_metrics_are_plain_json() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import queue
 import re
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ _GLUE = "\u00a0"
 """Blank at which no line is broken."""
 TRACKERS = "trackers.json"
 """File of a run directory: the run's identity in each tracker it was logged to."""
+MOST_WAITING = 10_000
+"""Steps and scores that wait for a tracker's service before it is given up."""
 MOST_LOAD_CURVES = 512
 """Experts of all layers whose loads TensorBoard shows as curves: each takes host time in every step."""
 
@@ -251,6 +256,76 @@ class TensorBoardSink(Sink):
                 self._writer.close()
 
 
+class BackgroundSink(Sink):
+    """Hands everything to a tracker on a thread of its own: a service that fails or hangs costs the record there alone.
+
+    The tracker is made, used and closed on that thread, since some keep what is under way a thread.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Sink], *, patience_s: float = 60.0) -> None:
+        """Open the tracker `name`. patience_s: seconds to wait for its service, here and at the end.
+
+        Raises ConfigError where `make` does. Whatever else goes wrong, here or later, is one warning.
+        """
+        self._name = name
+        self._patience_s = patience_s
+        self._waiting: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(MOST_WAITING)
+        self._opened = threading.Event()
+        self._refused: ConfigError | None = None
+        self._failed = False
+        # Not waited for at the end of the process: its service may never answer.
+        self._thread = threading.Thread(target=self._work, args=(make,), name=name, daemon=True)
+        self._thread.start()
+        if not self._opened.wait(patience_s):
+            self._give_up(f"does not answer for {patience_s:g} s")
+        if self._refused is not None:
+            raise self._refused
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Have the step logged."""
+        self._put(lambda sink: sink.step(metrics))
+
+    def scores(self, step: int, curves: Mapping[str, float]) -> None:
+        """Have the scores of an evaluation logged."""
+        self._put(lambda sink: sink.scores(step, curves))
+
+    def close(self) -> None:
+        """Wait until all is logged, but no longer than the tracker may take."""
+        self._put(None)
+        if not self._failed:
+            self._thread.join(self._patience_s)
+            if self._thread.is_alive():
+                self._give_up(f"has not taken all of the record {self._patience_s:g} s after the end")
+
+    def _work(self, make: Callable[[], Sink]) -> None:
+        try:
+            sink = make()
+            self._opened.set()
+            while not self._failed and (call := self._waiting.get()) is not None:
+                call(sink)
+            sink.close()
+        except ConfigError as error:
+            self._refused = error
+        # Of libraries and services nobody knows what they raise; training is worth more than their record.
+        except Exception as error:
+            self._give_up(f"failed ({type(error).__name__}: {error})")
+        finally:
+            self._opened.set()
+
+    def _put(self, call: Callable[[Sink], None] | None) -> None:
+        if self._failed:
+            return
+        try:
+            self._waiting.put_nowait(call)
+        except queue.Full:
+            self._give_up(f"is {MOST_WAITING:,} steps behind")
+
+    def _give_up(self, why: str) -> None:
+        if not self._failed:
+            self._failed = True
+            write_stderr(f"warning: {self._name} {why}; nothing more is logged there, and training goes on")
+
+
 class WandbSink(Sink):
     """Weights & Biases; WANDB_MODE=offline works without a network."""
 
@@ -348,9 +423,9 @@ def open_sinks(model: BoundModel, folder: Path, first_step: int) -> list[Sink]:
     if training.tensorboard:
         sinks.append(TensorBoardSink(folder / "tensorboard", first_step))
     if training.wandb is not None:
-        sinks.append(WandbSink(run, folder))
+        sinks.append(BackgroundSink("W&B", partial(WandbSink, run, folder)))
     if training.mlflow is not None:
-        sinks.append(MlflowSink(run, folder))
+        sinks.append(BackgroundSink("MLflow", partial(MlflowSink, run, folder)))
     # The terminal last: its progress bar starts only when nothing can fail any more.
     sinks.append(
         ConsoleSink(
