@@ -7,8 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ase
 import numpy as np
 import yaml
+
+from phalanx.config.load import load_run
+from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.prepare_structures import prepare_graphs
+from phalanx.training.start import train
 
 CUTOFF = 3.0
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -105,3 +111,20 @@ def write_two_branches(folder: Path, changes: dict[str, Any] | None = None, *, s
     ]
     both = {"data.sources": sources, "model.branches": [{"name": name} for name in names]}
     return write_materials_run(folder, both | (changes or {}), structures=2)
+
+
+def hardly_trained(folder: Path, changes: dict[str, Any] | None = None) -> Path:
+    """The folder of a run of two steps, whose network is next to random."""
+    run = load_run(write_materials_run(folder, changes, structures=30), ["training.steps=2"])
+    assert isinstance(run, MaterialsRun)
+    prepare_graphs(run.data, workers=1)
+    train(run, folder / "run")
+    return folder / "run"
+
+
+def crystal_atoms() -> ase.Atoms:
+    """Eight atoms in a cell smaller than the cutoff."""
+    draw = np.random.default_rng(5)
+    grid = np.stack(np.meshgrid(*[np.arange(2)] * 3, indexing="ij"), -1).reshape(-1, 3) * 1.4
+    cell = np.eye(3) * 2.8 + draw.uniform(-0.1, 0.1, (3, 3))
+    return ase.Atoms("C4O4", positions=grid + draw.uniform(-0.1, 0.1, grid.shape), cell=cell, pbc=True)

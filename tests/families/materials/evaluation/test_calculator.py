@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from materials_runs import write_materials_run, write_molecules, write_two_branches
+from materials_runs import crystal_atoms, hardly_trained, write_molecules, write_two_branches
 from phalanx.config.load import load_run, parse_run
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.families.materials.config import MaterialsRun
@@ -35,15 +35,6 @@ from ase.units import fs, kB  # noqa: E402
 from phalanx.families.materials.evaluation.calculator import PhalanxCalculator  # noqa: E402
 
 
-def hardly_trained(folder: Path, changes: dict[str, Any] | None = None) -> Path:
-    """The folder of a run of two steps, whose network is next to random."""
-    run = load_run(write_materials_run(folder, changes, structures=30), ["training.steps=2"])
-    assert isinstance(run, MaterialsRun)
-    prepare_graphs(run.data, workers=1)
-    train(run, folder / "run")
-    return folder / "run"
-
-
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hardly_trained(tmp_path_factory.mktemp("calculator"))
@@ -64,14 +55,6 @@ def dipole_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     labels = {"energy": "eV", "forces": "eV/A", "dipole": "e*A"}
     source = {"name": "toy", "path": str(folder / "molecules.npz"), "labels": labels, "check_units": False}
     return hardly_trained(folder, {"data.sources": [source], "model.dipole": {}, "model.charges": None})
-
-
-def crystal() -> ase.Atoms:
-    """Eight atoms in a cell smaller than the cutoff."""
-    draw = np.random.default_rng(5)
-    grid = np.stack(np.meshgrid(*[np.arange(2)] * 3, indexing="ij"), -1).reshape(-1, 3) * 1.4
-    cell = np.eye(3) * 2.8 + draw.uniform(-0.1, 0.1, (3, 3))
-    return ase.Atoms("C4O4", positions=grid + draw.uniform(-0.1, 0.1, grid.shape), cell=cell, pbc=True)
 
 
 def test_numbers_are_those_of_the_stage(run_dir: Path) -> None:
@@ -98,7 +81,7 @@ def test_numbers_are_those_of_the_stage(run_dir: Path) -> None:
 @pytest.mark.parametrize("folder", ["run_dir", "pna_dir"])
 @pytest.mark.parametrize("periodic", [False, True])
 def test_dynamics_conserve_energy(folder: str, periodic: bool, request: pytest.FixtureRequest) -> None:
-    atoms = crystal()
+    atoms = crystal_atoms()
     atoms.pbc = periodic
     atoms.calc = PhalanxCalculator(request.getfixturevalue(folder), device="cpu", precision="fp64")
     thermal = np.sqrt(300.0 * kB * atoms.get_masses())[:, None]
@@ -124,7 +107,7 @@ def test_dynamics_conserve_energy(folder: str, periodic: bool, request: pytest.F
 
 
 def test_stress_is_the_derivative_of_the_energy_by_strain(run_dir: Path) -> None:
-    atoms = crystal()
+    atoms = crystal_atoms()
     atoms.calc = PhalanxCalculator(run_dir, device="cpu", precision="fp64")
     stress = atoms.get_stress(voigt=False)
     for row, column in ((0, 0), (1, 2)):
@@ -142,7 +125,7 @@ def test_stress_is_the_derivative_of_the_energy_by_strain(run_dir: Path) -> None
 
 
 def test_relaxation_lowers_the_energy(run_dir: Path) -> None:
-    atoms = crystal()
+    atoms = crystal_atoms()
     atoms.calc = PhalanxCalculator(run_dir, device="cpu")
     before, pull = atoms.get_potential_energy(), np.abs(atoms.get_forces()).max()
     BFGS(atoms, logfile=None).run(fmax=0.0, steps=5)
@@ -168,7 +151,7 @@ def test_a_cell_relaxation_evaluates_each_geometry_once(
     run_dir: Path, optimizer: type[Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Energy, forces and stress of a geometry are asked for one after another, in any order."""
-    atoms = crystal()
+    atoms = crystal_atoms()
     atoms.calc = PhalanxCalculator(run_dir, device="cpu", precision="fp64")
     seen = counted(atoms.calc, monkeypatch)
     optimizer(FrechetCellFilter(atoms), logfile=None).run(fmax=0.0, steps=3)
@@ -183,14 +166,14 @@ def test_a_cell_relaxation_evaluates_each_geometry_once(
 
 
 def test_a_relaxation_of_pna_ends(pna_dir: Path) -> None:
-    atoms = crystal()
+    atoms = crystal_atoms()
     atoms.calc = PhalanxCalculator(pna_dir, device="cpu", precision="fp64")
     assert BFGS(atoms, logfile=None).run(fmax=1e-5, steps=200)
 
 
 def test_the_dipole_of_a_crystal_is_refused_and_that_of_a_slab_is_across_it(dipole_dir: Path) -> None:
     calculator = PhalanxCalculator(dipole_dir, device="cpu", precision="fp64")
-    atoms = crystal()
+    atoms = crystal_atoms()
     with pytest.raises(PropertyNotImplementedError, match=r"dipole: with pbc=\[True, True, True\] it depends on which"):
         calculator.get_property("dipole", atoms)
     # Energy and forces are there, and no dipole beside them.
@@ -221,7 +204,7 @@ def test_a_lone_atom_has_its_own_energy_and_no_force(run_dir: Path) -> None:
 
 
 def test_another_total_charge_is_another_structure(run_dir: Path) -> None:
-    atoms = crystal()
+    atoms = crystal_atoms()
     atoms.calc = PhalanxCalculator(run_dir, device="cpu")
     seen = []
     plain = atoms.calc._predict
@@ -234,7 +217,7 @@ def test_another_total_charge_is_another_structure(run_dir: Path) -> None:
 
 
 def test_the_total_charge_is_what_atoms_say(run_dir: Path) -> None:
-    atoms = crystal()
+    atoms = crystal_atoms()
     calculator = PhalanxCalculator(run_dir, device="cpu", precision="fp64")
     assert calculator.get_property("charges", atoms).sum() == pytest.approx(0.0)
     atoms.set_initial_charges([0.5, 0.52, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
@@ -247,7 +230,7 @@ def test_the_total_charge_is_what_atoms_say(run_dir: Path) -> None:
 
 
 def test_what_is_no_element_is_refused(run_dir: Path) -> None:
-    atoms = crystal()
+    atoms = crystal_atoms()
     atoms.numbers[3] = 0
     atoms.calc = PhalanxCalculator(run_dir, device="cpu")
     with pytest.raises(DataError, match="atom 3 has atomic number 0, which is no element"):
@@ -259,7 +242,7 @@ def test_an_element_that_no_training_structure_had_is_refused_unless_asked_for(r
     assert known is not None and {6, 8} <= known.of("toy") == known.everywhere
     assert trained_elements(newest_checkpoint(run_dir)) == known
     strange = min(set(range(1, 9)) - known.everywhere)
-    atoms = crystal()
+    atoms = crystal_atoms()
     atoms.numbers[2] = strange
     atoms.calc = PhalanxCalculator(run_dir, device="cpu")
     with pytest.raises(
@@ -390,7 +373,7 @@ def newest_checkpoint(run_dir: Path) -> Path:
 def test_a_structure_that_makes_no_sense_is_refused(
     run_dir: Path, change: Callable[[ase.Atoms], None], said: str
 ) -> None:
-    atoms = crystal()
+    atoms = crystal_atoms()
     change(atoms)
     atoms.calc = PhalanxCalculator(run_dir, device="cpu")
     with pytest.raises(DataError, match=said):

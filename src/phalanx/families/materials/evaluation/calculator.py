@@ -18,21 +18,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.ensemble.members import is_ensemble
-from phalanx.errors import ConfigError, DataError, PhalanxError
-from phalanx.families.materials.data.neighbours import DeviceEdges, device_edges
-from phalanx.families.materials.data.structures import SAME_PLACE_A, agreed_total
-from phalanx.families.materials.data.trained_elements import TrainedElements, trained_elements
-from phalanx.families.materials.ensemble.joint_predictions import LoadedEnsemble
-from phalanx.families.materials.evaluation.network_predictions import load_network
+from phalanx.errors import DataError, PhalanxError
+from phalanx.families.materials.data.structures import agreed_total
+from phalanx.families.materials.evaluation.structure_predictor import GivenStructures, StructurePredictor
 from phalanx.families.materials.model.losses import Predictions
-from phalanx.hardware.device import choose_device
-from phalanx.nn.precision import find_number_format
 
 try:
     from ase import Atoms
     from ase.calculators.calculator import Calculator, PropertyNotImplementedError, all_changes
-    from ase.data import chemical_symbols
     from ase.outputs import Properties
     from ase.stress import full_3x3_to_voigt_6_stress
 except ImportError as error:
@@ -70,39 +63,23 @@ class PhalanxCalculator(Calculator):
         precision: str | None = None,
         edge_chunk: int | None = None,
         untrained_elements: bool = False,
+        dispersion: str | None = None,
         **options: Any,
     ) -> None:
-        """checkpoint: folder of a run, of one checkpoint, or of an ensemble. branch: the data set whose energies are meant,
-        of a model that has several. device: as `cluster.device`. precision: fp32 or fp64 instead of the run's. edge_chunk:
-        edges computed at a time, for structures that would not fit. untrained_elements: compute structures with elements
-        that no training structure of the branch had, whatever comes of it. options: ASE's own.
-
-        Raises CheckpointError where there is no sound checkpoint, ConfigError for an unknown branch, device or precision,
-        and for a model without energies.
-        """
+        """All but ASE's own `options` as `StructurePredictor` has them."""
         super().__init__(**options)
-        self.device = choose_device(device)
-        dtype = find_number_format(precision, "precision")
-        self.ensemble: LoadedEnsemble | None = None
-        if is_ensemble(Path(checkpoint)):
-            self.ensemble = LoadedEnsemble(Path(checkpoint), self.device, dtype)
-            self.network = self.ensemble.members[0]
-        else:
-            self.network = load_network(Path(checkpoint), self.device, dtype)
-        model = self.network.run.model
-        if model.energy is None:
-            raise ConfigError(f"{self.network.where}: its model has no energy, which dynamics and relaxations need")
-        self.network.model.edge_chunk = edge_chunk
-        if self.ensemble is not None:
-            self.ensemble.use_edge_chunk(edge_chunk)
-        self._branch = self.network.branch(branch)
-        self._networks = [self.network] if self.ensemble is None else self.ensemble.members
-        self._branch_name = model.branches[self._branch].name
-        places = [] if untrained_elements else [network.where for network in self._networks]
-        known = [(where, trained_elements(where)) for where in places]
-        self._known = [(where, elements) for where, elements in known if elements is not None]
+        self._predictor = StructurePredictor(
+            checkpoint,
+            branch=branch,
+            device=device,
+            precision=precision,
+            edge_chunk=edge_chunk,
+            untrained_elements=untrained_elements,
+            dispersion=dispersion,
+        )
+        self.network, self.ensemble = self._predictor.network, self._predictor.ensemble
+        self._untaught, model = self._predictor.untaught, self.network.run.model
         extra = {"charges": model.charges, "dipole": model.dipole}
-        self._untaught = self.network.untaught(self._branch)
         there = [*_OF_ENERGY, *(name for name, head in extra.items() if head is not None)]
         self.implemented_properties = [name for name in there if _head_of(name) not in self._untaught]
         if self.ensemble is not None:
@@ -127,8 +104,8 @@ class PhalanxCalculator(Calculator):
             others = self._untaught[head]
             instead = f"; ask for branch {' or '.join(others)}" if others else ""
             raise PropertyNotImplementedError(
-                f"{name}: the data of branch {self._branch_name} of {self.network.where} have no labels that teach its "
-                f"{head} head, which would answer at random{instead}"
+                f"{name}: the data of branch {self._predictor.branch_name} of {self.network.where} have no labels that "
+                f"teach its {head} head, which would answer at random{instead}"
             )
         return super().get_property(name, atoms, allow_calculation)
 
@@ -176,56 +153,19 @@ class PhalanxCalculator(Calculator):
     def _predict(self, atoms: Atoms) -> tuple[Predictions, dict[str, Tensor]]:
         """Return all that can be predicted, and by quantity its uncertainty where that is known.
 
-        Forces and stress come with every energy: relaxations and dynamics ask for all of them, one after another, and ASE
-        keeps the results of one geometry. Both are left out where the branch was taught no energies.
+        The stress comes with every energy of a crystal: relaxations and dynamics ask for all of them, one after another, and
+        ASE keeps the results of one geometry.
         """
-        run, device = self.network.run, self.device
-        heaviest = int(atoms.numbers.max(initial=0))
-        if atoms.numbers.min(initial=1) < 1:
-            raise DataError(
-                f"atom {int(atoms.numbers.argmin())} has atomic number {int(atoms.numbers.min())}, which is no element; "
-                "take it out of the structure"
-            )
-        least = min(self._networks, key=lambda network: network.run.model.max_atomic_number)
-        if heaviest > least.run.model.max_atomic_number:
-            raise DataError(
-                f"the structure has atomic number {heaviest}; the model of {least.where} knows elements up to "
-                f"{least.run.model.max_atomic_number}"
-            )
-        for where, trained in self._known:
-            _require_trained(atoms, trained, self._branch_name, where)
-        # Float64 as ASE has them: dynamics take differences of positions that are far smaller than the positions.
-        positions_N3 = torch.from_numpy(np.asarray(atoms.positions, dtype=np.float64)).to(device)
-        cell = np.where(atoms.pbc[:, None], atoms.cell.array, 0.0)
-        cells_G33 = torch.from_numpy(cell[None]).to(device)
-        edges = device_edges(
-            positions_N3,
-            cells_G33,
-            run.model.cutoff,
-            # A direction may be said to be periodic though the cell has no vector there, which is refused.
-            periodic_G3=torch.from_numpy(atoms.pbc[None].copy()).to(device),
-            max_neighbours=run.data.max_neighbours,
+        given = GivenStructures(
+            species_N=torch.from_numpy(atoms.numbers.astype(np.int64)),
+            positions_N3=torch.from_numpy(np.array(atoms.positions, dtype=np.float64)),
+            cells_G33=torch.from_numpy(np.array(atoms.cell.array[None], dtype=np.float64)),
+            periodic_G3=torch.from_numpy(atoms.pbc[None].copy()),
+            graph_N=torch.zeros(len(atoms), dtype=torch.int64),
+            total_charge_G=torch.tensor([_total_charge(atoms)], dtype=torch.float64),
+            multiplicity_G=torch.tensor([_multiplicity(atoms)], dtype=torch.float64),
         )
-        _require_apart(positions_N3, edges)
-        species_N = torch.from_numpy(atoms.numbers.astype(np.int64)).to(device)
-        inputs: dict[str, Any] = {
-            "positions_N3": positions_N3,
-            "graph_N": torch.zeros(len(atoms), dtype=torch.int64, device=device),
-            "edges_2E": edges.edges_2E,
-            "shifts_E3": edges.shifts_E3,
-            "cells_G33": cells_G33,
-            "source_G": torch.full((1,), self._branch, device=device),
-            "total_charge_G": torch.full((1,), _total_charge(atoms), dtype=torch.float64, device=device),
-            "multiplicity_G": torch.full((1,), _multiplicity(atoms), dtype=torch.float64, device=device),
-            "max_atoms": len(atoms),
-            "forces": "energy" not in self._untaught,
-            "stress": "energy" not in self._untaught and bool(atoms.pbc.all()),
-        }
-        with torch.no_grad():
-            if self.ensemble is None:
-                return self.network.model.predict(species_N, **inputs), {}
-            found = self.ensemble.predict(species_N, **inputs)
-            return found.mean, found.std
+        return self._predictor.predict(given, stress=bool(atoms.pbc.all()))
 
 
 def _components_across_cell(atoms: Atoms) -> npt.NDArray[np.bool_]:
@@ -267,40 +207,6 @@ def _shape_as_ase(name: str, std: npt.NDArray[np.float64]) -> Any:
     if name == "stress":
         return full_3x3_to_voigt_6_stress(std[0])
     return std[0] if name == "dipole" else std
-
-
-def _require_trained(atoms: Atoms, trained: TrainedElements, branch: str, where: Path) -> None:
-    """Refuse an element that no training structure of the branch had. Raises DataError."""
-    strange = sorted(set(atoms.numbers.tolist()) - trained.of(branch))
-    if not strange:
-        return
-    element = f"atomic number {strange[0]} ({chemical_symbols[strange[0]]})"
-    others = trained.branches_with(strange[0])
-    if others:
-        know = f"branch {others[0]} knows" if len(others) == 1 else f"branches {', '.join(others)} know"
-        raise DataError(
-            f"the structure has {element}, which no structure that branch {branch} of {where} was trained on has: it would "
-            f"answer at random, though {know} it; ask for that branch, train {branch} with such structures, or "
-            f"say untrained_elements=True"
-        )
-    raise DataError(
-        f"the structure has {element}, which nothing that the model of {where} was trained on has: it would answer at "
-        "random; train with such structures, or say untrained_elements=True"
-    )
-
-
-def _require_apart(positions_N3: Tensor, edges: DeviceEdges) -> None:
-    """Refuse two atoms on one place, between which there is no direction. Raises DataError."""
-    source_E, target_E = edges.edges_2E
-    distance_E = (positions_N3[target_E] + edges.shifts_E3 - positions_N3[source_E]).norm(dim=1)
-    if len(distance_E) and float(distance_E.min()) < SAME_PLACE_A:
-        nearest = int(distance_E.argmin())
-        first, second = sorted((int(source_E[nearest]), int(target_E[nearest])))
-        through = ", through the periodic cell" if bool(edges.images_E3[nearest].any()) else ""
-        raise DataError(
-            f"atoms {first} and {second} are on one place ({float(distance_E[nearest]):.3f} A apart{through}); take one of "
-            "them out of the structure"
-        )
 
 
 def _total_charge(atoms: Atoms) -> float:
