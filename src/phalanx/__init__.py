@@ -70,19 +70,14 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import what is asked for; the version is the installed package's, which its git tag gave it when it was built."""
     if name == "__version__":
-        return _installed_version()
+        metadata = import_module("importlib.metadata")
+        try:
+            return str(metadata.version("phalanx-train"))
+        except metadata.PackageNotFoundError:
+            return "0+unknown"
     if name not in _PLACES:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
     return getattr(import_module(_PLACES[name]), name)
-
-
-def _installed_version() -> str:
-    """Return the version of the installed package, or that of sources which are not installed."""
-    metadata = import_module("importlib.metadata")
-    try:
-        return str(metadata.version("phalanx-train"))
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
 
 
 def __dir__() -> list[str]:

@@ -21,11 +21,6 @@ def _as_signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _wrap_signed(value: int) -> int:
-    """Return `value` modulo 2^64, as int64 arithmetic would have left it."""
-    return _as_signed(value % (1 << 64))
-
-
 _GOLDEN = _as_signed(0x9E3779B97F4A7C15)
 _MIX_1 = _as_signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _as_signed(0x94D049BB133111EB)
@@ -227,7 +222,7 @@ class DropoutContext(NamedTuple):
 
     def at_layer(self, layer: int) -> DropoutContext:
         """Return the context of one layer. The layer goes into a tensor, so equal layers share one compiled program."""
-        return self._replace(key=mix_bits(self.key + _wrap_signed((layer + 1) * _POSITION)))
+        return self._replace(key=mix_bits(self.key + _as_signed(((layer + 1) * _POSITION) % (1 << 64))))
 
 
 class CounterDropout(nn.Module):

@@ -72,7 +72,13 @@ class Registry(Generic[T]):
         if name not in self._items:
             entry = self._built_in.get(name) or self._find_installed().get(name)
             if entry is None:
-                raise self._unknown_name(name, field)
+                known = self.names()
+                near = get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise ConfigError(
+                    f"{field}={name}: no such entry of {self.group}; {hint}known: {', '.join(known) or 'none'}. An "
+                    f"installed package adds more by entry points under {self.group!r}"
+                )
             self._items[name] = self._load(entry)
         return self._items[name]
 
@@ -107,15 +113,6 @@ class Registry(Generic[T]):
                 f"{self._expected} is expected"
             )
         return cast("T", item)
-
-    def _unknown_name(self, name: str, field: str) -> ConfigError:
-        known = self.names()
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        return ConfigError(
-            f"{field}={name}: no such entry of {self.group}; {hint}known: {', '.join(known) or 'none'}. An installed "
-            f"package adds more by entry points under {self.group!r}"
-        )
 
 
 def make_extension(make: Callable[[], T], refusal: str) -> T:

@@ -122,7 +122,9 @@ class FolderLock:
                     raise self._refusal(owner)
                 # a former owner may have removed the file between our opening and our locking it: look at the name again.
                 if self.path.exists() and os.path.samestat(os.fstat(descriptor), self.path.stat()):
-                    _write_owner(descriptor)
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, json.dumps(asdict(Owner.this_process())).encode(), 0)
+                    os.fsync(descriptor)
                     return descriptor
             except BaseException:
                 os.close(descriptor)
@@ -188,12 +190,6 @@ def _read_owner(descriptor: int) -> Owner | None:
         return Owner(str(fields["host"]), int(fields["pid"]), str(fields["since"]))
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _write_owner(descriptor: int) -> None:
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(asdict(Owner.this_process())).encode(), 0)
-    os.fsync(descriptor)
 
 
 def process_exists(pid: int) -> bool:

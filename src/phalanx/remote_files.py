@@ -169,7 +169,12 @@ def weights_path(address: str) -> Path:
     with _locked(root / ".lock"):
         if not target.exists():
             _fetch_checkpoint(Store(f"{top}/{name}", limits.timeout_s), target)
-            _fetch_beside(top.removesuffix("/checkpoints"), root, limits)
+            # Small files that belong to the weights.
+            store = Store(top.removesuffix("/checkpoints"), limits.timeout_s)
+            for name in ("tokenizer/tokenizer.json", "elements.json"):
+                # Not every family has each.
+                with suppress(FileNotFoundError):
+                    write_atomically(root / name, store.read(name).decode())
     return target
 
 
@@ -198,15 +203,6 @@ def _fetch_checkpoint(store: Store, target: Path) -> None:
             with (halves / name).open("wb") as out:
                 for part in store.stream(name, size):
                     out.write(part)
-
-
-def _fetch_beside(address: str, root: Path, limits: CacheLimits) -> None:
-    """Copy the small files of a run directory that belong to its weights."""
-    store = Store(address, limits.timeout_s)
-    for name in ("tokenizer/tokenizer.json", "elements.json"):
-        # Not every family has each.
-        with suppress(FileNotFoundError):
-            write_atomically(root / name, store.read(name).decode())
 
 
 def _open_prepared(address: str, path: Path) -> RemoteFolder:

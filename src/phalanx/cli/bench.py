@@ -39,7 +39,14 @@ def run_bench(asked: BenchArguments) -> None:
     if ranks_from_environment().world_size > 1:
         raise ConfigError("phalanx bench starts its ranks itself: call it once, with --nproc N or --where slurm")
     machine = None if asked.cluster is None else load_machine(asked.cluster)
-    launcher = _choose_launcher(asked.where, asked.devices, machine)
+    if asked.where == "local":
+        launcher: Launcher = LocalRanks(asked.devices)
+    elif asked.where != "slurm":
+        raise ConfigError(f"--where {asked.where} is not known; give local or slurm")
+    elif machine is None:
+        raise ConfigError("--where slurm needs --cluster NAME, which says how steps are started there")
+    else:
+        launcher = whole_nodes(machine, asked.devices)
     model = bind(short_run(load_run(asked.run, asked.overrides or []), asked.steps))
     layout = _resolve_layout(model, machine, asked.devices)
     plan, why = None, None
@@ -80,16 +87,6 @@ def _resolve_layout(model: BoundModel, machine: Machine | None, devices: int) ->
     capacity = device_facts(device).memory_bytes
     fits = None if capacity is None else memory_fits(model, capacity, rocm=device.startswith("MI"))
     return resolve_layout(model, devices, machine.node.devices, fits)
-
-
-def _choose_launcher(where: str, devices: int, machine: Machine | None) -> Launcher:
-    if where == "local":
-        return LocalRanks(devices)
-    if where != "slurm":
-        raise ConfigError(f"--where {where} is not known; give local or slurm")
-    if machine is None:
-        raise ConfigError("--where slurm needs --cluster NAME, which says how steps are started there")
-    return whole_nodes(machine, devices)
 
 
 def _measure_run(run: Run, launcher: Launcher, devices: int, keep: Path | None, skip: int, limit_s: float) -> Measured:

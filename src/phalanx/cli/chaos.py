@@ -50,12 +50,6 @@ def _seconds(value: float | None) -> str:
     return "never" if value is None else f"{value:.1f}"
 
 
-def _same(one: FaultOutcome) -> str:
-    if one.same_bits is None:
-        return "did not end"
-    return "yes" if one.same_bits else f"differs by {one.difference:.1e}"
-
-
 COLUMNS: tuple[Column[FaultOutcome], ...] = (
     Column("fault", lambda one: one.fault.kind, "left"),
     Column("run", lambda one: one.run),
@@ -65,7 +59,13 @@ COLUMNS: tuple[Column[FaultOutcome], ...] = (
     Column("found as", lambda one: one.found_as or "nothing", "left"),
     Column("right", lambda one: "yes" if one.named_right else "no", "left"),
     Column("training again (s)", lambda one: _seconds(one.training_s)),
-    Column("same bits", _same, "left"),
+    Column(
+        "same bits",
+        lambda one: (
+            "did not end" if one.same_bits is None else "yes" if one.same_bits else f"differs by {one.difference:.1e}"
+        ),
+        "left",
+    ),
 )
 
 

@@ -199,7 +199,17 @@ def explain_fields(
         raise ConfigError(f"{section} is not a section\nnearest: {matches[0] if matches else ', '.join(known)}")
     chosen = [info for info in table if section in (None, info.name)]
     if as_json:
-        print_json({"sections": [_summarise_section(info) for info in chosen]})
+        told = ("name", "description", "allowed", "required", "default", "choices")
+        sections = [
+            {
+                "name": info.name,
+                "description": info.description,
+                "required": info.required,
+                "fields": [{name: getattr(field, name) for name in told} for field in info.fields],
+            }
+            for info in chosen
+        ]
+        print_json({"sections": sections})
     elif markdown:
         print("\n".join(line for info in chosen for line in write_markdown_section(info)))
     else:
@@ -275,12 +285,6 @@ def _describe_summary(run: Run, summary: dict[str, Any]) -> Iterator[tuple[str, 
         "model FLOPs",
         f"{summary['flops']:.3g} ({short_count(summary['flops_per_token'])} a token; {run.training.flops}: {halved})",
     )
-
-
-def _summarise_section(info: SectionInfo) -> dict[str, Any]:
-    told = ("name", "description", "allowed", "required", "default", "choices")
-    fields = [{name: getattr(field, name) for name in told} for field in info.fields]
-    return {"name": info.name, "description": info.description, "required": info.required, "fields": fields}
 
 
 # --- presets and fields as tables and text ------------------------------------------------------------------------------

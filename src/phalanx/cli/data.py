@@ -29,7 +29,7 @@ from phalanx.families.language.data.documents import MAX_DOCUMENT_BYTES
 from phalanx.families.language.data.open_tokens import open_source, token_path
 from phalanx.families.language.data.prepare_text import Options, prepare_text
 from phalanx.families.language.data.sample_text import write_tasks, write_text
-from phalanx.families.language.data.token_shards import PassedOver, read_token_manifest
+from phalanx.families.language.data.token_shards import read_token_manifest
 from phalanx.families.language.data.token_source import TokenSource
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.weather.config import WeatherRun
@@ -155,22 +155,19 @@ def _print_sources(path: str, json_output: bool) -> None:
         return
     print_lines([path])
     vocabulary = "not stated by the format" if train.vocab_size is None else f"{train.vocab_size:,}"
-    print_pairs(
-        [
-            *((name, _describe_source(source)) for name, source in splits.items()),
-            ("vocabulary", vocabulary),
-            ("tokenizer", summary["tokenizer"] or "none beside the data"),
-            *([] if passed_over is None else [("left out", _describe_passed_over(passed_over))]),
-        ]
-    )
-
-
-def _describe_passed_over(passed_over: PassedOver) -> str:
-    documents, files = passed_over.documents, passed_over.files
-    return (
-        f"{documents:,} document{'' if documents == 1 else 's'} without text, "
-        f"{files:,} file{'' if files == 1 else 's'} with other endings"
-    )
+    pairs = [
+        *((name, _describe_source(source)) for name, source in splits.items()),
+        ("vocabulary", vocabulary),
+        ("tokenizer", summary["tokenizer"] or "none beside the data"),
+    ]
+    if passed_over is not None:
+        documents, files = passed_over.documents, passed_over.files
+        left_out = (
+            f"{documents:,} document{'' if documents == 1 else 's'} without text, "
+            f"{files:,} file{'' if files == 1 else 's'} with other endings"
+        )
+        pairs.append(("left out", left_out))
+    print_pairs(pairs)
 
 
 def _describe_source(source: TokenSource) -> str:

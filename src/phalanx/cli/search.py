@@ -42,7 +42,13 @@ def run_search(asked: SearchArguments) -> None:
     named = choose_profile(machine, asked.cluster, asked.profile)
     planner = Planner(machine, CostModels(machine, named), least_p=loaded.search.least_p_fits)
     if asked.where == "local":
-        _warn_of_other_devices(loaded.cluster.device, machine.node.device, asked.cluster)
+        measured = device_kind(device_name(choose_device(loaded.cluster.device)))
+        if measured != machine.node.device:
+            print_warning(
+                f"--cluster {asked.cluster} has {machine.node.device}, but trials with --where local run on this machine, "
+                f"which has {measured}: they measure {measured}, and only the planner's order of layouts is that of "
+                f"{asked.cluster}"
+            )
     # Optuna and scikit-learn are an extra
     try:
         from phalanx.study.layouts.layout_search import search_layouts  # noqa: PLC0415
@@ -71,15 +77,6 @@ def run_search(asked: SearchArguments) -> None:
         print_json(summary | {"written": written})
         return
     print_lines([*write_search_lines(summary, open_output().width), *(f"wrote {name}" for name in written.values())])
-
-
-def _warn_of_other_devices(device: str, planned: str, cluster: str) -> None:
-    measured = device_kind(device_name(choose_device(device)))
-    if measured != planned:
-        print_warning(
-            f"--cluster {cluster} has {planned}, but trials with --where local run on this machine, which has {measured}: "
-            f"they measure {measured}, and only the planner's order of layouts is that of {cluster}"
-        )
 
 
 def tell_trial(trial: Trial, space: LayoutSpace) -> None:

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from phalanx.config.document import show_value
 from phalanx.config.schema import Run
@@ -134,19 +133,15 @@ def _fields_of(model: type[BaseModel], prefix: str) -> Iterator[Field]:
         yield Field(
             name=prefix + name,
             allowed=_in_words(hint),
-            default=None if info.is_required() else _default_text(info),
+            default=None
+            if info.is_required()
+            else show_value(info.get_default(call_default_factory=True, validated_data={})),
             description=" ".join((info.description or "").split()),
             choices=tuple(_word_choices(hint)),
             is_text=_is_text(hint),
         )
         for suffix, nested in _nested_models(hint):
             yield from _fields_of(nested, f"{prefix}{name}{suffix}.")
-
-
-def _default_text(info: FieldInfo) -> str:
-    default = info.get_default(call_default_factory=True, validated_data={})
-    assert default is not PydanticUndefined
-    return show_value(default)
 
 
 def _model_of(annotation: Any) -> type[BaseModel]:

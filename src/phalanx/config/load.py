@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from phalanx.config.check import check_run
 from phalanx.config.document import (
     MAX_BYTES,
-    Document,
     FieldPath,
     Value,
     dotted_name,
@@ -58,14 +57,33 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> Run:
 def parse_run(text: str, name: str, overrides: Sequence[str] = ()) -> Run:
     """Return the run of a run file's text, as `load_run` does. name: stands for the file in messages."""
     document = parse_document(text, name)
-    values = _top_level(document, name)
+    if not isinstance(document.value, dict):
+        holds = "is empty" if document.value is None else f"holds {show_value(document.value)}"
+        raise ConfigError(f"{name} {holds}; a run file holds sections (model, data, layout, optimizer, training)")
+    # A section whose fields are all commented out reads as null
+    values: dict[str, Value] = {section: {} if fields is None else fields for section, fields in document.value.items()}
     changes = parse_overrides(overrides)
     _switch_preset(values, changes)
     # To plain values, before the schema reads them: a mistake in either is explained in the same words.
     apply_overrides(values, changes)
-    locate = _make_locator(document, name, changes)
+
+    def locate(path: FieldPath) -> str | None:
+        if any(change.path[: len(path)] == path[: len(change.path)] for change in changes):
+            return None  # it comes from the command line, at least in part
+        # A default has no line of its own: the section that it belongs to has.
+        while path and path not in document.lines:
+            path = path[:-1]
+        return f"{name}:{document.lines[path]}" if path else name
+
     problems = _fill_from_preset(values)
-    kind = _find_kind(values, locate)
+    model = values.get("model")
+    family = model.get("family", DEFAULT_FAMILY) if isinstance(model, dict) else DEFAULT_FAMILY
+    known = FAMILIES.names()
+    if not isinstance(family, str) or family not in known:
+        path: FieldPath = ("model", "family")
+        problem = unknown_choice(path, str(show_value(family)), f"a model family ({', '.join(known)})", known)
+        raise config_error([problem], locate)
+    kind = find_family(family).run
     try:
         # JSON mode: strict, yet a list may become a tuple
         run = kind.model_validate_json(json.dumps(values))
@@ -87,8 +105,15 @@ def dump_run(run: Run) -> str:
     Where a field of the model differs from its preset, a comment says what the preset has.
     """
     values = run.model_dump(mode="json")
-    model = to_yaml({"model": values.pop("model")})
-    return _with_preset_comments(model, run) + "".join(f"\n{to_yaml({key: value})}" for key, value in values.items())
+    here = values.pop("model")
+    lines = to_yaml({"model": here}).splitlines()
+    preset = None if run.model.preset is None else find_preset(run.model.preset)
+    if preset is not None:
+        there = preset.model().model_dump(mode="json")
+        for field in (field for field in there if there[field] != here[field]):
+            index = next(i for i, line in enumerate(lines) if line.startswith(f"  {field}:"))
+            lines[index] += f"  # {preset.name}: {show_value(there[field])}"
+    return "\n".join(lines) + "\n" + "".join(f"\n{to_yaml({key: value})}" for key, value in values.items())
 
 
 def _read_text(file: Path) -> str:
@@ -118,14 +143,6 @@ def _nearest_file(file: Path) -> str | None:
     candidates = [path.name for path in file.parent.iterdir() if path.suffix in (".yaml", ".yml") or path.is_dir()]
     matches = nearest_names(file.name, candidates)
     return str(file.parent / matches[0]) if matches else recipe
-
-
-def _top_level(document: Document, name: str) -> dict[str, Value]:
-    if not isinstance(document.value, dict):
-        found = "is empty" if document.value is None else f"holds {show_value(document.value)}"
-        raise ConfigError(f"{name} {found}; a run file holds sections (model, data, layout, optimizer, training)")
-    # A section whose fields are all commented out reads as null
-    return {section: {} if fields is None else fields for section, fields in document.value.items()}
 
 
 def _switch_preset(values: dict[str, Value], changes: Sequence[Override]) -> None:
@@ -168,18 +185,6 @@ def _fill_from_preset(values: dict[str, Value]) -> list[Problem]:
     return []
 
 
-def _find_kind(values: dict[str, Value], locate: Callable[[FieldPath], str | None]) -> type[Run]:
-    """Return the kind of run that the file's model makes it. Raises ConfigError for a family that there is not."""
-    model = values.get("model")
-    family = model.get("family", DEFAULT_FAMILY) if isinstance(model, dict) else DEFAULT_FAMILY
-    known = FAMILIES.names()
-    if not isinstance(family, str) or family not in known:
-        path: FieldPath = ("model", "family")
-        problem = unknown_choice(path, str(show_value(family)), f"a model family ({', '.join(known)})", known)
-        raise config_error([problem], locate)
-    return find_family(family).run
-
-
 def merge_fields(lower: dict[str, Value], upper: dict[str, Value]) -> dict[str, Value]:
     """Return `lower` with the fields of `upper` over its own, in mappings within as well."""
     merged = dict(lower)
@@ -187,18 +192,6 @@ def merge_fields(lower: dict[str, Value], upper: dict[str, Value]) -> dict[str, 
         below = lower.get(name)
         merged[name] = merge_fields(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
     return merged
-
-
-def _make_locator(document: Document, name: str, changes: Sequence[Override]) -> Callable[[FieldPath], str | None]:
-    def locate(path: FieldPath) -> str | None:
-        if any(change.path[: len(path)] == path[: len(change.path)] for change in changes):
-            return None  # it comes from the command line, at least in part
-        # A default has no line of its own: the section that it belongs to has.
-        while path and path not in document.lines:
-            path = path[:-1]
-        return f"{name}:{document.lines[path]}" if path else name
-
-    return locate
 
 
 class _Dumper(yaml.SafeDumper):
@@ -225,19 +218,6 @@ _Dumper.add_representer(list, _represent_list)
 def to_yaml(values: Any) -> str:
     """Return `values` as the text of a run file: what `parse_document` reads back."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120, default_flow_style=False)
-
-
-def _with_preset_comments(text: str, run: Run) -> str:
-    name = run.model.preset
-    preset = None if name is None else find_preset(name)
-    if preset is None:
-        return text
-    here, there = run.model.model_dump(mode="json"), preset.model().model_dump(mode="json")
-    lines = text.splitlines()
-    for field in (field for field in there if there[field] != here[field]):
-        index = next(i for i, line in enumerate(lines) if line.startswith(f"  {field}:"))
-        lines[index] += f"  # {name}: {show_value(there[field])}"
-    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True)
@@ -283,7 +263,11 @@ def _parse_override(argument: str) -> Override | Problem:
     name = full_name(name)
     path = tuple(int(part) if part.isdecimal() and len(part) < 6 else part for part in name.split("."))
     # A name such as 007 stays text without quotes: the field says that it is text.
-    if _is_text(path) and text.strip()[0] not in "'\"":
+    # Overrides may yet change the family, so text is what any family of ours has as text. Those of installed packages are
+    # left alone: one that cannot be imported must not break every command.
+    kinds = [find_family(name).run for name in BUILT_IN]
+    fields = [all_fields(kind).get(field_pattern(path, kind)) for kind in kinds]
+    if any(field is not None and field.is_text for field in fields) and text.strip()[0] not in "'\"":
         return Override(path, None if plain_scalar(text) is None else text)
     try:
         return Override(path, parse_value(text))
@@ -291,21 +275,16 @@ def _parse_override(argument: str) -> Override | Problem:
         return Problem(path, f"{dotted_name(path)}={show_value(text)} cannot be read: {error}")
 
 
-def _is_text(path: FieldPath) -> bool:
-    """Return whether text stands at `path`, in whichever kind of run has it: overrides may yet change which kind this is.
-
-    Families of installed packages are left alone: one that cannot be imported must not break every command.
-    """
-    kinds = [find_family(name).run for name in BUILT_IN]
-    fields = [all_fields(kind).get(field_pattern(path, kind)) for kind in kinds]
-    return any(field is not None and field.is_text for field in fields)
-
-
 def _assign_value(values: dict[str, Value], override: Override) -> Problem | None:
     *parents, last = override.path
     node: Value = values
     for depth, part in enumerate(parents):
-        child = _get_child(node, part)
+        if isinstance(node, dict):
+            child = node.get(str(part))
+        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+            child = node[part]
+        else:
+            child = None
         if child is None and isinstance(node, dict):
             child = node[str(part)] = {}
         if not isinstance(child, dict | list):
@@ -324,11 +303,3 @@ def _no_such_place(path: FieldPath, depth: int, found: Value) -> Problem:
     here = dotted_name(path[:depth])
     what = "does not exist in the list" if found is None else f"is {show_value(found)} and holds no fields"
     return Problem((), f"{dotted_name(path)}: {here} {what}")
-
-
-def _get_child(node: Value, part: str | int) -> Value:
-    if isinstance(node, dict):
-        return node.get(str(part))
-    if isinstance(node, list) and isinstance(part, int) and part < len(node):
-        return node[part]
-    return None

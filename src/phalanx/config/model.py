@@ -236,6 +236,15 @@ class LanguageModel(BlockModel):
         if window is not None and self.local_rope_theta is not None:
             rope = RopeConfig(self.rotated_size, self.local_rope_theta, None)
         alibi = AlibiConfig(self.n_heads, self.alibi_bias_max)
+        query_norm, key_norm = self._head_norm(self.n_heads), self._head_norm(self.kv_heads)
+        # Latent attention norms what queries, and keys and values, are compressed to, and no heads.
+        if self.latent is not None:
+            rank = self.latent.query_rank
+            query_norm = None if rank is None else NormConfig(rank, self.norm, self.norm_eps, bias=False)
+            key_norm = NormConfig(self.latent.key_value_rank, self.norm, self.norm_eps, bias=False)
+        scale = self.attention_scale
+        if self.rope_scaling is not None and (stretched := self.rope_scaling.attention_scale()) != 1.0:
+            scale = stretched * (scale or self.head_size**-0.5)
         return AttentionConfig(
             width=self.d_model,
             heads=self.n_heads,
@@ -243,11 +252,11 @@ class LanguageModel(BlockModel):
             head_size=self.head_size,
             bias=self.bias,
             qkv_bias=self.bias if self.qkv_bias is None else self.qkv_bias,
-            query_norm=self._query_norm(),
-            key_norm=self._key_norm(),
+            query_norm=query_norm,
+            key_norm=key_norm,
             joint_norm=self.qk_norm == "whole",
             clip=self.clip_qkv,
-            scale=self._scale(),
+            scale=scale,
             softcap=self.attention_softcap,
             window=window,
             sinks=self.attention_sinks,
@@ -255,17 +264,6 @@ class LanguageModel(BlockModel):
             alibi=alibi if self.positions == "alibi" else None,
             latent=self.latent,
         )
-
-    def _query_norm(self) -> NormConfig | None:
-        if self.latent is None:
-            return self._head_norm(self.n_heads)
-        rank = self.latent.query_rank
-        return None if rank is None else NormConfig(rank, self.norm, self.norm_eps, bias=False)
-
-    def _key_norm(self) -> NormConfig | None:
-        if self.latent is None:
-            return self._head_norm(self.kv_heads)
-        return NormConfig(self.latent.key_value_rank, self.norm, self.norm_eps, bias=False)
 
     def _is_global(self, number: int) -> bool:
         return self.global_every > 0 and (number + 1) % self.global_every == 0
@@ -276,13 +274,6 @@ class LanguageModel(BlockModel):
             return None
         width = self.head_size * (heads if self.qk_norm == "whole" else 1)
         return NormConfig(width, self.norm, self.norm_eps, bias=False, offset=self.norm_offset)
-
-    def _scale(self) -> float | None:
-        """Return the factor of products of queries and keys, or None for that of the head's width alone."""
-        stretched = 1.0 if self.rope_scaling is None else self.rope_scaling.attention_scale()
-        if stretched == 1.0:
-            return self.attention_scale
-        return stretched * (self.attention_scale or self.head_size**-0.5)
 
     def _mlp(self, number: int) -> MLPConfig | MixtureConfig:
         """Return the MLP of layer `number`, or the mixture of experts in its place."""

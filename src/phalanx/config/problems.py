@@ -135,23 +135,19 @@ def _missing_problems(
         paths = [path for leaf in leaves if dotted_name(path := (*parent, leaf)) not in misspelt]
         names = [dotted_name(path) for path in paths]
         if parent == ():
-            yield from (Problem((), _missing_section(name, kind)) for name in names)
+            for name in names:
+                needed = [field.name for field in all_fields(kind).values() if field.parent == name and field.required]
+                least = _PRESET if name == "model" else _join_names(needed)
+                yield Problem((), f"section {name} is missing: give at least {least}")
         elif names:
+            if paths[0][0] == "model" and _value_at(values, ("model", "preset")) is None:
+                advice = f"give the whole shape, or {_PRESET}"
+            elif len(paths) > 1:
+                advice = "they have no defaults"
+            else:
+                advice = f"it must be {all_fields(kind)[field_pattern(paths[0], kind)].allowed}"
             verb = "is" if len(names) == 1 else "are"
-            yield Problem(parent, f"{_join_names(names)} {verb} missing: {_missing_advice(paths, values, kind)}")
-
-
-def _missing_section(name: str, kind: type[Run]) -> str:
-    needed = [field.name for field in all_fields(kind).values() if field.parent == name and field.required]
-    return f"section {name} is missing: give at least {_PRESET if name == 'model' else _join_names(needed)}"
-
-
-def _missing_advice(missing: list[FieldPath], values: Value, kind: type[Run]) -> str:
-    if missing[0][0] == "model" and _value_at(values, ("model", "preset")) is None:
-        return f"give the whole shape, or {_PRESET}"
-    if len(missing) > 1:
-        return "they have no defaults"
-    return f"it must be {all_fields(kind)[field_pattern(missing[0], kind)].allowed}"
+            yield Problem(parent, f"{_join_names(names)} {verb} missing: {advice}")
 
 
 def _field_around(path: FieldPath, kind: type[Run]) -> tuple[FieldPath, Field | None]:

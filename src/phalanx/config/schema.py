@@ -211,10 +211,6 @@ class StepWindow(Section):
         return self
 
 
-def _callback_from_name(value: object) -> object:
-    return {"name": value} if isinstance(value, str) else value
-
-
 class AverageOfWeights(Section):
     """An exponential moving average of the weights, which is saved beside them."""
 
@@ -344,7 +340,11 @@ class Training(Section):
     memory_snapshot: StepWindow | None = None
     """Steps whose allocator history is written to the run folder (accelerators only)."""
     callbacks: Annotated[
-        list[Annotated[CallbackChoice, BeforeValidator(_callback_from_name)]],
+        list[
+            Annotated[
+                CallbackChoice, BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
+            ]
+        ],
         Words("a list, each a name or a mapping with name and options"),
     ] = Field(default_factory=list)
     """What the run does beside training: callbacks that installed packages add, called in this order on every rank."""

@@ -139,7 +139,22 @@ def read_size(text: str, family: str, devices: Devices) -> Size:
     """
     presets = family_presets(family)
     if found := re.fullmatch(r"(\d+(?:\.\d+)?) ?h", text):
-        return _size_in_time(float(found[1]), text, family, devices)
+        hours = float(found[1])
+        start = find_start(family)
+        if "deadline_presets" not in start:
+            raise ConfigError(f"--size {text}: how long {family} models train is not known before; give a preset")
+        if devices.machine is None:
+            raise ConfigError(
+                f"--size {text}: the speed of {devices} is not known; give a preset, or --devices CLUSTER:NUMBER"
+            )
+        flops = _flops_in(hours, devices)
+        # Training takes some 6 FLOPs for each parameter and token.
+        fitting = [
+            name
+            for name in start["deadline_presets"]
+            if 6 * start["tokens_per_parameter"] * _count_parameters(load_preset(name)) ** 2 <= flops
+        ]
+        return Size((fitting or start["deadline_presets"])[-1 if fitting else 0], hours)
     if text not in presets:
         raise ConfigError(
             f"--size {text} must be a preset of {family} models (phalanx config list shows them), or hours as in 12h"
@@ -151,24 +166,6 @@ def read_size(text: str, family: str, devices: Devices) -> Size:
 def family_presets(family: str) -> list[str]:
     """Return the names of the presets of `family`."""
     return [name for name in preset_names() if load_preset(name).family == family]
-
-
-def _size_in_time(hours: float, text: str, family: str, devices: Devices) -> Size:
-    start = find_start(family)
-    if "deadline_presets" not in start:
-        raise ConfigError(f"--size {text}: how long {family} models train is not known before; give a preset")
-    if devices.machine is None:
-        raise ConfigError(
-            f"--size {text}: the speed of {devices} is not known; give a preset, or --devices CLUSTER:NUMBER"
-        )
-    flops = _flops_in(hours, devices)
-    # Training takes some 6 FLOPs for each parameter and token.
-    fitting = [
-        name
-        for name in start["deadline_presets"]
-        if 6 * start["tokens_per_parameter"] * _count_parameters(load_preset(name)) ** 2 <= flops
-    ]
-    return Size((fitting or start["deadline_presets"])[-1 if fitting else 0], hours)
 
 
 def _flops_in(hours: float, devices: Devices) -> float:
@@ -190,9 +187,16 @@ def write_starting_run(answers: Answers, file: Path) -> StartingRun:
     if "prepared" in values["data"]:
         values["data"]["prepared"] = f"data/graphs/{file.stem}"
     notes: dict[str, str] = {}
-    _suit_devices(values, answers.devices)
+    if answers.devices.cpu:
+        values["layout"]["precision"] = "fp32"
+        values["cluster"] = {"device": "cpu"}
+    if answers.devices.machine is not None:
+        values["cluster"] = {"devices_per_node": min(answers.devices.count, answers.devices.machine.node.devices)}
     _suit_size(values, notes, start, answers)
-    _share_batch(values, answers.devices.count)
+    # Every device gets a sample: a batch that is counted in samples becomes a multiple of the devices.
+    batch = values["layout"]["global_batch"]
+    if isinstance(batch, int):
+        values["layout"]["global_batch"] = batch + -batch % answers.devices.count
     own = answers.data != start["data"]
     commands = tuple(_next_commands(start, answers, file))
     kind = find_family(answers.family).run
@@ -207,15 +211,6 @@ def write_starting_run(answers: Answers, file: Path) -> StartingRun:
     # A file of ours that is refused is told so now, not by the next command.
     parse_run(text, str(file))
     return StartingRun(text, commands, remark)
-
-
-def _suit_devices(values: Fields, devices: Devices) -> None:
-    """Set the number format and the cluster's section."""
-    if devices.cpu:
-        values["layout"]["precision"] = "fp32"
-        values["cluster"] = {"device": "cpu"}
-    if devices.machine is not None:
-        values["cluster"] = {"devices_per_node": min(devices.count, devices.machine.node.devices)}
 
 
 def _suit_size(values: Fields, notes: dict[str, str], start: Fields, answers: Answers) -> None:
@@ -242,13 +237,6 @@ def _suit_size(values: Fields, notes: dict[str, str], start: Fields, answers: An
     warmup = min(values["optimizer"]["warmup_steps"], values["training"]["steps"])
     values["optimizer"]["warmup_steps"] = warmup
     notes["training.steps"] = why
-
-
-def _share_batch(values: Fields, devices: int) -> None:
-    """Give every device a sample: a batch that is counted in samples becomes a multiple of the devices."""
-    batch = values["layout"]["global_batch"]
-    if isinstance(batch, int):
-        values["layout"]["global_batch"] = batch + -batch % devices
 
 
 def _next_commands(start: Fields, answers: Answers, file: Path) -> Iterator[str]:

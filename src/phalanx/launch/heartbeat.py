@@ -142,7 +142,13 @@ class Heartbeat:
         self._failed_at = 0.0
         """When this rank first said that it fails; 0 while it does not."""
         if folder is not None:
-            self._memory = _map_record(beat_file(folder, rank))
+            descriptor = os.open(beat_file(folder, rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # The mapping stays when the descriptor is closed.
+            try:
+                os.ftruncate(descriptor, _RECORD.size)
+                self._memory = mmap.mmap(descriptor, _RECORD.size)
+            finally:
+                os.close(descriptor)
             self._write()
 
     @property
@@ -254,15 +260,6 @@ def heartbeat_of(rank: int) -> Heartbeat:
     # Processes that this one starts are not watched under its number.
     folder = os.environ.pop(FOLDER, None)
     return Heartbeat(Path(folder), rank) if folder and Path(folder).is_dir() else SILENT
-
-
-def _map_record(file: Path) -> mmap.mmap:
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.ftruncate(descriptor, _RECORD.size)
-        return mmap.mmap(descriptor, _RECORD.size)
-    finally:
-        os.close(descriptor)
 
 
 def _replace_text(file: Path, text: str) -> None:

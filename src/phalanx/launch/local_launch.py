@@ -187,28 +187,40 @@ class RankProcesses:
         run_id = secrets.token_hex(16)
         self._preload(world_size)
         for rank, place in enumerate(places):
-            environment = _rank_environment(rank, place, world_size, self._listener.getsockname()[1], run_id)
+            # What torchrun would set, over defaults for ranks of one machine, which the user's own variables go before.
+            # LOCAL_RANK is the number of the device: where a place was left out it is not the rank's own.
+            wanted = _rank_defaults(world_size)
+            if "lo" in (name for _, name in socket.if_nameindex()):
+                wanted["GLOO_SOCKET_IFNAME"] = "lo"
+            environment = {
+                **wanted,
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(place),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._listener.getsockname()[1]),
+                PARENT: str(os.getpid()),
+                "TORCHELASTIC_RUN_ID": run_id,
+            }
             if self._policy is not None:
                 environment[heartbeat.FOLDER] = str(self._place)
-            self._start(arguments, rank, environment)
-
-    def _start(self, arguments: Sequence[str], rank: int, environment: dict[str, str]) -> None:
-        """Start one rank; rank 0 shares this process's streams, and of the others only errors are kept."""
-        self._started.append(time.monotonic())
-        if rank == 0:
-            assert self._listener is not None
-            environment[STORE_SOCKET] = str(self._listener.fileno())
-        # One rank on the terminal: the words of all would be as many copies of the same.
-        command = RankCommand(self._module, arguments, environment, str(self._log(rank)) if rank else None)
-        process: RankProcess | None = None
-        if self._template is not None:
-            process = self._template.start(command, lambda: bool(self._asked))
-        if process is None:
-            self._template = None
-            process = start_interpreter(command)
-        self._processes.append(process)
-        if self._asked:
-            process.send_signal(self._asked)
+            self._started.append(time.monotonic())
+            if rank == 0:
+                assert self._listener is not None
+                environment[STORE_SOCKET] = str(self._listener.fileno())
+            # One rank on the terminal: the words of all would be as many copies of the same.
+            command = RankCommand(self._module, arguments, environment, str(self._log(rank)) if rank else None)
+            process: RankProcess | None = None
+            if self._template is not None:
+                process = self._template.start(command, lambda: bool(self._asked))
+            if process is None:
+                self._template = None
+                process = start_interpreter(command)
+            self._processes.append(process)
+            if self._asked:
+                process.send_signal(self._asked)
 
     def _preload(self, world_size: int) -> None:
         """Have a process load what ranks need, if the policy names it and it has not yet for as many ranks."""
@@ -368,11 +380,25 @@ class RankProcesses:
             action = f"restart {self._count.restarts + 1}: {who} again from the newest whole checkpoint{after}"
         else:
             action = "not restarted; the last checkpoint stays"
-        self._report(replace(self._fault, action=action))
+        fault = replace(self._fault, action=action)
+        assert self._policy is not None
+        # What a rank said to the user itself needs no second telling.
+        if fault.cause != "refused":
+            write_stderr(fault.summary())
+        problem = try_report(fault, self._policy.run_dir)
+        if problem is not None:
+            write_stderr(f"warning: {problem}")
         if not again or code == GIVEN_UP:
             return code
-        self._clear_attempt()
-        return self._pause(backoff_s)
+        self._processes, self._started = [], []
+        if self._listener is not None:
+            self._listener.close()
+        self._count.restarts += 1
+        deadline = time.monotonic() + backoff_s
+        while time.monotonic() < deadline and not self._asked:
+            time.sleep(_POLL_S)
+        # Nothing runs that could save, and what was saved last stays.
+        return 128 + self._asked if self._asked else None
 
     def _leave_place(self, fault: Fault) -> bool:
         """Leave out the place of the rank that failed, where it has failed before; return whether ranks can begin again."""
@@ -392,30 +418,6 @@ class RankProcesses:
             f"place {place} of this machine has failed twice in a row and is left out, {len(self.places.used)} ranks"
             f"{f' ({layout})' if layout else ''} begin"
         )
-
-    def _report(self, fault: Fault) -> None:
-        assert self._policy is not None
-        # What a rank said to the user itself needs no second telling.
-        if fault.cause != "refused":
-            write_stderr(fault.summary())
-        problem = try_report(fault, self._policy.run_dir)
-        if problem is not None:
-            write_stderr(f"warning: {problem}")
-
-    def _pause(self, seconds: float) -> int | None:
-        """Wait before a restart; return the exit code where somebody asked to stop meanwhile, or None."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self._asked:
-            time.sleep(_POLL_S)
-        # Nothing runs that could save, and what was saved last stays.
-        return 128 + self._asked if self._asked else None
-
-    def _clear_attempt(self) -> None:
-        """Forget ranks that have ended."""
-        self._processes, self._started = [], []
-        if self._listener is not None:
-            self._listener.close()
-        self._count.restarts += 1
 
     def _view(self) -> list[RankView]:
         return [
@@ -498,28 +500,6 @@ class RankProcesses:
 
     def _log(self, rank: int) -> Path:
         return self._place / f"rank-{rank}.log"
-
-
-def _rank_environment(rank: int, place: int, world_size: int, port: int, run_id: str) -> dict[str, str]:
-    """Return the variables torchrun would set, and defaults for ranks of one machine, which the user's own go before.
-
-    place: number of the rank's device; where one was left out it is not the rank's own.
-    """
-    wanted = _rank_defaults(world_size)
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"
-    return {
-        **wanted,
-        **os.environ,
-        "RANK": str(rank),
-        "LOCAL_RANK": str(place),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        PARENT: str(os.getpid()),
-        "TORCHELASTIC_RUN_ID": run_id,
-    }
 
 
 def _rank_defaults(world_size: int) -> dict[str, str]:

@@ -184,14 +184,7 @@ def main() -> None:
     """Load the modules that the command line names and fork ranks; each rank goes on from here with its own command."""
     die_with_parent(signal.SIGKILL)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    threads = _load(sys.argv[2:])
-    found = _serve(connection)
-    if found is not None:
-        _become_rank(*found, threads)
-
-
-def _load(modules: Sequence[str]) -> int:
-    """Import `modules`, and return how many threads this process has since that a fork does not end."""
+    modules = sys.argv[2:]
     for name in modules:
         # The rank says what is missing, where a person reads it.
         with contextlib.suppress(ImportError):
@@ -204,7 +197,10 @@ def _load(modules: Sequence[str]) -> int:
     if trial == 0:
         os._exit(0)
     os.waitpid(trial, 0)
-    return len(list(Path("/proc/self/task").iterdir()))
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    found = _serve(connection)
+    if found is not None:
+        _become_rank(*found, threads)
 
 
 def _serve(connection: socket.socket) -> tuple[RankCommand, int | None] | None:

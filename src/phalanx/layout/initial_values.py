@@ -64,7 +64,14 @@ def fill_initial(tensor: Tensor, name: str, rule: InitRule, seed: int, split: Te
 
     def fill_chunk(chunk: range) -> None:
         place = torch.arange(chunk.start, chunk.stop, device=flat.device)
-        values = draw(_global_index(place, tuple(local.shape), offsets, shape))
+        local_shape = tuple(local.shape)
+        index = place + sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
+        # Each wrap around a split dim skips what other shards hold of it; a shard of whole rows skips nothing.
+        for dim in range(1, len(shape)):
+            missing = shape[dim] - local_shape[dim]
+            if missing:
+                index += (place // math.prod(local_shape[dim:])) * (missing * math.prod(shape[dim + 1 :]))
+        values = draw(index)
         # Rounded to float32 in every precision: all start from the same weights.
         flat[chunk.start : chunk.stop] = values.to(torch.float32)
 
@@ -88,16 +95,3 @@ def _draw_values(rule: InitRule, key: int, shape: tuple[int, ...]) -> Callable[[
 
 def _split_chunks(count: int, size: int) -> list[range]:
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _global_index(
-    place: Tensor, local_shape: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...]
-) -> Tensor:
-    """Return row-major indices in the whole parameter of row-major indices `place` in the shard at `offsets`."""
-    index = place + sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
-    # Each wrap around a split dim skips what other shards hold of it; a shard of whole rows skips nothing.
-    for dim in range(1, len(shape)):
-        missing = shape[dim] - local_shape[dim]
-        if missing:
-            index += (place // math.prod(local_shape[dim:])) * (missing * math.prod(shape[dim + 1 :]))
-    return index

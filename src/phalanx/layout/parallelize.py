@@ -124,7 +124,12 @@ def parallelize(
     device = choose_device("auto", ranks.local_rank) if device is None else device
     join_process_group(ranks, device)
     precision = PRECISIONS[layout.precision]
-    mesh = _build_mesh(_resolve_layout(layout, dist.get_world_size() if dist.is_initialized() else 1), device)
+    world = dist.group.WORLD
+    mesh = build_mesh(
+        _resolve_layout(layout, dist.get_world_size() if dist.is_initialized() else 1),
+        device,
+        None if world is None else _GROUPS.setdefault(world, {}),
+    )
     if mesh.data is None and precision.copies_parameters:
         raise PhalanxError(
             f"layout.precision={layout.precision} casts parameters as they are gathered over data-parallel ranks, of which "
@@ -175,12 +180,6 @@ def _shard_module(
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, Groups] = WeakKeyDictionary()
 """Groups made so far among the ranks of each default process group, for modules that are parallelized later: PyTorch cannot
 make the same group twice."""
-
-
-def _build_mesh(layout: ResolvedLayout, device: torch.device) -> Mesh:
-    """Return the mesh of `layout` among the ranks of the default process group."""
-    world = dist.group.WORLD
-    return build_mesh(layout, device, None if world is None else _GROUPS.setdefault(world, {}))
 
 
 def _resolve_layout(layout: Layout, world_size: int) -> ResolvedLayout:

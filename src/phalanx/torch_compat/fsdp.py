@@ -264,7 +264,13 @@ class _GatheredInPlace(FSDPParamGroup):
             torch.no_grad(),
             torch.autograd._unsafe_preserve_version_counter(tuple(wholes)),
         ):
-            self.gather([_given_shard(p) for p in self.fsdp_params], wholes)
+            self.gather(
+                [
+                    p.all_gather_inputs[0] if isinstance(p, _GatheredAsBytes) else p._sharded_param_data
+                    for p in self.fsdp_params
+                ],
+                wholes,
+            )
             event = stream.record_event()
         self._all_gather_result = AllGatherResult(wholes[0], event, None, [], [], [])
 
@@ -277,10 +283,6 @@ class _GatheredInPlace(FSDPParamGroup):
             p.init_unsharded_param()
         self._to_unsharded()
         self._all_gather_result = None
-
-
-def _given_shard(parameter: FSDPParam) -> Tensor:
-    return parameter.all_gather_inputs[0] if isinstance(parameter, _GatheredAsBytes) else parameter._sharded_param_data
 
 
 def allow_units_in_checkpoints() -> None:

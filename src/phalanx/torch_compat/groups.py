@@ -12,7 +12,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,12 @@ def new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
     number = _made.number(name, tuple(ranks))
     text = "_".join([name, *map(str, ranks), f"number {number}"])
     with _use_group_name(hashlib.sha256(text.encode()).hexdigest()):
-        group = dist.new_group(ranks, _default_timeout(), use_local_synchronization=True, group_desc=name)
+        # Groups of fake ranks have no time-out: they wait for nobody.
+        assert dist.group.WORLD is not None
+        options = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options", None)
+        group = dist.new_group(
+            ranks, None if options is None else options._timeout, use_local_synchronization=True, group_desc=name
+        )
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -54,13 +58,6 @@ def new_group(ranks: list[int], name: str) -> dist.ProcessGroup:
 def exchanges_nothing(group: dist.ProcessGroup) -> bool:
     """Return whether `group` is one of fake ranks, as a dry run has: what the others would send never comes."""
     return dist.get_backend(group) == "fake"
-
-
-def _default_timeout() -> timedelta | None:
-    """Return the default group's time-out; None for groups of fake ranks, which wait for nobody."""
-    assert dist.group.WORLD is not None
-    options = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "options", None)
-    return None if options is None else options._timeout
 
 
 @contextmanager

@@ -25,7 +25,14 @@ def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank holds no part"
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-    for axis, placement in _in_order_of_splitting(tensor):
+    # Strided shards were split after all plain ones, from the right.
+    placed = list(enumerate(tensor.placements))
+    strided: list[tuple[int, Shard | _StridedShard]] = [
+        (axis, placement) for axis, placement in placed if isinstance(placement, _StridedShard)
+    ]
+    plain = [(axis, p) for axis, p in placed if type(p) is Shard]
+    assert len(plain) + len(strided) == sum(not p.is_replicate() for _, p in placed), tensor.placements
+    for axis, placement in [*plain, *reversed(strided)]:
         each = -(-sizes[placement.dim] // tensor.device_mesh.size(axis))
         start = min(coordinate[axis] * each, sizes[placement.dim])
         offsets[placement.dim] += start
@@ -34,12 +41,3 @@ def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
     local = tensor.to_local()
     assert local.numel() == math.prod(sizes) == 0 or list(local.shape) == sizes, (tensor.placements, local.shape, sizes)
     return tuple(offsets)
-
-
-def _in_order_of_splitting(tensor: DTensor) -> list[tuple[int, Shard | _StridedShard]]:
-    """Return the mesh axes that split `tensor`, with how: strided shards were split after all plain ones, from the right."""
-    placed = list(enumerate(tensor.placements))
-    strided = [(axis, placement) for axis, placement in placed if isinstance(placement, _StridedShard)]
-    plain = [(axis, p) for axis, p in placed if type(p) is Shard]
-    assert len(plain) + len(strided) == sum(not p.is_replicate() for _, p in placed), tensor.placements
-    return [*plain, *reversed(strided)]

@@ -114,7 +114,8 @@ class _Comparison:
 
     def run(self, update_gain: float | None) -> list[Check]:
         """Return all checks."""
-        checks = self._compare_forward()
+        errors = self._compare_rows(self.mine.activations, _of(self.reference, lambda one: one.activations))
+        checks = [self._check("activations", name, 1, errors[name]) for name in errors]
         # Largest of any step: a task head that one step has no sample of has moved in others.
         norms: dict[str, float] = {}
         for number, step in enumerate(self.mine.steps, 1):
@@ -138,11 +139,6 @@ class _Comparison:
 
     def _check(self, what: str, name: str, step: int, error: _Error, gain: float = 0.0) -> Check:
         return Check(what, name, step, error.relative, self.bound.of(what, name, step, gain))
-
-    def _compare_forward(self) -> list[Check]:
-        """Compare what each watched module gave in the first step, in the order in which one rank computed it."""
-        errors = self._compare_rows(self.mine.activations, _of(self.reference, lambda one: one.activations))
-        return [self._check("activations", name, 1, errors[name]) for name in errors]
 
     def _compare_step(
         self, number: int, mine: StepRecord, reference: StepRecord | None

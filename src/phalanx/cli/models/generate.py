@@ -8,8 +8,8 @@ from phalanx.cli.console import make_safe_for_terminal, print_json
 from phalanx.cli.options.models import GenerateArguments
 from phalanx.cli.ranks import start_or_join_ranks
 from phalanx.errors import ConfigError
-from phalanx.families.language.evaluation.generation import Generation, Sampling, generate_text
-from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
+from phalanx.families.language.evaluation.generation import Sampling, generate_text
+from phalanx.families.language.evaluation.load_weights import load_for_inference
 from phalanx.layout.mesh import leave_process_group
 from phalanx.nn.precision import find_number_format
 
@@ -47,7 +47,24 @@ def run_generate(asked: GenerateArguments) -> None:
     if not ranks.first:
         return
     if asked.as_json:
-        print_json(_summarise_generation(loaded, text, sampling, generation))
+        written = sum(len(continuation.tokens) for continuation in generation.continuations)
+        print_json(
+            {
+                "checkpoint": str(loaded.where),
+                "step": loaded.step,
+                "prompt": text,
+                "prompt_tokens": generation.prompt_tokens,
+                "temperature": sampling.temperature,
+                "top_k": sampling.top_k,
+                "top_p": sampling.top_p,
+                "samples": [
+                    {"seed": c.seed, "text": c.text, "tokens": len(c.tokens), "token_ids": c.tokens, "ended": c.ended}
+                    for c in generation.continuations
+                ],
+                "seconds": generation.seconds,
+                "tokens_per_second": written / generation.seconds,
+            }
+        )
     elif streaming:
         print()
     else:
@@ -71,24 +88,3 @@ def _read_prompt(given: str) -> str:
     if any("\ud800" <= character <= "\udfff" for character in given):
         raise ConfigError(f"--prompt {ascii(given)[:80]} is not valid text in this terminal's encoding")
     return given
-
-
-def _summarise_generation(
-    loaded: LoadedModel, prompt: str, sampling: Sampling, generation: Generation
-) -> dict[str, object]:
-    written = sum(len(continuation.tokens) for continuation in generation.continuations)
-    return {
-        "checkpoint": str(loaded.where),
-        "step": loaded.step,
-        "prompt": prompt,
-        "prompt_tokens": generation.prompt_tokens,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "samples": [
-            {"seed": c.seed, "text": c.text, "tokens": len(c.tokens), "token_ids": c.tokens, "ended": c.ended}
-            for c in generation.continuations
-        ],
-        "seconds": generation.seconds,
-        "tokens_per_second": written / generation.seconds,
-    }

@@ -25,7 +25,7 @@ from phalanx.hardware.calibrate.measure_machine import (
 from phalanx.hardware.calibrate.measured_sizes import effort_for
 from phalanx.hardware.device import choose_device, device_name
 from phalanx.hardware.machine import Machine
-from phalanx.layout.mesh import Ranks, join_process_group, ranks_from_environment
+from phalanx.layout.mesh import join_process_group, ranks_from_environment
 from phalanx.planner.measured.calibration import Calibration, calibrate_machines
 from phalanx.planner.measured.groups import grouped
 from phalanx.planner.measured.runs import read_runs
@@ -58,7 +58,16 @@ def run_calibrate(asked: CalibrateArguments) -> None:
     if ranks.first:
         # A path that cannot be written is found out before minutes are spent on measuring.
         require_writable(path)
-    measured = _measure_here(ranks, here, per_node, asked.seconds)
+    join_process_group(ranks, here)
+
+    def report(words: str) -> None:
+        if ranks.first:
+            write_stderr(f"measuring {words}")
+
+    measured = gather_measurements(measure_rank(here, effort_for(here), per_node, asked.seconds, report))
+    # not after a failure: ranks that have failed leave the others in exchanges that would never end
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if ranks.first:
         devices, today = f"{ranks.world_size} x {device_name(here)}", date.today().isoformat()
         source = f"measured by phalanx calibrate on {devices}, torch {torch.__version__}, {today}"
@@ -77,20 +86,6 @@ def require_writable(path: Path) -> None:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
     finally:
         probe.unlink(missing_ok=True)
-
-
-def _measure_here(ranks: Ranks, device: torch.device, per_node: int, seconds: float) -> Measurements:
-    join_process_group(ranks, device)
-
-    def report(words: str) -> None:
-        if ranks.first:
-            write_stderr(f"measuring {words}")
-
-    measured = gather_measurements(measure_rank(device, effort_for(device), per_node, seconds, report))
-    # not after a failure: ranks that have failed leave the others in exchanges that would never end
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return measured
 
 
 def _write_profile(path: Path, named: NamedProfile) -> None:

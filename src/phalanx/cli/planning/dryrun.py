@@ -45,7 +45,9 @@ def run_dryrun(asked: DryrunArguments) -> None:
         check_attention(loaded.training.attention, torch.device("cpu"))
     if asked.rank is not None and asked.rank >= asked.devices:
         raise ConfigError(f"--rank {asked.rank} is not one of {asked.devices} ranks; give 0 to {asked.devices - 1}")
-    ranks = [asked.rank] if asked.rank is not None else _pick_ranks(layout)
+    # The first rank of the first, a middle and the last pipeline rank: between them they show every kind of stage.
+    places = sorted({0, layout.pp // 2, layout.pp - 1})
+    ranks = [asked.rank] if asked.rank is not None else [place * (layout.world_size // layout.pp) for place in places]
     reports = [
         dry_run(
             model,
@@ -88,12 +90,6 @@ class _Progress:
         if now - self.said >= _SILENCE_S:
             self.said = now
             write_stderr(f"rank {self.rank}: {moment}, {now - self.start:.0f} s")
-
-
-def _pick_ranks(layout: ResolvedLayout) -> list[int]:
-    """Return the first rank of the first, a middle and the last pipeline rank."""
-    places = sorted({0, layout.pp // 2, layout.pp - 1})
-    return [place * (layout.world_size // layout.pp) for place in places]
 
 
 def _traffic_columns(per_node: int | None) -> tuple[Column[Traffic], ...]:

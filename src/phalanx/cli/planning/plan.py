@@ -82,10 +82,6 @@ def run_plan(asked: PlanArguments) -> None:
         print_json(summarise_plan(made) | {"written": written})
         return
 
-    _print_plan(made, written, command)
-
-
-def _print_plan(made: Plan, written: dict[str, str], command: list[str]) -> None:
     width = open_output().width
     print_lines(write_plan_lines(made, width))
     if file := written.get("run"):

@@ -52,14 +52,12 @@ class SequenceShare:
 
     def positions(self, length: int, device: torch.device) -> Positions:
         """Return global positions of this rank's tokens, and of the rows of its residual stream."""
-        tokens_S = self._tokens(length, device)
-        return Positions(tokens_S, tokens_S.chunk(self.tp.size)[self.tp.rank])
-
-    def _tokens(self, length: int, device: torch.device) -> Tensor:
         if self.context == "ring" and self.cp.size > 1:
-            return ring_positions(self.cp.rank, self.cp.size, length // self.cp.size, device)
-        each = length // self.cp.size
-        return torch.arange(self.cp.rank * each, (self.cp.rank + 1) * each, device=device)
+            tokens_S = ring_positions(self.cp.rank, self.cp.size, length // self.cp.size, device)
+        else:
+            each = length // self.cp.size
+            tokens_S = torch.arange(self.cp.rank * each, (self.cp.rank + 1) * each, device=device)
+        return Positions(tokens_S, tokens_S.chunk(self.tp.size)[self.tp.rank])
 
 
 class ContextModel(Protocol):

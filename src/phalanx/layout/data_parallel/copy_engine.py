@@ -105,19 +105,16 @@ class CopyEngineAllGather:
         if not self._found:
             self._find_places(wholes)
         if self._written != self._published.renewed:
-            self._write(shards)
+            self._published.begin_to_write()
+            # One kernel copies many tensors where all are cast between the same formats.
+            for dtype in {own.dtype for own in self._own}:
+                pairs = [(own, shard) for own, shard in zip(self._own, shards, strict=True) if own.dtype == dtype]
+                torch._foreach_copy_([own for own, _ in pairs], [shard for _, shard in pairs])
+            self._published.barrier()
+            self._written = self._published.renewed
         for place, shard in self._large:
             place.copy_(shard, non_blocking=True)
         self._small.run()
-
-    def _write(self, shards: Sequence[Tensor]) -> None:
-        self._published.begin_to_write()
-        # One kernel copies many tensors where all are cast between the same formats.
-        for dtype in {own.dtype for own in self._own}:
-            pairs = [(own, shard) for own, shard in zip(self._own, shards, strict=True) if own.dtype == dtype]
-            torch._foreach_copy_([own for own, _ in pairs], [shard for _, shard in pairs])
-        self._published.barrier()
-        self._written = self._published.renewed
 
     def _find_places(self, wholes: Sequence[Tensor]) -> None:
         """Note where each shard goes, once."""

@@ -122,11 +122,22 @@ def make_peer_buffer_at_rest(size: int, device: torch.device, group: dist.Proces
 def reaches_peers(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Return whether all ranks of `group` can read each other's memory: tried out, and the same answer on all of them."""
     machines: list[str] = [""] * group.size()
-    dist.all_gather_object(machines, _name_machine(), group=group)
+    # Containers may share a host name: the boot id tells machines apart.
+    started = Path("/proc/sys/kernel/random/boot_id")
+    dist.all_gather_object(
+        machines, f"{socket.gethostname()} {started.read_text().strip() if started.exists() else ''}", group=group
+    )
     if len(set(machines)) > 1:
         return False
     try:
-        works = _tries_out(device, group)
+        rank, following = group.rank(), (group.rank() + 1) % group.size()
+        buffer = make_peer_buffer(_TRIED_BYTES, device, group)
+        buffer.of(rank).fill_(rank % 251)
+        # Behind the first barrier the neighbour has written; behind the second nobody reads any more.
+        buffer.barrier()
+        read = buffer.of(following).clone()
+        buffer.barrier()
+        works = bool((read == following % 251).all())
     except (RuntimeError, NotImplementedError):
         works = False
     verdicts: list[bool] = [False] * group.size()
@@ -134,25 +145,7 @@ def reaches_peers(device: torch.device, group: dist.ProcessGroup) -> bool:
     return all(verdicts)
 
 
-def _tries_out(device: torch.device, group: dist.ProcessGroup) -> bool:
-    rank, following = group.rank(), (group.rank() + 1) % group.size()
-    buffer = make_peer_buffer(_TRIED_BYTES, device, group)
-    buffer.of(rank).fill_(rank % 251)
-    # Behind the first barrier the neighbour has written; behind the second nobody reads any more.
-    buffer.barrier()
-    read = buffer.of(following).clone()
-    buffer.barrier()
-    return bool((read == following % 251).all())
-
-
 _TRIED_BYTES = 4096
-
-
-def _name_machine() -> str:
-    """Return a name that only ranks of this machine, since it was last started, have."""
-    # Containers may share a host name: the boot id tells machines apart.
-    started = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()} {started.read_text().strip() if started.exists() else ''}"
 
 
 class Reusable(Protocol):

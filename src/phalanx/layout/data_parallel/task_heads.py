@@ -66,26 +66,22 @@ def sizes_by_cost(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
     one rank of its own. With fewer, each rank takes some branches that follow one another.
     """
     if ranks < len(costs):
-        return _share_ranks(costs, ranks)
+        # Fewer ranks than branches: one rank for each run of branches, the costliest run as cheap as can be.
+        # Of `made` runs over the first n branches: cost of the costliest, and the branch with which each begins.
+        best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+        for made in range(1, ranks + 1):
+            best = {
+                end: min((max(cost, sum(costs[n:end])), (*starts, n)) for n, (cost, starts) in best.items() if n < end)
+                for end in range(made, len(costs) + 1)
+            }
+        starts = best[len(costs)][1]
+        return tuple(int(branch in starts) for branch in range(len(costs)))
     # Greedy is optimal here: each further rank can only help the branch that is busiest without it.
     sizes = [1] * len(costs)
     for _ in range(ranks - len(costs)):
         busiest = max(range(len(costs)), key=lambda branch: costs[branch] / sizes[branch])
         sizes[busiest] += 1
     return tuple(sizes)
-
-
-def _share_ranks(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """Return the same for fewer ranks than branches: one rank for each run of branches, the costliest as cheap as can be."""
-    # Of `made` runs over the first n branches: cost of the costliest, and the branch with which each begins.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for made in range(1, ranks + 1):
-        best = {
-            end: min((max(cost, sum(costs[n:end])), (*starts, n)) for n, (cost, starts) in best.items() if n < end)
-            for end in range(made, len(costs) + 1)
-        }
-    starts = best[len(costs)][1]
-    return tuple(int(branch in starts) for branch in range(len(costs)))
 
 
 def branch_sizes(model: BoundModel, data_ranks: int) -> tuple[int, ...]:

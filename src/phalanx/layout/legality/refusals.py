@@ -71,17 +71,15 @@ def _ask_rule(rule: Rule, needs: Requirements, splits: LayoutTable, options: Opt
     found = np.zeros(len(table), np.int64)
     refused = np.flatnonzero(broken)
     # Many layouts have one text, and writing it takes longer than comparing what stands in it.
-    _, one, which = np.unique(_read_columns(rule, table.take(refused)), axis=0, return_index=True, return_inverse=True)
-    places = [texts.setdefault(rule.describe(needs, table.row(index)), len(texts)) for index in refused[one].tolist()]
-    found[refused] = np.asarray(places)[which.reshape(-1)]
-    return Refusals(degrees, fields, distinct[:, : len(degrees)].tolist(), list(texts), found.reshape(len(first), -1))
-
-
-def _read_columns(rule: Rule, layouts: LayoutTable) -> Ints:
-    """Return what a rule's text says of layouts, [layouts, columns]: the fields that are filled in, or all that it reads."""
+    layouts = table.take(refused)
     names: Iterable[str] = (name for name in rule.reads if name != "branch_groups")
     if isinstance(rule.message, str):
         filled = (field or "" for _, field, _, _ in Formatter().parse(rule.message))
         names = (field.removeprefix("x.") for field in filled if field.startswith("x."))
     columns = [np.asarray(getattr(layouts, name), np.int64) for name in names]
-    return np.stack([np.zeros(len(layouts), np.int64), *columns], axis=1)
+    _, one, which = np.unique(
+        np.stack([np.zeros(len(layouts), np.int64), *columns], axis=1), axis=0, return_index=True, return_inverse=True
+    )
+    places = [texts.setdefault(rule.describe(needs, table.row(index)), len(texts)) for index in refused[one].tolist()]
+    found[refused] = np.asarray(places)[which.reshape(-1)]
+    return Refusals(degrees, fields, distinct[:, : len(degrees)].tolist(), list(texts), found.reshape(len(first), -1))

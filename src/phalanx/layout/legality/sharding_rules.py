@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.config.schema import Training
 from phalanx.layout.legality.rule import Fix, Rule
-
-
-def _freezes(training: Training) -> bool:
-    """Return whether some parameters are not trained."""
-    return bool(training.freeze) or training.lora is not None
-
 
 _GATHER_WHOLE: Fix = {"layout.gather": "layer"}
 
@@ -36,7 +29,9 @@ SHARDING_RULES = (
     ),
     Rule(
         reads=("gather",),
-        broken=lambda needs, t: t.has("gather", "stream") & _freezes(needs.run.training),
+        broken=lambda needs, t: (
+            t.has("gather", "stream") & (bool(needs.run.training.freeze) or needs.run.training.lora is not None)
+        ),
         message="layout.gather=stream sends gradients of all matrices of a block round a ring, and training.freeze and "
         "training.lora leave some without",
         fixes=(_GATHER_WHOLE,),

@@ -165,7 +165,12 @@ def _stream_pair(
         rows = plan.piece(matrix, shards.rank)
         start = tp.rank * units * matrix.unit + rows.start
         kept[matrix.name] = TensorSplit(matrix.dim, start, units * matrix.unit * tp.size)
-        _keep_piece(module, matrix, start, len(rows))
+        path, _, name = matrix.name.rpartition(".")
+        linear = module.get_submodule(path)
+        parameter = linear.get_parameter(name)
+        assert parameter.device.type == "meta"
+        part = parameter.detach().narrow(matrix.dim, start, len(rows)).contiguous()
+        setattr(linear, name, nn.Parameter(part))
     # A bias behind the sum would be added once a chunk, and once a rank of `tp`.
     (row,) = (member for member in members if member.split.kind == "row")
     late = () if row.linear.bias is None else (f"{row.name}.bias",)
@@ -182,15 +187,6 @@ def _stream_pair(
 @cache
 def _streamed_class(kind: Any) -> Any:
     return type(f"Streamed{kind.__name__}", (Streamed, kind), {})
-
-
-def _keep_piece(module: nn.Module, matrix: Matrix, start: int, count: int) -> None:
-    path, _, name = matrix.name.rpartition(".")
-    linear = module.get_submodule(path)
-    parameter = linear.get_parameter(name)
-    assert parameter.device.type == "meta"
-    part = parameter.detach().narrow(matrix.dim, start, count).contiguous()
-    setattr(linear, name, nn.Parameter(part))
 
 
 def streamed_parameters(module: nn.Module) -> set[nn.Parameter]:
