@@ -84,6 +84,16 @@ def test_a_full_disk_is_found_before_anything_is_measured(
     assert list(here.iterdir()) == []
 
 
+def test_a_folder_is_refused_before_anything_is_measured(
+    call: Call, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subcommand, "measure_rank", None)
+    monkeypatch.setattr(subcommand, "read_runs", None)
+    for words in (["--device", "cpu"], ["--from-runs", "runs.csv"]):
+        outcome = call("calibrate", *words, "--out", str(here))
+        assert outcome.code == 2 and f"cannot write {here}: it is a folder; name a file" in outcome.err
+
+
 def test_a_disk_that_fills_up_meanwhile_loses_nothing(call: Call, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subcommand, "require_writable", lambda _path: None)
     with full_disk():

@@ -84,6 +84,14 @@ def test_questions_are_asked_until_they_are_answered(tmp_path: Path) -> None:
     assert shown.rstrip().endswith(f"phalanx train {run} --nproc 3")
 
 
+@pytest.mark.parametrize(
+    "words", [("--family", "speech"), ("--goal", "win"), ("--family", "weather", "--devices", "2", "--size", "gpt-7b")]
+)
+def test_a_wrong_option_is_refused_before_anything_is_asked(words: tuple[str, ...], tmp_path: Path) -> None:
+    code, shown = run_in_terminal(100, "init", str(tmp_path / "run.yaml"), *words, typed="", NO_COLOR="1")
+    assert code == 2 and f"{words[-2]} {words[-1]} must be" in shown and "?" not in shown, shown
+
+
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     child = start("init", str(tmp_path / "run.yaml"), stdin=theirs, stdout=theirs, stderr=theirs)

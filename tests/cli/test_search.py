@@ -77,6 +77,9 @@ def test_it_goes_on_and_refuses_what_does_not_belong(call: Call, folder: Path) -
     other = call("search", "run.yaml", *SIMULATED, "--measure", "4", "model.n_layers=4")
     assert other.code == 2 and "holds a study of another run; give another --storage FILE" in other.err
     assert call("search", "run.yaml", *SIMULATED[:-1], "moon").code == 2
+    # What is wrong comes alone: no warning about the devices of this machine before it.
+    unknown = call("search", "run.yaml", "--cluster", "frontier", "--devices", "2", "--engine", "foo")
+    assert unknown.code == 2 and unknown.err.startswith("error: --engine foo is not known; give one of planner, ")
     odd = call("search", "run.yaml", "--cluster", "frontier", "--devices", "4", "--where", "slurm")
     assert odd.code == 2 and "no multiple of the 8 devices of a node" in odd.err
 

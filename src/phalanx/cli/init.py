@@ -43,6 +43,8 @@ class Question:
     default: Callable[[Known], str]
     read: Callable[[str, Known], Any]
     """Turns an answer into a value; raises ConfigError for a wrong one."""
+    needs: frozenset[str] = frozenset()
+    """Questions whose answers it is read with."""
 
 
 def _read_family(text: str, _: Known) -> str:
@@ -89,6 +91,7 @@ QUESTIONS = (
         ),
         lambda known: str(find_start(known["family"])["preset"]),
         lambda text, known: read_size(text, known["family"], known["devices"]),
+        frozenset({"family", "devices"}),
     ),
 )
 
@@ -117,22 +120,25 @@ def _answer_questions(asked: InitArguments) -> Known:
             f"phalanx init asks on a terminal, and there is none; give {', '.join(missing)} (phalanx init --help)"
         )
     known: Known = {}
+    # Options first: nobody answers questions to be refused for what stood on the command line.
     for question in QUESTIONS:
         given = getattr(asked, question.option)
-        known[question.option] = _ask(question, known) if given is None else question.read(given, known)
+        if given is not None and known.keys() >= question.needs:
+            known[question.option] = question.read(given, known)
+    for question in (one for one in QUESTIONS if one.option not in known):
+        given = getattr(asked, question.option)
+        if given is not None:
+            known[question.option] = question.read(given, known)
+            continue
+        print_lines([question.text], style="bold")
+        print_lines([f"  {question.choices(known)}"])
+        while question.option not in known:
+            answer = typer.prompt(" ", default=question.default(known), prompt_suffix="> ")
+            try:
+                known[question.option] = question.read(str(answer).strip(), known)
+            except ConfigError as error:
+                print_error(str(error))
     return known
-
-
-def _ask(question: Question, known: Known) -> Any:
-    """Ask until an answer can be read."""
-    print_lines([question.text], style="bold")
-    print_lines([f"  {question.choices(known)}"])
-    while True:
-        answer = typer.prompt(" ", default=question.default(known), prompt_suffix="> ")
-        try:
-            return question.read(str(answer).strip(), known)
-        except ConfigError as error:
-            print_error(str(error))
 
 
 def _require_new(file: Path) -> None:

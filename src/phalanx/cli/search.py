@@ -41,6 +41,13 @@ def run_search(asked: SearchArguments) -> None:
     machine = load_machine(asked.cluster)
     named = choose_profile(machine, asked.cluster, asked.profile)
     planner = Planner(machine, CostModels(machine, named), least_p=loaded.search.least_p_fits)
+    # Optuna and scikit-learn are an extra
+    try:
+        from phalanx.study.layouts.layout_search import LAYOUT_SAMPLERS, search_layouts  # noqa: PLC0415
+        from phalanx.study.samplers import check_sampler  # noqa: PLC0415
+    except ImportError as error:
+        raise PhalanxError(f'phalanx search needs {error.name}: pip install "phalanx-train[search]"') from None
+    check_sampler(asked.engine, LAYOUT_SAMPLERS)
     if asked.where == "local":
         measured = device_kind(device_name(choose_device(loaded.cluster.device)))
         if measured != machine.node.device:
@@ -49,11 +56,6 @@ def run_search(asked: SearchArguments) -> None:
                 f"which has {measured}: they measure {measured}, and only the planner's order of layouts is that of "
                 f"{asked.cluster}"
             )
-    # Optuna and scikit-learn are an extra
-    try:
-        from phalanx.study.layouts.layout_search import search_layouts  # noqa: PLC0415
-    except ImportError as error:
-        raise PhalanxError(f'phalanx search needs {error.name}: pip install "phalanx-train[search]"') from None
     done = search_layouts(
         planner,
         Task(bind_planned(loaded), asked.devices, fixed_fields(loaded, asked.overrides or [])),

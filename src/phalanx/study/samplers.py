@@ -117,18 +117,19 @@ def make_sampler(name: str, space: Space, seed: int, **further: Sampler) -> Samp
 
     Raises ConfigError for names that are not known, and where a sampler's package is missing.
     """
-    found: dict[str, Sampler] = {
-        **further,
-        "optuna-tpe": GeneralSampler(space, partial(suggest_optuna, "tpe"), seed),
-        "optuna-gp": GeneralSampler(space, partial(suggest_optuna, "gp"), seed),
-        "deephyper": GeneralSampler(space, suggest_deephyper, seed),
-        "random": RandomSampler(space, seed),
-    }
-    if name not in found:
-        raise ConfigError(f"--engine {name} is not known; give one of {', '.join(found)}")
+    check_sampler(name, further)
+    if name in further:
+        return further[name]
+    return RandomSampler(space, seed) if name == "random" else GeneralSampler(space, _SUGGESTS[name], seed)
+
+
+def check_sampler(name: str, further: Iterable[str]) -> None:
+    """Raise ConfigError for the name of no sampler, and where a sampler's package is missing. further: names beside ours."""
+    known = [*further, *_SUGGESTS, "random"]
+    if name not in known:
+        raise ConfigError(f"--engine {name} is not known; give one of {', '.join(known)}")
     if name == "deephyper":
         _import_deephyper()
-    return found[name]
 
 
 def optuna_distribution(given: Range) -> BaseDistribution:
@@ -239,3 +240,11 @@ def _import_deephyper() -> Any:
             f"--engine deephyper needs a package that is missing: {error}; pip install deephyper"
         ) from None
     return hpo
+
+
+_SUGGESTS: dict[str, Suggest] = {
+    "optuna-tpe": partial(suggest_optuna, "tpe"),
+    "optuna-gp": partial(suggest_optuna, "gp"),
+    "deephyper": suggest_deephyper,
+}
+"""Samplers of other packages, by the names that run files and options give them."""

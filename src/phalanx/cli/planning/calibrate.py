@@ -78,6 +78,8 @@ def run_calibrate(asked: CalibrateArguments) -> None:
 
 def require_writable(path: Path) -> None:
     """Raise ConfigError where a profile could not be written to `path`, whose folder is made."""
+    if path.is_dir():
+        raise ConfigError(f"cannot write {path}: it is a folder; name a file in it with --out")
     probe = path.with_name(f".{path.name}.probe")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,6 +153,8 @@ def _describe_errors(errors: np.ndarray[Any, np.dtype[np.float64]]) -> str:
 
 def _fit_to_runs(table: Path, out: Path | None, profile: str | None, *, json: bool) -> None:
     """Fit and write one profile for each machine in the table."""
+    if out is not None:
+        require_writable(out)
     found = calibrate_machines(grouped(read_runs(table)), prior=None if profile is None else load_profile(profile))
     if not found:
         raise ConfigError(

@@ -88,10 +88,14 @@ class ExhaustiveSampler:
         return Proposal(self.space.values(int(free[0]))) if len(free) else None
 
 
+LAYOUT_SAMPLERS = ("planner", "exhaustive")
+"""Samplers for layouts alone, beside the general ones."""
+
+
 def make_layout_sampler(name: str, space: LayoutSpace, prior: Prior, *, seed: int, stop_gain: float) -> Sampler:
     """Return the sampler of that name: planner, exhaustive or a general one. Raises ConfigError as `make_sampler` does."""
-    planner = PlannerSampler(space, prior, stop_gain)
-    return make_sampler(name, space, seed, planner=planner, exhaustive=ExhaustiveSampler(space))
+    own = (PlannerSampler(space, prior, stop_gain), ExhaustiveSampler(space))
+    return make_sampler(name, space, seed, **dict(zip(LAYOUT_SAMPLERS, own, strict=True)))
 
 
 class LayoutSearch(StudyLoop[Job]):

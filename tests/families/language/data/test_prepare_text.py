@@ -179,13 +179,13 @@ def test_the_same_tokenizer_may_lie_elsewhere_another_one_not(tmp_path: Path) ->
 def test_the_tokenizer_never_sees_held_out_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     documents = [f"text number {i}" for i in range(2000)]
     seen: list[str] = []
-    train = preparing.train_tokenizer
+    train = preparing.train_in_process
 
-    def listening(sample: Iterable[str], total: int, size: int) -> tokenizers.Tokenizer:
+    def listening(sample: list[str], size: int) -> str:
         seen.extend(sample)
-        return train(seen, total, size)
+        return train(sample, size)
 
-    monkeypatch.setattr(preparing, "train_tokenizer", listening)
+    monkeypatch.setattr(preparing, "train_in_process", listening)
     options = Options(vocab_size=300, validation_fraction=0.2)
     prepare_text([lines(tmp_path / "a.jsonl", documents)], tmp_path / "out", options, workers=1)
     held_out = decoded(ShardSource(tmp_path / "out", "validation"))

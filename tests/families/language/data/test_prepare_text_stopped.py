@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import signal
 import socket
@@ -29,7 +30,7 @@ from phalanx.cli.main import main
 from phalanx.families.language.data import prepare_text as prepare
 
 prepare.PIECE_BYTES = {PIECE_BYTES}
-main(["data", "prepare", *sys.argv[1:], "--vocab-size", "300", "--validation-fraction", "0.1", "--workers", "1"])
+main(["data", "prepare", "--vocab-size", "300", "--validation-fraction", "0.1", "--workers", "1", *sys.argv[1:]])
 """
 """The command line with pieces so small that there are many."""
 OPTIONS = Options(vocab_size=300, validation_fraction=0.1)
@@ -62,8 +63,8 @@ def start(corpus: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts a preparation into tmp_path/out in a session of its own; nothing of it outlives the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def _start(**settings: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", PROGRAM, str(corpus), "--out", str(tmp_path / "out")]
+    def _start(*words: str, **settings: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", PROGRAM, *(words or [str(corpus)]), "--out", str(tmp_path / "out")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         started.append(
             subprocess.Popen(
@@ -172,6 +173,25 @@ def test_stopped_in_the_middle_it_leaves_nothing_running_and_goes_on(
         assert error.endswith("error: stopped; what is done is kept: the same command goes on from there\n")
         assert [path.name for path in out.iterdir()] == [".work"]
     assert_the_same_command_goes_on(corpus, out, straight, monkeypatch)
+
+
+def test_ctrl_c_ends_the_training_of_a_tokenizer_at_once(start: Start, tmp_path: Path) -> None:
+    """Words at random have few merges in common: to find those of 30,000 entries takes many seconds."""
+    drawn = random.Random(0)
+    words = ("".join(drawn.choices("abcdefghijklmnopqrstuvwxyz", k=12)) for _ in range(100_000))
+    text, out = tmp_path / "random.txt", tmp_path / "out"
+    text.write_text(" ".join(words))
+    process = start(str(text), "--vocab-size", "30000")
+    # The third one is the process that trains, beside the command and its fork server.
+    wait_for(lambda: len(processes_of(process)) >= 3)
+    os.killpg(process.pid, signal.SIGINT)
+    began = time.monotonic()
+    wait_for(lambda: not processes_of(process))
+    # Far less than what training takes, and more than a busy machine needs to end three processes.
+    assert time.monotonic() - began < 5.0
+    _, error = process.communicate()
+    assert process.returncode == 130 and "Traceback" not in error
+    assert not (out / ".work" / "tokenizer.json").exists()
 
 
 def test_a_worker_that_dies_ends_the_work_with_a_reason(

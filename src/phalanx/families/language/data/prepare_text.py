@@ -14,9 +14,10 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -51,13 +52,14 @@ from phalanx.families.language.data.tokenizer import (
     end_of_document,
     load_tokenizer,
     parse_tokenizer,
+    sample_documents,
     text_share,
     train_tokenizer,
     vocabulary_size,
 )
 from phalanx.files import replace_file, write_atomically
 from phalanx.hardware.host import available_cores
-from phalanx.launch.parent import interrupts_ignored
+from phalanx.launch.parent import interrupts_deferred, interrupts_ignored
 
 PIECE_BYTES = 2**22
 """Text of a piece, about: enough to keep a worker busy for seconds, little enough to lose."""
@@ -148,19 +150,18 @@ class _Job:
         kept = self.work / "tokenizer.json"
         if not kept.exists():
             # Kept, so that a resumed preparation encodes the rest with the very same merges.
-            made = given or self._train_tokenizer()
-            write_atomically(kept, made.to_str())
+            write_atomically(kept, self._train_tokenizer() if given is None else given.to_str())
         tokenizer = parse_tokenizer(kept.read_bytes(), kept)
         pieces, without_text = self._tokenize(tokenizer, workers)
         passed_over = PassedOver(documents=without_text, files=count_other_files(self.inputs))
         return self._join(pieces, tokenizer, passed_over)
 
-    def _train_tokenizer(self) -> Tokenizer:
-        """Train on the documents of the training split alone, so that held-out text stays unseen."""
+    def _train_tokenizer(self) -> str:
+        """Return a tokenizer.json trained on documents of the training split alone, so that held-out text stays unseen."""
         total = sum(file.size * (_PLAIN_SIZE if file.compression else 1) for file in self.files)
         texts = self._texts("training the tokenizer")
         training = (text for text in texts if text and text_share(text) >= self.options.validation_fraction)
-        return train_tokenizer(training, total, self.options.vocab_size)
+        return train_in_process(list(sample_documents(training, total)), self.options.vocab_size)
 
     def _texts(self, what: str) -> Iterator[str]:
         """Yield the text of every document, the empty text for one without. what: what progress is told is being done."""
@@ -290,27 +291,56 @@ class Settings:
     """Share of documents that belong to the validation split."""
 
 
+def train_in_process(documents: Sequence[str], vocab_size: int) -> str:
+    """Return the tokenizer.json that training on all of `documents` gives. Raises DataError where the process is killed.
+
+    Merges are found in a single call, which heeds no Ctrl-C: in a process of its own it can be ended at any time.
+    """
+    with _worker_processes(1, _end_with_parent) as pool:
+        with interrupts_deferred():
+            trained = pool.submit(_train_and_write, documents, vocab_size)
+        return trained.result()
+
+
+def _train_and_write(documents: Sequence[str], vocab_size: int) -> str:
+    text: str = train_tokenizer(documents, 0, vocab_size).to_str()
+    return text
+
+
 def tokenize_pieces(jobs: Iterator[tuple[list[str], Path]], settings: Settings, workers: int) -> None:
     """Have `workers` processes tokenize the documents of each job into the piece file it names.
 
     However this ends, no worker outlives it, nor this process; pieces that are done stay. Raises what `jobs` raises,
     OSError where a piece cannot be written, and DataError when a worker is killed.
     """
-    # The workers' end of the leash reports when ours is closed, be it by us or by our death.
-    held, leash = multiprocessing.Pipe(duplex=False)
-    # Workers are forked from a server process, whose setting they inherit.
-    with interrupts_ignored():
-        forkserver.ensure_running()
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("forkserver"), _start_worker, (settings, held))
     running: set[Future[None]] = set()
-    try:
+    with _worker_processes(workers, _start_worker, settings) as pool:
         for texts, path in jobs:
-            running.add(pool.submit(_tokenize_piece, texts, path))
+            # This may start a worker, whom a pool that is interrupted meanwhile would not wait for at its end.
+            with interrupts_deferred():
+                running.add(pool.submit(_tokenize_piece, texts, path))
             # Pieces waiting for a worker hold text: no more of them than keeps all workers busy.
             if len(running) >= 2 * workers:
                 running = _await_one(running)
         while running:
             running = _await_one(running)
+
+
+@contextmanager
+def _worker_processes(count: int, start: Callable[..., None], *arguments: object) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool of processes none of which outlives the block, nor this process, however either ends.
+
+    start: what each calls first, with a leash that tells it of that end, and `arguments`. Raises DataError in place of what
+    the pool raises when one of them is killed.
+    """
+    # The workers' end of the leash reports when ours is closed, be it by us or by our death.
+    held, leash = multiprocessing.Pipe(duplex=False)
+    # Workers are forked from a server process, whose setting they inherit.
+    with interrupts_ignored():
+        forkserver.ensure_running()
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("forkserver"), start, (held, *arguments))
+    try:
+        yield pool
         pool.shutdown()
     except BrokenProcessPool as error:
         raise DataError(
@@ -336,11 +366,10 @@ _worker: tuple[Tokenizer, Settings] | None = None
 """What a worker process keeps from piece to piece."""
 
 
-def _start_worker(settings: Settings, leash: Connection) -> None:
+def _start_worker(leash: Connection, settings: Settings) -> None:
     # A worker process serves many pieces and parses the tokenizer once.
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, args=(leash,), daemon=True).start()
+    _end_with_parent(leash)
     # One process a core is parallel enough.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = parse_tokenizer(settings.tokenizer.read_bytes(), settings.tokenizer_name)
@@ -353,9 +382,15 @@ def _start_worker(settings: Settings, leash: Connection) -> None:
 
 
 def _end_with_parent(leash: Connection) -> None:
-    # Returns when the parent's end is closed, which the system does even where the parent is killed.
-    leash.poll(None)
-    os._exit(1)
+    """Let this process end when the parent's end of `leash` is closed, and not by Ctrl-C, which all of a terminal get."""
+
+    def wait_for_end() -> None:
+        # Returns when the parent's end is closed, which the system does even where the parent is killed.
+        leash.poll(None)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=wait_for_end, daemon=True).start()
 
 
 def _tokenize_piece(texts: list[str], path: Path) -> None:

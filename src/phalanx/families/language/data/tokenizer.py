@@ -32,9 +32,7 @@ _MAX_PREPENDED = 1000
 def train_tokenizer(documents: Iterable[str], total_bytes: int, vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) with `vocab_size` entries.
 
-    Where there is more text than `TRAINING_BYTES`, documents are taken by a hash of their text, independent of the one
-    that chooses the split, so that the choice does not depend on their order. total_bytes: size of all text, or an
-    estimate. Raises ConfigError for a vocabulary that cannot hold all bytes.
+    documents, total_bytes: see `sample_documents`. Raises ConfigError for a vocabulary that cannot hold all bytes.
     """
     check_trainable(vocab_size, None)
     tokenizer = Tokenizer(models.BPE())
@@ -47,10 +45,18 @@ def train_tokenizer(documents: Iterable[str], total_bytes: int, vocab_size: int)
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    share = TRAINING_BYTES / max(1, total_bytes)
-    chosen = (text for text in documents if share >= 1.0 or text_share(text, b"tokenizer") < share)
-    tokenizer.train_from_iterator(chosen, trainer)
+    tokenizer.train_from_iterator(sample_documents(documents, total_bytes), trainer)
     return tokenizer
+
+
+def sample_documents(documents: Iterable[str], total_bytes: int) -> Iterator[str]:
+    """Yield the documents that a tokenizer is trained on, some `TRAINING_BYTES` of text.
+
+    They are taken by a hash of their text, independent of the one that chooses the split, so that the choice does not
+    depend on their order. total_bytes: size of all text, or an estimate.
+    """
+    share = TRAINING_BYTES / max(1, total_bytes)
+    return (text for text in documents if share >= 1.0 or text_share(text, b"tokenizer") < share)
 
 
 def check_trainable(vocab_size: int, end_token: str | None) -> None:
