@@ -79,7 +79,20 @@ class Registry(Generic[T]):
                     f"{field}={name}: no such entry of {self.group}; {hint}known: {', '.join(known) or 'none'}. An "
                     f"installed package adds more by entry points under {self.group!r}"
                 )
-            self._items[name] = self._load(entry)
+            try:
+                item = entry.load()
+            # A foreign module may raise anything while it is imported, and the user has to hear whose it is.
+            except Exception as error:
+                raise PhalanxError(
+                    f"{_package_of(entry)} offers {self.group} {entry.name!r} as {entry.value}, which cannot be imported: "
+                    f"{type(error).__name__}: {error}; mend or uninstall that package"
+                ) from error
+            if not self._accepts(item):
+                raise PhalanxError(
+                    f"{_package_of(entry)} offers {self.group} {entry.name!r} as {entry.value}, which is {item!r}; "
+                    f"{self._expected} is expected"
+                )
+            self._items[name] = cast("T", item)
         return self._items[name]
 
     def _find_installed(self) -> dict[str, EntryPoint]:
@@ -97,22 +110,6 @@ class Registry(Generic[T]):
                 found[entry.name] = entry
             self._installed = found
         return self._installed
-
-    def _load(self, entry: EntryPoint) -> T:
-        try:
-            item = entry.load()
-        # A foreign module may raise anything while it is imported, and the user has to hear whose it is.
-        except Exception as error:
-            raise PhalanxError(
-                f"{_package_of(entry)} offers {self.group} {entry.name!r} as {entry.value}, which cannot be imported: "
-                f"{type(error).__name__}: {error}; mend or uninstall that package"
-            ) from error
-        if not self._accepts(item):
-            raise PhalanxError(
-                f"{_package_of(entry)} offers {self.group} {entry.name!r} as {entry.value}, which is {item!r}; "
-                f"{self._expected} is expected"
-            )
-        return cast("T", item)
 
 
 def make_extension(make: Callable[[], T], refusal: str) -> T:

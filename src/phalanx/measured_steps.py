@@ -79,10 +79,8 @@ def measure_steps(run: Run, launcher: Launcher, ranks: int, folder: Path, *, ski
         raise PhalanxError(f"{FAILURES.get(outcome.cause, outcome.cause)}: {outcome.words}")
     # Ranks of a pipeline hold unlike amounts; the fullest one decides whether the layout fits.
     peaks = [found["memory_bytes"] for found in reports if found and found["memory_bytes"] is not None]
-    return _summarise_log(RunLog.read(folder / TRAINED), ranks, skip, max(peaks, default=None))
+    log = RunLog.read(folder / TRAINED)
 
-
-def _summarise_log(log: RunLog, ranks: int, skip: int, peak: float | None) -> Measured:
     def counted(name: str) -> FloatArray:
         return log.column(name)[skip:]
 
@@ -110,7 +108,7 @@ def _summarise_log(log: RunLog, ranks: int, skip: int, peak: float | None) -> Me
         mfu_measured=median("mfu_measured"),
         flops_convention=str(machine.get("flops_convention", "")),
         data_wait_share=float(counted("data_wait_seconds").sum() / seconds.sum()),
-        memory_bytes=peak,
+        memory_bytes=max(peaks, default=None),
         step_joules=median("step_joules"),
         joules_per_unit=median("joules_per_token"),
         memory_retries=None if np.isnan(retries) else int(retries),

@@ -13,11 +13,10 @@ from phalanx.cli.options.training import BenchArguments
 from phalanx.config.load import load_run
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
-from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind
 from phalanx.formatting import format_gibibytes
 from phalanx.hardware.device_facts import device_facts
-from phalanx.hardware.machine import Machine, load_machine
+from phalanx.hardware.machine import load_machine
 from phalanx.layout.mesh import ranks_from_environment
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
@@ -48,7 +47,13 @@ def run_bench(asked: BenchArguments) -> None:
     else:
         launcher = whole_nodes(machine, asked.devices)
     model = bind(short_run(load_run(asked.run, asked.overrides or []), asked.steps))
-    layout = _resolve_layout(model, machine, asked.devices)
+    if machine is None:
+        layout = resolve_layout(model, asked.devices)
+    else:
+        device = machine.node.device
+        capacity = device_facts(device).memory_bytes
+        fits = None if capacity is None else memory_fits(model, capacity, rocm=device.startswith("MI"))
+        layout = resolve_layout(model, asked.devices, machine.node.devices, fits)
     plan, why = None, None
     if machine is not None and asked.cluster is not None:
         # What is measured is what is planned beside it.
@@ -77,16 +82,6 @@ def run_bench(asked: BenchArguments) -> None:
         print_lines(_write_planned(found, plan))
     if why is not None:
         print_lines([f"  planned   {why}"])
-
-
-def _resolve_layout(model: BoundModel, machine: Machine | None, devices: int) -> ResolvedLayout:
-    """Return the layout, with an automatic micro-batch that fits the devices of `machine` where it is known."""
-    if machine is None:
-        return resolve_layout(model, devices)
-    device = machine.node.device
-    capacity = device_facts(device).memory_bytes
-    fits = None if capacity is None else memory_fits(model, capacity, rocm=device.startswith("MI"))
-    return resolve_layout(model, devices, machine.node.devices, fits)
 
 
 def _measure_run(run: Run, launcher: Launcher, devices: int, keep: Path | None, skip: int, limit_s: float) -> Measured:

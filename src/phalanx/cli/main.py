@@ -351,7 +351,18 @@ def run_command_line(arguments: Sequence[str]) -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())
             return 0
-        print_error(_describe_usage_error(error))
+        nearest = list(getattr(error, "possibilities", None) or ())
+        message: str = error.message if nearest else error.format_message()
+        if unknown := re.match("No such command '(.*?)'", message):
+            message, nearest = unknown[0], nearest_names(unknown[1], list(error.ctx.command.commands))
+        elif error.__cause__ is not None and hasattr(error.__cause__, "errors"):
+            message = _describe_wrong_option("/".join(error.param.opts), error.__cause__.errors()[0]) or message
+        lines = [message[:1].lower() + message[1:].rstrip(".")]
+        if nearest:
+            lines.append(f"nearest: {', '.join(nearest)}")
+        elif error.ctx is not None:
+            lines.append(f"{error.ctx.command_path} --help shows what it takes")
+        print_error("\n".join(lines))
         return 2
     except (KeyboardInterrupt, typer.Abort):
         # 128 + the number of SIGINT, as shells expect
@@ -431,19 +442,3 @@ def _describe_wrong_option(option: str, complaint: Any) -> str | None:
         return f"{option}: {complaint['ctx']['error']}"
     allowed = _ALLOWED.get(complaint["type"])
     return allowed and f"{option}={complaint['input']} {allowed.format(**complaint.get('ctx', {}))}"
-
-
-def _describe_usage_error(error: Any) -> str:
-    """Return what was wrong with the arguments, then the nearest subcommand or option, or where to read on."""
-    nearest = list(getattr(error, "possibilities", None) or ())
-    message: str = error.message if nearest else error.format_message()
-    if unknown := re.match("No such command '(.*?)'", message):
-        message, nearest = unknown[0], nearest_names(unknown[1], list(error.ctx.command.commands))
-    elif error.__cause__ is not None and hasattr(error.__cause__, "errors"):
-        message = _describe_wrong_option("/".join(error.param.opts), error.__cause__.errors()[0]) or message
-    lines = [message[:1].lower() + message[1:].rstrip(".")]
-    if nearest:
-        lines.append(f"nearest: {', '.join(nearest)}")
-    elif error.ctx is not None:
-        lines.append(f"{error.ctx.command_path} --help shows what it takes")
-    return "\n".join(lines)

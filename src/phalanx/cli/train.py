@@ -37,19 +37,14 @@ def run_train(asked: TrainArguments) -> None:
     policy = _restart_policy(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words))
     if loaded.restart.layout == "replan":
         policy = replace(policy, layouts=fallback_layouts(model, layout))
-    policy = replace(policy, preload=_rank_modules(loaded))
-    become_supervisor(["train", str(asked.run), *where, *words], asked.nproc, asked.grace, policy)
-
-
-def _rank_modules(run: Run) -> tuple[str, ...]:
-    """Return the modules that every rank of `run` loads."""
     # What it took to read and check the run here it takes in each rank, down to the family's own modules.
     modules = [name for name in sys.modules if name.partition(".")[0] == "phalanx" and not name.endswith("__main__")]
-    wanted = run.training.compile
-    accelerated = run.cluster.device != "cpu" and torch.accelerator.current_accelerator() is not None
+    wanted = loaded.training.compile
+    accelerated = loaded.cluster.device != "cpu" and torch.accelerator.current_accelerator() is not None
     if wanted is True or (wanted == "auto" and accelerated):
         modules.append("torch._inductor.compile_fx")
-    return tuple(modules)
+    policy = replace(policy, preload=tuple(modules))
+    become_supervisor(["train", str(asked.run), *where, *words], asked.nproc, asked.grace, policy)
 
 
 def _restart_policy(run: Run, run_dir: Path) -> RestartPolicy:

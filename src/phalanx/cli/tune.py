@@ -111,7 +111,20 @@ def write_tune_lines(summary: Row, width: int) -> list[str]:
     if found is not None:
         lines.append(f"matters by {found['trials']} trials, for the {found['of']}: {list_importance(found)}")
         lines.append(f"      {found['caution']}")
-    lines += _write_devices(summary)
+    devices, without = summary["devices"], summary["without_packing"]
+    lines.append(
+        f"devices were idle {format_percent(devices['idle'])} of the time (nothing in a training loop), over "
+        f"{format_duration(devices['seconds'])} in {devices['sessions']} sessions"
+    )
+    if without is not None and any(devices["packing"]):
+        lines.append(
+            f"  one trial a device, first come first served: {format_percent(without['idle'])} of "
+            f"{format_duration(without['seconds'])} (simulated from the times of these trials)"
+        )
+    each = devices["each"]
+    lines += [f"  {row['device']:>20} |{row['bar']}| idle {format_percent(row['idle'])}" for row in each[:MOST_DEVICES]]
+    if len(each) > MOST_DEVICES:
+        lines.append(f"  and {len(each) - MOST_DEVICES} more devices")
     lines.append(f"study: {summary['study']}")
     # prose goes on in the next line; rows of a table are cut
     return [
@@ -127,24 +140,6 @@ TRIAL_COLUMNS: tuple[Column[Row], ...] = (
     Column("reached", lambda row: f"step {row['steps']}", "left"),
     Column("choice", lambda row: _write_values(row["values"]), "left"),
 )
-
-
-def _write_devices(summary: Row) -> list[str]:
-    devices, without = summary["devices"], summary["without_packing"]
-    lines = [
-        f"devices were idle {format_percent(devices['idle'])} of the time (nothing in a training loop), over "
-        f"{format_duration(devices['seconds'])} in {devices['sessions']} sessions"
-    ]
-    if without is not None and any(devices["packing"]):
-        lines.append(
-            f"  one trial a device, first come first served: {format_percent(without['idle'])} of "
-            f"{format_duration(without['seconds'])} (simulated from the times of these trials)"
-        )
-    each = devices["each"]
-    lines += [f"  {row['device']:>20} |{row['bar']}| idle {format_percent(row['idle'])}" for row in each[:MOST_DEVICES]]
-    if len(each) > MOST_DEVICES:
-        lines.append(f"  and {len(each) - MOST_DEVICES} more devices")
-    return lines
 
 
 def _write_values(values: Mapping[str, Any]) -> str:

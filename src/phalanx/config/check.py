@@ -90,7 +90,15 @@ def _check_batch(run: Run) -> Iterator[Problem]:
     if problems:
         yield from problems
         return
-    yield from _check_warmup(run)
+    sizes = batch_sizes(run)
+    for number, (_, warm) in enumerate(sizes.stages):
+        if warm > sizes.final:
+            path = ("layout", "batch_warmup", number, "global_batch")
+            yield Problem(
+                path,
+                f"{dotted_name(path)} is {warm} samples, more than the {sizes.final} of layout.global_batch",
+                f"{dotted_name(path)}={sizes.final}",
+            )
     samples, microbatch = global_batch_samples(run), run.layout.microbatch
     if samples > MAX_BATCH_SAMPLES:
         yield Problem(
@@ -103,18 +111,6 @@ def _check_batch(run: Run) -> Iterator[Problem]:
             f"layout.microbatch={microbatch} does not divide the global batch of {samples} samples",
             " or ".join(f"layout.microbatch={choice}" for choice in _nearest_divisors(samples, microbatch)),
         )
-
-
-def _check_warmup(run: Run) -> Iterator[Problem]:
-    sizes = batch_sizes(run)
-    for number, (_, samples) in enumerate(sizes.stages):
-        if samples > sizes.final:
-            path = ("layout", "batch_warmup", number, "global_batch")
-            yield Problem(
-                path,
-                f"{dotted_name(path)} is {samples} samples, more than the {sizes.final} of layout.global_batch",
-                f"{dotted_name(path)}={sizes.final}",
-            )
 
 
 def _batch_in_tokens(run: Run, stated: int | str, path: FieldPath) -> Iterator[Problem]:

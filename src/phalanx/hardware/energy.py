@@ -60,7 +60,28 @@ def open_energy_meter(device: torch.device, ranks_per_node: int) -> EnergyMeter 
     if device.type != "cuda":
         return None
     if is_rocm():
-        return _open_amd_smi(device, ranks_per_node)
+        # An MI250 or MI250X shows two devices, of which the first counts for both and the second stays at 0.
+        try:
+            smi: Any = import_module("amdsmi")
+            handle = amd_smi_handle(device)
+        except (ImportError, RuntimeError):
+            return None
+
+        def read() -> float:
+            found = smi.amdsmi_get_energy_count(handle)
+            # Until ROCm 6.1 the counter was called power. Its unit is given in microjoules.
+            count = found["energy_accumulator"] if "energy_accumulator" in found else found["power"]
+            return float(count) * float(found["counter_resolution"]) / 1e6
+
+        try:
+            counted = read()
+        except (smi.AmdSmiException, KeyError, ValueError):
+            return None
+        # A counter at 0 is the second die's, which never moves.
+        if counted == 0.0:
+            return None
+        dies = 2 if "mi250" in torch.cuda.get_device_properties(device).name.lower() else 1
+        return EnergyMeter(read, "AMD SMI", min(dies, ranks_per_node))
     counter = _open_nvml(device)
     return None if counter is None else EnergyMeter(counter, "NVML")
 
@@ -83,34 +104,6 @@ def _open_nvml(device: torch.device) -> Counter | None:
     except nvml.NVMLError:
         return None
     return read
-
-
-def _open_amd_smi(device: torch.device, ranks_per_node: int) -> EnergyMeter | None:
-    """Return a meter of an AMD device; None without AMD SMI, and where the device counts nothing.
-
-    An MI250 or MI250X shows two devices, of which the first counts for both and the second stays at 0.
-    """
-    try:
-        smi: Any = import_module("amdsmi")
-        handle = amd_smi_handle(device)
-    except (ImportError, RuntimeError):
-        return None
-
-    def read() -> float:
-        found = smi.amdsmi_get_energy_count(handle)
-        # Until ROCm 6.1 the counter was called power. Its unit is given in microjoules.
-        count = found["energy_accumulator"] if "energy_accumulator" in found else found["power"]
-        return float(count) * float(found["counter_resolution"]) / 1e6
-
-    try:
-        counted = read()
-    except (smi.AmdSmiException, KeyError, ValueError):
-        return None
-    # A counter at 0 is the second die's, which never moves.
-    if counted == 0.0:
-        return None
-    dies = 2 if "mi250" in torch.cuda.get_device_properties(device).name.lower() else 1
-    return EnergyMeter(read, "AMD SMI", min(dies, ranks_per_node))
 
 
 def open_rapl(folder: Path) -> Counter | None:

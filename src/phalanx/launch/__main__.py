@@ -26,18 +26,14 @@ def become_supervisor(arguments: Sequence[str], world_size: int, grace_s: float,
     os.execv(sys.executable, [sys.executable, "-m", "phalanx.launch", json.dumps(given, default=str)])
 
 
-def _supervise(text: str) -> int:
-    given = json.loads(text)
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
     policy = given["policy"]
     policy["limits"] = Limits(**policy["limits"])
     policy["words"], policy["preload"] = tuple(policy["words"]), tuple(policy["preload"])
     # JSON has no numbers as keys.
     policy["layouts"] = {int(ranks): words for ranks, words in policy["layouts"].items()}
     policy["run_dir"] = None if policy["run_dir"] is None else Path(policy["run_dir"])
-    return launch_ranks(
-        given["arguments"], given["world_size"], grace_s=given["grace_s"], policy=RestartPolicy(**policy)
+    sys.exit(
+        launch_ranks(given["arguments"], given["world_size"], grace_s=given["grace_s"], policy=RestartPolicy(**policy))
     )
-
-
-if __name__ == "__main__":
-    sys.exit(_supervise(sys.argv[1]))

@@ -112,7 +112,11 @@ def complete_job(machine: Machine, job: Job) -> Job:
     for line in job.setup:
         if "\n" in line or "\r" in line:
             raise ConfigError("--setup takes one line of shell; give it once for each line")
-    partition = _find_partition(machine, job)
+    known = machine.job_slurm.partitions
+    if job.partition is None:
+        partition = known[0] if known else None
+    else:
+        partition = next((partition for partition in known if partition.name == job.partition), None)
     longest = None if partition is None else _longest_seconds(partition, job.nodes)
     seconds = job.seconds if job.seconds is not None else longest
     if seconds is None:
@@ -228,14 +232,6 @@ def _training_lines(job: Job) -> Iterator[str]:
             codes=" | ".join(f"{code}:" for code in KILLED),
             backoff=math.ceil(job.backoff_s),
         )
-
-
-def _find_partition(machine: Machine, job: Job) -> Partition | None:
-    """Return the described partition that the job goes to; None where the description does not know it."""
-    known = machine.job_slurm.partitions
-    if job.partition is None:
-        return known[0] if known else None
-    return next((partition for partition in known if partition.name == job.partition), None)
 
 
 def _longest_seconds(partition: Partition, nodes: int) -> int:

@@ -267,7 +267,22 @@ class RankProcesses:
         self._stop_others()
         if self._policy is None:
             return failed
-        return self._name_fault(failed).rank
+        # Those that ended after the fault was found were ended by it, unless they say of something worse.
+        seen = {view.rank: view for view in self._seen}
+        ended = [view for view in self._view() if seen[view.rank].code is not None or view.error is not None]
+        first = first_failed(ended, _STOPPED) or seen[failed]
+        out_of_memory = first.code == -signal.SIGKILL and self._kills.grew()
+        rows = [replace(seen[view.rank], error=view.error, code=view.code) for view in self._view()]
+        named = name_fault(
+            first,
+            rows,
+            attempt=self._count.restarts,
+            now=self._seen_at,
+            out_of_memory=out_of_memory,
+            stacks=self._stacks,
+        )
+        self._fault = replace(named, time=self._found)
+        return self._fault.rank
 
     def _note_fault(self, views: list[RankView]) -> None:
         """Keep what all ranks do now that one of them fails."""
@@ -330,25 +345,6 @@ class RankProcesses:
         self._signal(signal.SIGTERM)
         self._wait_for_all(_DYING_S if saving else _CLOSING_S)
         self._end_all()
-
-    def _name_fault(self, failed: int) -> Fault:
-        """Return the fault, now that every rank has said what it had to say. failed: the first that was seen to fail."""
-        # Those that ended after the fault was found were ended by it, unless they say of something worse.
-        seen = {view.rank: view for view in self._seen}
-        ended = [view for view in self._view() if seen[view.rank].code is not None or view.error is not None]
-        first = first_failed(ended, _STOPPED) or seen[failed]
-        out_of_memory = first.code == -signal.SIGKILL and self._kills.grew()
-        rows = [replace(seen[view.rank], error=view.error, code=view.code) for view in self._view()]
-        named = name_fault(
-            first,
-            rows,
-            attempt=self._count.restarts,
-            now=self._seen_at,
-            out_of_memory=out_of_memory,
-            stacks=self._stacks,
-        )
-        self._fault = replace(named, time=self._found)
-        return self._fault
 
     def end_attempt(self, failed: int) -> int | None:
         """Report the fault; return the exit code of the command, or None once the ranks may be started again."""

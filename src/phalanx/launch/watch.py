@@ -139,7 +139,8 @@ class NodeWatch:
     def _end_silent(self, silent: Sequence[RankView], views: Sequence[RankView], now: float) -> bool:
         """Name and end the rank that the others wait for; return whether there is one on this node."""
         hung, sentences = blame_silent(self._folder, silent, views)
-        alone = hung.stopped or bool(sentences) or len(views) == len(self._ranks) == _world_size()
+        world_size = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 0)
+        alone = hung.stopped or bool(sentences) or len(views) == len(self._ranks) == world_size
         # Where all ranks of this node wait, the one that hangs may be on another: the watch there has as long again.
         if not alone and now - hung.heard < 2.0 * self._limits.heartbeat_s:
             return False
@@ -160,10 +161,6 @@ class NodeWatch:
 
 def _attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 0)
 
 
 def main(words: Sequence[str]) -> None:

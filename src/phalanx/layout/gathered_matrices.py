@@ -167,7 +167,10 @@ class Round:
 
 def plan_rounds(held: Sequence[Holdings], rank: int) -> list[Round]:
     """Return what `rank` does in each round. held: what every rank holds, in their order."""
-    parts = _distinct_parts(held)
+    parts: Parts = {}
+    for holder, holdings in enumerate(held):
+        for name, holding in holdings.items():
+            parts.setdefault(name, {}).setdefault(holding.box, []).append(holder)
     begins = {name: holding.box[0] for name, holding in held[rank].items()}
     rounds = []
     for units in _fill_rounds(assign_units(units_of(held), parts, len(held)), parts):
@@ -221,14 +224,6 @@ def _shift(mine: Holding, by: int) -> Holding:
 
 Parts = dict[str, dict[Box, list[int]]]
 """The parts of each parameter, and the ranks that hold each."""
-
-
-def _distinct_parts(held: Sequence[Holdings]) -> Parts:
-    parts: Parts = {}
-    for rank, holdings in enumerate(held):
-        for name, holding in holdings.items():
-            parts.setdefault(name, {}).setdefault(holding.box, []).append(rank)
-    return parts
 
 
 def units_of(held: Sequence[Holdings]) -> list[Unit]:

@@ -89,19 +89,18 @@ class Pipeline:
         for index in range(self.layout.n_stages):
             here, before = rank_of_stage(self.layout, index), rank_of_stage(self.layout, max(0, index - 1))
             if index and before != here:
-                x = self._hand_over(x, before, here, mine.get(index), len(sample_indices_B))
+                receiver = mine.get(index)
+                if self.pp.rank == before:
+                    dist.send(x.contiguous(), self.pp.ranks[here], group=self.pp.group)
+                elif self.pp.rank == here:
+                    assert receiver is not None
+                    x = torch.empty(
+                        receiver.hidden_shape(len(sample_indices_B)), dtype=receiver.part.dtype, device=self.device
+                    )
+                    dist.recv(x, self.pp.ranks[before], group=self.pp.group)
             if index in mine:
                 x = mine[index](x, sample_indices_B, **inputs)
         return x if self.layout.n_stages - 1 in mine else None
-
-    def _hand_over(self, x: Tensor, source: int, target: int, stage: Stage | None, samples: int) -> Tensor:
-        if self.pp.rank == source:
-            dist.send(x.contiguous(), self.pp.ranks[target], group=self.pp.group)
-        elif self.pp.rank == target:
-            assert stage is not None
-            x = torch.empty(stage.hidden_shape(samples), dtype=stage.part.dtype, device=self.device)
-            dist.recv(x, self.pp.ranks[source], group=self.pp.group)
-        return x
 
     def _torch_stage(self, stage: Stage) -> LeanStage:
         samples = self.layout.microbatch

@@ -113,15 +113,10 @@ def with_degrees(model: BoundModel, degrees: Degrees, fits: MemoryFits | None = 
     )
     if chosen.microbatch != "auto":
         return layout
-    return _choose_microbatch(model.run, layout, fits)
-
-
-def _choose_microbatch(run: Run, layout: ResolvedLayout, fits: MemoryFits | None) -> ResolvedLayout:
-    """Return `layout` with the largest micro-batch that divides the batches of `run`, suits the pipeline and fits."""
     sized = layout.table.vary("microbatch", range(1, MOST_SAMPLES + 1))
     possible = sized.take(divides_batch(sized) & suits_schedule(sized))
-    possible = possible.take(suits_warmup(run, possible))
-    if run.training.noise_scale_every is not None:
+    possible = possible.take(suits_warmup(model.run, possible))
+    if model.run.training.noise_scale_every is not None:
         possible = possible.take(halves_batch(possible))
     if not len(possible):
         return layout
@@ -285,7 +280,13 @@ def _explain_illegal(
 ) -> str:
     """Return the reasons, and what would be legal: other fields with these degrees, else other degrees, else both."""
     lines = "\n".join(reason.text for reason in found)
-    fixes = list(_joint_fixes(found))
+    # Every choice of one fix for each reason that has any, where these agree; those that change least come first.
+    fixes: list[Fix] = []
+    for chosen in itertools.product(*(reason.fixes for reason in found if reason.fixes)):
+        joined = {name: value for part in chosen for name, value in part.items()}
+        if joined and joined not in fixes and all(part.items() <= joined.items() for part in chosen):
+            fixes.append(joined)
+    fixes.sort(key=len)
     same = [fix for fix in fixes if not any(name in _EXPERIMENT for name in fix)]
     # Other fields first, so that the degrees that were asked for stay.
     mending = [fix for fix in same if can_run(_change_fields(model, fix), world_size, devices_per_node)]
@@ -320,16 +321,6 @@ def _other_experiment(
 
 def _none_legal(world_size: int) -> str:
     return f"no choice of degrees is legal for {world_size} ranks with the other fields as they are"
-
-
-def _joint_fixes(found: list[Reason]) -> Iterator[Fix]:
-    """Yield every choice of one fix for each reason that has any, where these agree; those that change least come first."""
-    joint: list[Fix] = []
-    for chosen in itertools.product(*(reason.fixes for reason in found if reason.fixes)):
-        fix = {name: value for part in chosen for name, value in part.items()}
-        if fix and fix not in joint and all(part.items() <= fix.items() for part in chosen):
-            joint.append(fix)
-    return iter(sorted(joint, key=len))
 
 
 def _change_fields(model: BoundModel, fix: Fix) -> BoundModel:

@@ -52,7 +52,9 @@ def joint_graph(function: Callable[..., Any], tensors: Sequence[Tensor]) -> Join
     (joint,) = found
     with _write_no_code():
         # The partitioner would do so at each division; equal operations have equal policies.
-        joint.module.graph = _without_repeats(joint.module.graph)
+        passed: Any = CSEPass(_NEVER_EQUAL)(fx.GraphModule({}, joint.module.graph))
+        graph: fx.Graph = passed.graph_module.graph
+        joint.module.graph = graph
     return joint
 
 
@@ -162,16 +164,6 @@ def _import_partitioners() -> Any:
     from torch._functorch import partitioners  # noqa: PLC0415
 
     return partitioners
-
-
-def _without_repeats(fx_g: fx.Graph) -> fx.Graph:
-    """Return a joint graph without equal operations.
-
-    PyTorch's own form of this pass loads all of the compiler for a question about writes in place, which these have not.
-    """
-    found: Any = CSEPass(_NEVER_EQUAL)(fx.GraphModule({}, fx_g))
-    graph: fx.Graph = found.graph_module.graph
-    return graph
 
 
 _NEVER_EQUAL = get_CSE_banned_ops() | {torch.ops.aten.empty}

@@ -60,7 +60,14 @@ def fake_tensors_everywhere(most_sent: int | None = None) -> Iterator[FakeTensor
     with contextlib.ExitStack() as stack:
         for name in ("__init__", "__getitem__", "_flatten", "_concatenate", "_unflatten"):
             if name in DeviceMesh.__dict__:
-                stack.enter_context(patch.object(DeviceMesh, name, _real_method(DeviceMesh.__dict__[name])))
+                method = DeviceMesh.__dict__[name]
+                stack.enter_context(
+                    patch.object(
+                        DeviceMesh,
+                        name,
+                        staticmethod(_real(method.__func__)) if isinstance(method, staticmethod) else _real(method),
+                    )
+                )
         if isinstance(mesh := DeviceMesh.__dict__.get("mesh"), property):
             stack.enter_context(patch.object(DeviceMesh, "mesh", property(_real(mesh.fget))))
         stack.enter_context(unseen_propagation())
@@ -168,10 +175,6 @@ def _real(method: Callable[..., Any] | None) -> Callable[..., Any]:
             return method(*arguments, **keywords)
 
     return outside
-
-
-def _real_method(method: Any) -> Any:
-    return staticmethod(_real(method.__func__)) if isinstance(method, staticmethod) else _real(method)
 
 
 def _take_stated_shapes(_schedule: Any, stages: Any, *_rest: Any) -> None:

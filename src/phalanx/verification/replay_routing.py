@@ -102,27 +102,22 @@ def choice_margins(router: Router, scores_TE: Tensor, chosen_TK: Tensor) -> Tens
     slopes_TE = scores_TE if softmax else scores_TE * (1.0 - scores_TE)
     moves_T = torch.zeros_like(scores_TE[:, 0])
     if router.settings.groups > 1:
-        moves_T, ranked_TE = _move_groups(router, ranked_TE, slopes_TE, chosen_TK)
+        settings = router.settings
+        best_TGN, numbers_TGN = router.best_of_groups(ranked_TE)
+        group_TG = best_TGN.sum(-1)
+        # A group's sum moves with each expert in it.
+        slope_TG = slopes_TE.unflatten(-1, (settings.groups, -1)).gather(-1, numbers_TGN).sum(-1)
+        needed_TG = _mark(chosen_TK // (settings.count // settings.groups), group_TG)
+        own_TN = group_TG.topk(settings.active_groups, dim=-1).indices
+        # Groups of the chosen experts first, whatever they count; experts may have left one of the best groups empty.
+        taken_TN = group_TG.masked_fill(needed_TG, float("inf")).topk(settings.active_groups, dim=-1).indices
+        moves_T = _closing_move(group_TG, slope_TG, _mark(own_TN, group_TG), _mark(taken_TN, group_TG))
+        ranked_TE = router.mask_groups(ranked_TE, taken_TN)
     own_TE = _mark(ranked_TE.topk(chosen_TK.shape[1], dim=-1).indices, ranked_TE)
     moves_T = torch.maximum(moves_T, _closing_move(ranked_TE, slopes_TE, own_TE, _mark(chosen_TK, ranked_TE)))
     # Logits but for a constant, which moves no standard deviation.
     logits_TE = scores_TE.log() if softmax else torch.logit(scores_TE)
     return moves_T / logits_TE.std(-1)
-
-
-def _move_groups(router: Router, ranked_TE: Tensor, slopes_TE: Tensor, chosen_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how far logits would have to move for the groups of these experts to be chosen, and the ranks among those."""
-    settings = router.settings
-    best_TGN, numbers_TGN = router.best_of_groups(ranked_TE)
-    group_TG = best_TGN.sum(-1)
-    # A group's sum moves with each expert in it.
-    slope_TG = slopes_TE.unflatten(-1, (settings.groups, -1)).gather(-1, numbers_TGN).sum(-1)
-    needed_TG = _mark(chosen_TK // (settings.count // settings.groups), group_TG)
-    own_TN = group_TG.topk(settings.active_groups, dim=-1).indices
-    # Groups of the chosen experts first, whatever they count; experts may have left one of the best groups empty.
-    taken_TN = group_TG.masked_fill(needed_TG, float("inf")).topk(settings.active_groups, dim=-1).indices
-    moves_T = _closing_move(group_TG, slope_TG, _mark(own_TN, group_TG), _mark(taken_TN, group_TG))
-    return moves_T, router.mask_groups(ranked_TE, taken_TN)
 
 
 def _mark(numbers_TN: Tensor, like_TX: Tensor) -> Tensor:

@@ -113,22 +113,19 @@ class PageRequest(BaseHTTPRequestHandler):
 def serve_page(watched: Watched, host: str, port: int) -> None:
     """Serve the page of `watched` until somebody ends it. Raises as `PageServer` does."""
     with PageServer(watched, host, port) as server, ending_quietly():
-        _tell_address(server, watched.name)
+        # The system has chosen the port where 0 was asked for.
+        port = int(server.server_address[1])
+        print(f"serving {make_printable(watched.name)} at http://{host}:{port}/", flush=True)
+        if server.only_here:
+            # How to get there from the desk: clusters have no browser.
+            write_stderr(f"from another machine: ssh -N -L {port}:{host}:{port} {platform.node()}")
+            write_stderr(f"and there: http://localhost:{port}/")
+        else:
+            print_warning(
+                f"--host {host}: whoever reaches this address can read the run; the default is for this machine alone"
+            )
+        write_stderr("Ctrl-C ends it")
         server.serve_forever()
-
-
-def _tell_address(server: PageServer, name: str) -> None:
-    host, port = server.host, server.server_address[1]
-    print(f"serving {make_printable(name)} at http://{host}:{port}/", flush=True)
-    if server.only_here:
-        # How to get there from the desk: clusters have no browser.
-        write_stderr(f"from another machine: ssh -N -L {port}:{host}:{port} {platform.node()}")
-        write_stderr(f"and there: http://localhost:{port}/")
-    else:
-        print_warning(
-            f"--host {host}: whoever reaches this address can read the run; the default is for this machine alone"
-        )
-    write_stderr("Ctrl-C ends it")
 
 
 def _is_loopback(host: str) -> bool:

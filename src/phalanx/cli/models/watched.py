@@ -192,7 +192,10 @@ def open_watched(path: Path) -> Watched:
     """
     if path.name.endswith(_SEARCH_TRIALS) and path.is_dir():
         path = path.with_name(path.name.removesuffix(_SEARCH_TRIALS))
-    journals = [path] if path.is_file() else _find_journals(path)
+    journals = [path] if path.is_file() else []
+    # A run directory may lie in a study, and holds none.
+    if path.is_dir() and not (path / "metrics.jsonl").exists():
+        journals = [file for file in (path / _TUNE_JOURNAL, *sorted(path.glob("*.search.log"))) if file.is_file()]
     if not journals:
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is neither a folder nor a file; give a run directory or a study")
@@ -218,13 +221,6 @@ def _reading_study(path: Path) -> Iterator[None]:
         raise PhalanxError(f'the study {path} needs {error.name}: pip install "phalanx-train[search]"') from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise PhalanxError(f"{path} cannot be read as a study: {type(error).__name__}: {error}") from error
-
-
-def _find_journals(folder: Path) -> list[Path]:
-    """Return files of a folder that may be journals of studies; none in a run directory."""
-    if not folder.is_dir() or (folder / "metrics.jsonl").exists():
-        return []
-    return [file for file in (folder / _TUNE_JOURNAL, *sorted(folder.glob("*.search.log"))) if file.is_file()]
 
 
 def _tell_progress(summary: Row, folder_of: Callable[[Row], Path]) -> None:

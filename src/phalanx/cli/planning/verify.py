@@ -98,7 +98,16 @@ def _write_outcome(outcome: Outcome) -> Iterator[str]:
 def _write_verdict(verdict: Verdict) -> list[str]:
     worst = verdict.worst("gradient")
     assert worst is not None
-    replayed = _write_choices(verdict)
+    furthest = verdict.worst("choices")
+    if verdict.otherwise is None or furthest is None:
+        replayed = []
+    else:
+        some, total = verdict.otherwise
+        line = f"      experts as on one rank: {some:,} of {total:,} choices would have been others"
+        if some:
+            line += f", by at most {furthest.error:.1e} deviations of the logits ({furthest.name})"
+            line += f", bound {furthest.bound:.1e}"
+        replayed = [line]
     if verdict.passed:
         margin = f"largest gradient error {worst.error:.1e} ({worst.name}), bound {worst.bound:.1e}"
         return [f"PASS  {verdict.in_words}  {margin}, {verdict.seconds:.1f} s", *replayed]
@@ -109,17 +118,3 @@ def _write_verdict(verdict: Verdict) -> list[str]:
     if len(failed) > _NAMED:
         lines.append(f"      and {len(failed) - _NAMED} more of {len(verdict.checks)} checks")
     return lines + replayed
-
-
-def _write_choices(verdict: Verdict) -> list[str]:
-    """Return a line on tokens that would have gone to other experts; none for a dense model."""
-    furthest = verdict.worst("choices")
-    if verdict.otherwise is None or furthest is None:
-        return []
-    some, total = verdict.otherwise
-    line = f"      experts as on one rank: {some:,} of {total:,} choices would have been others"
-    if some:
-        line += (
-            f", by at most {furthest.error:.1e} deviations of the logits ({furthest.name}), bound {furthest.bound:.1e}"
-        )
-    return [line]

@@ -114,7 +114,20 @@ def measure_rank(device: torch.device, effort: Effort, per_node: int, seconds: f
     # Before any group communicates: what is taken later belongs to the communicators.
     context = _unowned_bytes(device)
     if several:
-        found = _measure_exchanges(clock, effort, per_node, deadline, found, report)
+        sized = groups_of(dist.get_world_size(), per_node)
+        report(f"collectives of {', '.join(str(members) for members, _ in sized)} ranks")
+        timed = list(time_collectives(clock, sized, effort.exchanged, lambda: deadline.before(_FOR_BLOCKS)))
+        report("copies between devices, computing beside exchanges, and what the host does for them")
+        _, group = max((pair for pair in sized if pair[0] <= per_node), key=lambda pair: pair[0], default=sized[0])
+        timed += time_copies(clock, group, effort.copied)
+        rows, calls, bytes_of_one = effort.beside
+        found = replace(
+            found,
+            exchanged=tuple(timed),
+            host_exchanges=None if clock.device.type == "cpu" else time_host_exchanges(clock),
+            collectives_beside=time_beside(clock, group, rows, calls, bytes_of_one, copies=False),
+            copies_beside=time_beside(clock, group, rows, calls, bytes_of_one, copies=True),
+        )
     if context is not None:
         groups = len({one.members for one in found.exchanged})
         more = (_unowned_bytes(device) or context) - context
@@ -126,25 +139,6 @@ def measure_rank(device: torch.device, effort: Effort, per_node: int, seconds: f
         return replace(found, blocks=blocks)
     eager = tuple(time_blocks(clock, effort.blocks, lambda: deadline.before(1.0), compiled=False))
     return replace(found, blocks=blocks, eager_blocks=eager)
-
-
-def _measure_exchanges(
-    clock: Clock, effort: Effort, per_node: int, deadline: Deadline, found: Measurements, report: Report
-) -> Measurements:
-    groups = groups_of(dist.get_world_size(), per_node)
-    report(f"collectives of {', '.join(str(members) for members, _ in groups)} ranks")
-    timed = list(time_collectives(clock, groups, effort.exchanged, lambda: deadline.before(_FOR_BLOCKS)))
-    report("copies between devices, computing beside exchanges, and what the host does for them")
-    _, group = max((pair for pair in groups if pair[0] <= per_node), key=lambda pair: pair[0], default=groups[0])
-    timed += time_copies(clock, group, effort.copied)
-    rows, count, size = effort.beside
-    return replace(
-        found,
-        exchanged=tuple(timed),
-        host_exchanges=None if clock.device.type == "cpu" else time_host_exchanges(clock),
-        collectives_beside=time_beside(clock, group, rows, count, size, copies=False),
-        copies_beside=time_beside(clock, group, rows, count, size, copies=True),
-    )
 
 
 def _unowned_bytes(device: torch.device) -> float | None:
@@ -244,7 +238,7 @@ def describe_this_machine(device: torch.device, per_node: int, cluster: str | No
 
 def _find_shipped(device: str, per_node: int) -> Machine | None:
     """Return the smallest shipped description of such devices; None where there is none."""
-    machines = [load_machine(name) for name in described_names()]
+    machines = [load_machine(each) for each in described_names()]
     fitting = [one for one in machines if one.node.device == device and one.node.devices >= per_node]
     return min(fitting, key=lambda one: (one.node.devices, one.name), default=None)
 

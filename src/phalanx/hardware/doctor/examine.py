@@ -84,7 +84,17 @@ def examine_ranks(
         alone = measure_device(ranks.rank, device)
         with _keep_own_findings(mine, findings):
             join_process_group(ranks, device, timeout_s=patience_s, store=store)
-            mine_measured = _measure_links(ranks, device, alone)
+            world, right = measure_all_reduce(device, None)
+            per_node = ranks.ranks_per_node or ranks.world_size
+            first = ranks.rank // per_node * per_node
+            node = list(range(first, min(first + per_node, ranks.world_size)))
+            if len(node) == ranks.world_size:
+                mine_measured = replace(alone, node_gb_s=world, world_gb_s=world, sums_right=right)
+            elif len(node) == 1:
+                mine_measured = replace(alone, world_gb_s=world, sums_right=right)
+            else:
+                within, also_right = measure_all_reduce(device, new_group(node, "doctor"))
+                mine_measured = replace(alone, node_gb_s=within, world_gb_s=world, sums_right=right and also_right)
             rates = [DeviceRates(**one) for one in reports.gather("rates", asdict(mine_measured))]
         found += compare_rates(facts, rates) if ranks.first else []
     reports.end()
@@ -109,20 +119,6 @@ def _examine_self(ranks: Ranks, mine: RankFacts, machine: Machine | None) -> lis
         fix = "set layout.precision=fp32 in run files for this machine"
         found.append(Finding("failed", "cpu-formats", message, fix))
     return [replace(finding, ranks=(ranks.rank,)) for finding in found]
-
-
-def _measure_links(ranks: Ranks, device: torch.device, alone: DeviceRates) -> DeviceRates:
-    """Return `alone` with the rates of all-reduces within this rank's node and among all ranks."""
-    world, right = measure_all_reduce(device, None)
-    per_node = ranks.ranks_per_node or ranks.world_size
-    first = ranks.rank // per_node * per_node
-    node = list(range(first, min(first + per_node, ranks.world_size)))
-    if len(node) == ranks.world_size:
-        return replace(alone, node_gb_s=world, world_gb_s=world, sums_right=right)
-    if len(node) == 1:
-        return replace(alone, world_gb_s=world, sums_right=right)
-    within, also_right = measure_all_reduce(device, new_group(node, "doctor"))
-    return replace(alone, node_gb_s=within, world_gb_s=world, sums_right=right and also_right)
 
 
 @contextmanager

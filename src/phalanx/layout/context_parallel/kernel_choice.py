@@ -102,7 +102,16 @@ def choose_attention(
         return AttentionChoice("sdpa")
     if shape.dtype == torch.float64:
         return _OF_64_BITS
-    return choose_fastest(_cache_key(model, shape, device), lambda: _measure_all(model, shape, device))
+    # A kernel that was installed since deserves a measurement; one that was removed must not be chosen.
+    version = torch.__version__ + (" + flash4" if _flash4_runs(shape, device) else "")
+    parts = (
+        device_name(device),
+        version,
+        # Heads are written otherwise than by versions that could not measure the memory-efficient kernel where they share.
+        f"B{shape.samples} S{shape.length} H{model.n_heads}/{model.kv_heads} E{model.head_size}",
+        f"{shape.dtype} {model.positions}{' documents' if shape.documents else ''}{_describe_options(model, shape.length)}",
+    )
+    return choose_fastest(" | ".join(parts), lambda: _measure_all(model, shape, device))
 
 
 def choose_whole_attention(
@@ -201,19 +210,6 @@ def _code_path(name: str) -> AttentionKernel:
 
 def _flash4_runs(shape: AttentionShape, device: torch.device) -> bool:
     return shape.dtype in (torch.bfloat16, torch.float16) and why_not_flash4(device) is None
-
-
-def _cache_key(model: LanguageModel, shape: AttentionShape, device: torch.device) -> str:
-    # A kernel that was installed since deserves a measurement; one that was removed must not be chosen.
-    version = torch.__version__ + (" + flash4" if _flash4_runs(shape, device) else "")
-    parts = (
-        device_name(device),
-        version,
-        # Heads are written otherwise than by versions that could not measure the memory-efficient kernel where they share.
-        f"B{shape.samples} S{shape.length} H{model.n_heads}/{model.kv_heads} E{model.head_size}",
-        f"{shape.dtype} {model.positions}{' documents' if shape.documents else ''}{_describe_options(model, shape.length)}",
-    )
-    return " | ".join(parts)
 
 
 def _describe_options(model: LanguageModel, length: int) -> str:

@@ -13,20 +13,14 @@ _BF16: Fix = {"layout.precision": "bf16"}
 _WHOLE_MOMENTS: Fix = {"optimizer.name": "adamw"}
 
 
-def _scaled_together(needs: Requirements) -> dict[str, int]:
-    """Return how many features share a scale, by the field that has them in 8 bits."""
-    precision, optimizer = needs.run.layout.precision, needs.run.optimizer.name
-    found = {}
-    if precision in SCALED_TOGETHER:
-        found[f"layout.precision={precision}"] = SCALED_TOGETHER[precision]
-    if optimizer == "adamw8bit":
-        found[f"optimizer.name={optimizer}"] = MOMENT_BLOCK
-    return found
-
-
 def _cut_blocks(needs: Requirements, tp: int) -> list[str]:
     """Return what is said of each matrix whose blocks of numbers with one scale `tp` ranks would cut."""
-    sizes = _scaled_together(needs)
+    precision, optimizer = needs.run.layout.precision, needs.run.optimizer.name
+    sizes = {}
+    if precision in SCALED_TOGETHER:
+        sizes[f"layout.precision={precision}"] = SCALED_TOGETHER[precision]
+    if optimizer == "adamw8bit":
+        sizes[f"optimizer.name={optimizer}"] = MOMENT_BLOCK
     if not sizes or tp == 1:
         return []
     features = needs.model.split_features()

@@ -94,7 +94,7 @@ LAYOUT_SAMPLERS = ("planner", "exhaustive")
 
 def make_layout_sampler(name: str, space: LayoutSpace, prior: Prior, *, seed: int, stop_gain: float) -> Sampler:
     """Return the sampler of that name: planner, exhaustive or a general one. Raises ConfigError as `make_sampler` does."""
-    own = (PlannerSampler(space, prior, stop_gain), ExhaustiveSampler(space))
+    own: tuple[Sampler, ...] = (PlannerSampler(space, prior, stop_gain), ExhaustiveSampler(space))
     return make_sampler(name, space, seed, **dict(zip(LAYOUT_SAMPLERS, own, strict=True)))
 
 
