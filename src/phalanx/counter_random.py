@@ -69,14 +69,17 @@ def normal_values(key: int, counter: Tensor) -> Tensor:
     values = _polynomial_ratio((q * q).neg_().add_(0.180625), _CENTRAL).mul_(q)
     tail = torch.nonzero(q.abs() > 0.425, as_tuple=True)
     # Exact: the uniform values and their distance to 0.5 are both multiples of 2^-53 below 1.
-    p = q[tail].add_(0.5)
+    values[tail] = _tail_values(q[tail].add_(0.5))
+    return values
+
+
+def _tail_values(p: Tensor) -> Tensor:
     distance = _square_root(_natural_log(torch.minimum(p, 1.0 - p)).neg_())
-    tails = _polynomial_ratio(distance - 1.6, _MIDDLE)
+    values = _polynomial_ratio(distance - 1.6, _MIDDLE)
     # One value in 36 billion.
     far = torch.nonzero(distance > 5.0, as_tuple=True)
-    tails[far] = _polynomial_ratio(distance[far] - 5.0, _FAR)
-    values[tail] = tails.copysign_(p - 0.5)
-    return values
+    values[far] = _polynomial_ratio(distance[far] - 5.0, _FAR)
+    return values.copysign_(p - 0.5)
 
 
 def _polynomial_ratio(x: Tensor, coefficients: tuple[tuple[float, ...], tuple[float, ...]]) -> Tensor:

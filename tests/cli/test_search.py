@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from command_line import Call
-from phalanx.cli.search import write_search_lines
+from phalanx.cli.planning.search import write_search_lines
 from phalanx.config.load import load_run
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout

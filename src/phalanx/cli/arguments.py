@@ -17,7 +17,11 @@ from phalanx.errors import PhalanxError
 def complete_override(context: typer.Context, incomplete: str) -> list[str]:
     """Complete a `section.field=value` argument for a shell: the fields, then the words a field accepts, or the presets."""
     name, equals, begun = incomplete.partition("=")
-    family = _family_of(context.params.get("run"))
+    # The family of the run file that is named before; most common is the default, where there is none or a wrong one.
+    try:
+        family = load_run(Path(str(context.params.get("run")))).model.family
+    except PhalanxError:
+        family = DEFAULT_FAMILY
     fields = all_fields(find_family(family).run)
     if equals and name == "model.preset":
         return [f"{name}={preset}" for preset in preset_names() if preset.startswith(begun)]
@@ -27,14 +31,6 @@ def complete_override(context: typer.Context, incomplete: str) -> list[str]:
     known = [one for one in fields if ".N." not in one]
     short = [one.removeprefix("layout.") for one in known if one.startswith("layout.")] if name else []
     return [f"{one}=" for one in [*known, *short] if one.startswith(name)]
-
-
-def _family_of(run: object) -> str:
-    """Return the family of the run file that is named before; that of most where there is none, or one that is wrong."""
-    try:
-        return load_run(Path(str(run))).model.family
-    except PhalanxError:
-        return DEFAULT_FAMILY
 
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN", help="Run file, folder of a run, or name of a recipe.")]

@@ -340,9 +340,11 @@ def print_presets(presets: list[Preset]) -> None:
         names = [preset.name for preset in group]
         listed = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
         console.print(Padding(Text(f"{listed}: {source}", "dim"), (0, 0, 0, 2), expand=False))
-    unlike = [
-        f"{preset.name} has {_count_parameters(preset.model())}" for preset in presets if _differs_from_name(preset)
-    ]
+    unlike = []
+    for preset in presets:
+        named, model = preset.named_size, preset.model()
+        if named is not None and abs(sizes_of(model).parameter_count(model) / named - 1.0) > _UNLIKE:
+            unlike.append(f"{preset.name} has {_count_parameters(model)}")
     if unlike:
         console.print(f"Parameters are counted; names are those of the publications: {', '.join(unlike)}.")
     console.print("Use one as model.preset=NAME; phalanx config list NAME tells more.")
@@ -356,12 +358,6 @@ def print_recipes(names: Sequence[str]) -> None:
     for name in names:
         about = Text.assemble(name.ljust(width + 2), (describe_recipe(name), "dim"))
         console.print(Padding(about, (0, 0, 0, 2), expand=False))
-
-
-def _differs_from_name(preset: Preset) -> bool:
-    """Return whether a preset has clearly more or fewer parameters than its name says."""
-    named, model = preset.named_size, preset.model()
-    return named is not None and abs(sizes_of(model).parameter_count(model) / named - 1.0) > _UNLIKE
 
 
 def print_preset(preset: Preset) -> None:

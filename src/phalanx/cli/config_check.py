@@ -6,7 +6,7 @@ weights that a run begins with, and fields that name parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -38,7 +38,12 @@ def check_layout_and_data(run: Run, ranks: int | None, *, data: bool) -> dict[st
     except PhalanxError as error:
         wrong.append(str(error))
     # Each on its own, so that one command tells everything that is wrong.
-    for look_up in _extensions(run):
+    extensions: list[Callable[[], object]] = []
+    if run.optimizer.name not in OWN_OPTIMIZERS:
+        extensions.append(partial(import_module("phalanx.optimizers").find_optimizer, run.optimizer))
+    if run.training.callbacks:
+        extensions.append(partial(import_module("phalanx.training.callbacks").build_callbacks, run.training.callbacks))
+    for look_up in extensions:
         try:
             look_up()
         except PhalanxError as error:
@@ -52,14 +57,6 @@ def check_layout_and_data(run: Run, ranks: int | None, *, data: bool) -> dict[st
     if wrong:
         raise ConfigError("\n".join(wrong))
     return summary
-
-
-def _extensions(run: Run) -> Iterator[Callable[[], object]]:
-    """Yield what looks up, and so imports, the extensions that a run names."""
-    if run.optimizer.name not in OWN_OPTIMIZERS:
-        yield partial(import_module("phalanx.optimizers").find_optimizer, run.optimizer)
-    if run.training.callbacks:
-        yield partial(import_module("phalanx.training.callbacks").build_callbacks, run.training.callbacks)
 
 
 def _check_parameters(run: Run) -> list[tuple[str, ...]]:

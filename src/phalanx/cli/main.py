@@ -94,7 +94,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "search",
-        "search",
+        "planning.search",
         "planning",
         "Find the best layout by measuring.",
         (
@@ -105,7 +105,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "tune",
-        "tune",
+        "planning.tune",
         "planning",
         "Find the best hyperparameters by training.",
         (

@@ -18,16 +18,7 @@ from phalanx.errors import nearest_names
 
 def check_run(run: Run) -> list[Problem]:
     """Return everything that does not fit together in `run`; empty for a sound one."""
-    rules = (
-        _check_batch,
-        _check_schedule,
-        _check_optimizer,
-        _check_windows,
-        _check_checkpoints,
-        _check_safeguards,
-        _check_resume,
-        _check_transfer,
-    )
+    rules = (_check_batch, _check_optimizer, _check_training, _check_checkpoints, _check_safeguards)
     found = [problem for rule in rules for problem in rule(run)]
     return [*run.find_problems(), *found]
 
@@ -135,7 +126,11 @@ def _batch_in_tokens(run: Run, stated: int | str, path: FieldPath) -> Iterator[P
         )
 
 
-def _check_schedule(run: Run) -> Iterator[Problem]:
+_MUON_FIELDS = ("momentum", "nesterov", "newton_schulz_steps", "adamw_lr_ratio")
+"""Fields of the optimizer section that AdamW and Lion have no use for."""
+
+
+def _check_optimizer(run: Run) -> Iterator[Problem]:
     optimizer, steps = run.optimizer, run.training.steps
     path: FieldPath = ("optimizer", "warmup_steps")
     stated = f"optimizer.warmup_steps={optimizer.warmup_steps}"
@@ -152,14 +147,6 @@ def _check_schedule(run: Run) -> Iterator[Problem]:
                 f"are more than training.steps={steps}",
                 f"optimizer.warmup_steps={steps - decay}",
             )
-
-
-_MUON_FIELDS = ("momentum", "nesterov", "newton_schulz_steps", "adamw_lr_ratio")
-"""Fields of the optimizer section that AdamW and Lion have no use for."""
-
-
-def _check_optimizer(run: Run) -> Iterator[Problem]:
-    optimizer = run.optimizer
     # What an optimizer of a package makes of them is its own affair.
     if optimizer.name not in ("adamw", "lion"):
         return
@@ -173,7 +160,7 @@ def _check_optimizer(run: Run) -> Iterator[Problem]:
             )
 
 
-def _check_windows(run: Run) -> Iterator[Problem]:
+def _check_training(run: Run) -> Iterator[Problem]:
     for name in ("profile", "memory_snapshot"):
         window = getattr(run.training, name)
         if window is not None and window.last > run.training.steps:
@@ -181,6 +168,23 @@ def _check_windows(run: Run) -> Iterator[Problem]:
                 ("training", name, "last"),
                 f"training.{name}.last={window.last} comes after the last step, training.steps={run.training.steps}",
             )
+    resume = run.training.resume
+    # A path is written with a slash, or at least a dot: a word that is neither known nor like that is a slip.
+    written_as_path = any(character in resume for character in "/\\.")
+    if resume not in RESUME_WORDS and not written_as_path and (matches := nearest_names(resume, RESUME_WORDS)):
+        yield Problem(
+            ("training", "resume"),
+            f"training.resume={resume} is none of {', '.join(RESUME_WORDS)}, and a path is written with a slash",
+            f"training.resume={matches[0]}",
+        )
+    transfer = run.training.transfer
+    given = [name for name in type(transfer).model_fields if getattr(transfer, name)]
+    if given and run.training.init_from is None:
+        yield Problem(
+            ("training", "transfer"),
+            f"training.transfer.{given[0]} says what is taken of the weights in training.init_from, which is null",
+            "training.init_from=RUN_DIR",
+        )
 
 
 def _check_checkpoints(run: Run) -> Iterator[Problem]:
@@ -206,29 +210,6 @@ def _check_safeguards(run: Run) -> Iterator[Problem]:
             f"safeguards.replay=true: layout.precision={run.layout.precision} finds its loss scale by steps that are not "
             "finite, so no step can be told to be wrong",
             "layout.precision=bf16",
-        )
-
-
-def _check_resume(run: Run) -> Iterator[Problem]:
-    resume = run.training.resume
-    if resume in RESUME_WORDS or any(character in resume for character in "/\\."):
-        return
-    if matches := nearest_names(resume, RESUME_WORDS):
-        yield Problem(
-            ("training", "resume"),
-            f"training.resume={resume} is none of {', '.join(RESUME_WORDS)}, and a path is written with a slash",
-            f"training.resume={matches[0]}",
-        )
-
-
-def _check_transfer(run: Run) -> Iterator[Problem]:
-    transfer = run.training.transfer
-    given = [name for name in type(transfer).model_fields if getattr(transfer, name)]
-    if given and run.training.init_from is None:
-        yield Problem(
-            ("training", "transfer"),
-            f"training.transfer.{given[0]} says what is taken of the weights in training.init_from, which is null",
-            "training.init_from=RUN_DIR",
         )
 
 

@@ -48,7 +48,13 @@ class Executor:
                 stage.train()
         training = TrainingPass(step, scale, adds_gradients=not self.applied.gradients_followed)
         if "train" in self._cold:
-            self._warm_up_training(next(iter(batch.split(self.layout.accumulation))), training)
+            # Blocks compile on all ranks at once, by one micro-batch. Its gradients are formed too, so that backward
+            # programs are compiled; they mean nothing, and go.
+            assert self.applied.pipeline is not None
+            self._cold.remove("train")
+            first = next(iter(batch.split(self.layout.accumulation)))
+            self.applied.pipeline.warm_up(*first.inputs(), first.sample_indices, training)
+            self.discard_gradients()
         if self.applied.pipeline is not None:
             x, inputs = batch.inputs()
             # A schedule mixes the passes of many micro-batches.
@@ -57,7 +63,12 @@ class Executor:
         else:
             total = self._run_microbatches(batch, training)
         self.heartbeat.enter("collective")
-        self._sum_gradients()
+        # Data parallelism adds up all but gradients of parameters that several ranks hold alike.
+        with torch.no_grad():
+            # First of all: streamed gradients may still be on their way.
+            self.applied.sharding.finish_gradients()
+            for axis, parameters in self._held_alike():
+                sum_gradients(axis, parameters)
         return self._count_once(total)
 
     @torch.no_grad()
@@ -82,15 +93,6 @@ class Executor:
             self._cold.remove("evaluate")
             pipeline.warm_up(x, inputs, sample_indices_B, training=None)
         return pipeline.infer(x, inputs, sample_indices_B)
-
-    def _warm_up_training(self, batch: Batch, training: TrainingPass) -> None:
-        """Compile on all ranks at once; `batch` is one micro-batch."""
-        assert self.applied.pipeline is not None
-        self._cold.remove("train")
-        # Gradients are formed too, so that backward programs are compiled; they mean nothing, and go.
-        x, inputs = batch.inputs()
-        self.applied.pipeline.warm_up(x, inputs, batch.sample_indices, training)
-        self.discard_gradients()
 
     def discard_gradients(self) -> None:
         """Drop whatever passes since the last step have left: they are to be done again, or were none of training."""
@@ -124,14 +126,6 @@ class Executor:
         """Return the losses that this rank counts of those that its tensor-parallel ranks may all hold."""
         stage = self.applied.stages[0]
         return torch.zeros_like(total) if stage.loss_is_whole and self.mesh.tp.rank else total
-
-    @torch.no_grad()
-    def _sum_gradients(self) -> None:
-        """Add up what data parallelism does not: gradients of parameters that several ranks hold alike."""
-        # First of all: streamed gradients may still be on their way.
-        self.applied.sharding.finish_gradients()
-        for axis, parameters in self._held_alike():
-            sum_gradients(axis, parameters)
 
     @torch.no_grad()
     def count_sums_once(self) -> None:

@@ -35,8 +35,5 @@ def last_collectives() -> str | None:
     if not dumps:
         return None
     # Joined as text: to read and to write them again would keep Python's lock for milliseconds.
-    return f"[{','.join(_as_text(dump()) for dump in dumps)}]"
-
-
-def _as_text(dumped: bytes | str) -> str:
-    return dumped.decode() if isinstance(dumped, bytes) else dumped
+    texts = [text.decode() if isinstance(text, bytes) else text for text in (dump() for dump in dumps)]
+    return f"[{','.join(texts)}]"

@@ -11,17 +11,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """Return this rank's part of `tensor`, and where it begins in the whole, by dim; of a plain tensor, all of it."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local(), shard_offsets(tensor)
-    return tensor, (0,) * tensor.dim()
-
-
-def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
-    """Return where this rank's part of `tensor`, one contiguous box, begins in the whole, by dim.
+    """Return this rank's part of `tensor`, and where it begins in the whole, by dim; of a plain tensor, all of it.
 
     PyTorch's own answer (`__create_chunk_list__`) is wrong for some uneven sizes split twice along one dim.
     """
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.dim()
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank holds no part"
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
@@ -40,4 +35,4 @@ def shard_offsets(tensor: DTensor) -> tuple[int, ...]:
     # Wrong offsets would fill, save and load the wrong elements without a word.
     local = tensor.to_local()
     assert local.numel() == math.prod(sizes) == 0 or list(local.shape) == sizes, (tensor.placements, local.shape, sizes)
-    return tuple(offsets)
+    return local, tuple(offsets)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cli.tune import write_tune_lines
+from phalanx.cli.planning.tune import write_tune_lines
 from phalanx.config.load import parse_run
 from phalanx.errors import Interrupted
 from phalanx.families.registry import bind

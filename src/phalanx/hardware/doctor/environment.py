@@ -56,11 +56,8 @@ def environment_findings(
     should have.
     """
     findings = [
-        *_find_misspelt(environment),
-        *_find_bad_values(environment),
-        *_check_visible_devices(environment),
+        *_check_variables(environment, around),
         *_check_interfaces(environment, around),
-        *_check_threads(environment, around),
         *_check_folders(environment, around),
         *([] if machine is None else _check_machine_settings(environment, around, machine)),
     ]
@@ -91,7 +88,8 @@ def _known_names() -> dict[str, frozenset[str]]:
     return {start: frozenset(start + name for name in known[start].split()) for start in starts}
 
 
-def _find_misspelt(environment: Mapping[str, str]) -> Iterator[Finding]:
+def _check_variables(environment: Mapping[str, str], around: Surroundings) -> Iterator[Finding]:
+    """Find misspelt variables, values that are known to do harm, and those that do not suit this rank's devices or cores."""
     for name in sorted(environment):
         start = next((start for start in _known_names() if name.startswith(start)), None)
         meant = None if start is None or name in _known_names()[start] else _nearest_name(name, _known_names()[start])
@@ -102,25 +100,10 @@ def _find_misspelt(environment: Mapping[str, str]) -> Iterator[Finding]:
                 f"{name} is read by nothing that is known here, {meant} is",
                 f"export {meant} instead, if it was meant",
             )
-
-
-def _nearest_name(name: str, known: frozenset[str]) -> str | None:
-    longer = sorted(one for one in known if one.startswith(f"{name}_"))
-    if longer:
-        return longer[0]
-    alike = {one: SequenceMatcher(None, name, one).ratio() for one in sorted(known)}
-    best = max(alike, key=lambda one: alike[one])
-    return best if alike[best] >= _ALIKE else None
-
-
-def _find_bad_values(environment: Mapping[str, str]) -> Iterator[Finding]:
     for row in _read_table()["values"]:
         if environment.get(row["name"]) == row["value"]:
             message = f"{row['name']}={row['value']}: {row['message']} ({row['source']})"
             yield Finding(row["level"], "setting", message, row["fix"])
-
-
-def _check_visible_devices(environment: Mapping[str, str]) -> Iterator[Finding]:
     given = [name for name in _VISIBLE if environment.get(name) is not None]
     if _VISIBLE[0] in given and len(given) > 1:
         values = " and ".join(f"{name}={environment[name]}" for name in given)
@@ -130,6 +113,23 @@ def _check_visible_devices(environment: Mapping[str, str]) -> Iterator[Finding]:
             f"{values}: the second counts among what the first leaves, so that devices go missing",
             f"unset {' '.join(given[1:])}",
         )
+    text = environment.get("OMP_NUM_THREADS", "")
+    if text.isdecimal() and int(text) > around.cores:
+        yield Finding(
+            "warning",
+            "threads",
+            f"OMP_NUM_THREADS={text}, and the rank may run on {around.cores} core{'s' if around.cores > 1 else ''}",
+            f"export OMP_NUM_THREADS={around.cores}, or give each rank more cores",
+        )
+
+
+def _nearest_name(name: str, known: frozenset[str]) -> str | None:
+    longer = sorted(one for one in known if one.startswith(f"{name}_"))
+    if longer:
+        return longer[0]
+    alike = {one: SequenceMatcher(None, name, one).ratio() for one in sorted(known)}
+    best = max(alike, key=lambda one: alike[one])
+    return best if alike[best] >= _ALIKE else None
 
 
 def _check_interfaces(environment: Mapping[str, str], around: Surroundings) -> Iterator[Finding]:
@@ -149,17 +149,6 @@ def _check_interfaces(environment: Mapping[str, str], around: Surroundings) -> I
                 f"{name}={value} names no network interface of this host: {', '.join(sorted(around.interfaces))}",
                 f"export {name}= one of them that reaches the other nodes, or unset it",
             )
-
-
-def _check_threads(environment: Mapping[str, str], around: Surroundings) -> Iterator[Finding]:
-    text = environment.get("OMP_NUM_THREADS", "")
-    if text.isdecimal() and int(text) > around.cores:
-        yield Finding(
-            "warning",
-            "threads",
-            f"OMP_NUM_THREADS={text}, and the rank may run on {around.cores} core{'s' if around.cores > 1 else ''}",
-            f"export OMP_NUM_THREADS={around.cores}, or give each rank more cores",
-        )
 
 
 def _check_folders(environment: Mapping[str, str], around: Surroundings) -> Iterator[Finding]:

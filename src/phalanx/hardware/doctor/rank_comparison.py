@@ -26,14 +26,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 def compare_binding(facts: Sequence[RankFacts], machine: Machine | None = None) -> list[Finding]:
     """Return findings about devices, cores and software. machine: whose binding the ranks should have."""
-    return [
-        *_find_shared_devices(facts),
-        *_compare_versions(facts),
-        *_find_uneven_nodes(facts),
-        *_find_taken_memory(facts),
-        *_check_cores(facts, machine),
-        *([] if machine is None else _find_other_devices(facts, machine)),
-    ]
+    return [*_compare_devices(facts, machine), *_compare_software(facts), *_compare_nodes(facts, machine)]
 
 
 def compare_rates(facts: Sequence[RankFacts], rates: Sequence[DeviceRates]) -> list[Finding]:
@@ -48,7 +41,7 @@ def _group_ranks(facts: Sequence[RankFacts], key: Callable[[RankFacts], Key]) ->
     return found
 
 
-def _find_shared_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+def _compare_devices(facts: Sequence[RankFacts], machine: Machine | None) -> Iterator[Finding]:
     for (host, address), ranks in _group_ranks(
         [one for one in facts if one.address], lambda x: (x.host, x.address)
     ).items():
@@ -57,17 +50,28 @@ def _find_shared_devices(facts: Sequence[RankFacts]) -> Iterator[Finding]:
             message = f"{format_ranks(numbers)} have one device, {address} of {host}"
             fix = "start one rank for each device: srun --gpus-per-task=1 with --gpu-bind, or show all devices to all ranks"
             yield Finding("failed", "shared-device", message, fix, numbers)
-
-
-def _compare_versions(facts: Sequence[RankFacts]) -> Iterator[Finding]:
-    fix = "use the same environment on every node"
-    for name in ("phalanx", "torch", "built for", "python"):
-        values = {one.rank: one.versions[name] for one in facts}
-        yield from _find_odd_ranks(facts, "versions", name, values, "warning" if name == "python" else "failed", fix)
     devices = {one.rank: one.device for one in facts}
     yield from _find_odd_ranks(
         facts, "devices", "device", devices, "warning", "the slowest device sets the pace: take equal nodes"
     )
+    for name, ranks in _group_ranks(facts, lambda one: one.device).items():
+        kind = device_kind(name)
+        if machine is not None and kind != machine.node.device:
+            numbers = tuple(one.rank for one in ranks)
+            message = f"{format_ranks(numbers)}: {kind} ({name}), where {machine.name} has {machine.node.device}"
+            yield Finding("warning", "devices", message, "name the description of this machine with --cluster", numbers)
+    for one in facts:
+        if one.memory_gib is not None and one.free_gib is not None and one.memory_gib - one.free_gib > _TAKEN_GIB:
+            taken = f"{one.memory_gib - one.free_gib:.1f} of {one.memory_gib:.1f} GiB"
+            message = f"{taken} of the device of {one.words} are taken before anything is trained"
+            yield Finding("warning", "device-memory", message, "end what else runs on that device", (one.rank,))
+
+
+def _compare_software(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+    fix = "use the same environment on every node"
+    for name in ("phalanx", "torch", "built for", "python"):
+        values = {one.rank: one.versions[name] for one in facts}
+        yield from _find_odd_ranks(facts, "versions", name, values, "warning" if name == "python" else "failed", fix)
 
 
 def _find_odd_ranks(
@@ -83,23 +87,12 @@ def _find_odd_ranks(
             yield Finding(level, check, message, fix, numbers)
 
 
-def _find_uneven_nodes(facts: Sequence[RankFacts]) -> Iterator[Finding]:
+def _compare_nodes(facts: Sequence[RankFacts], machine: Machine | None) -> Iterator[Finding]:
     counts = {host: len(ranks) for host, ranks in _group_ranks(facts, lambda one: one.host).items()}
     if len(set(counts.values())) > 1:
         few, many = min(counts, key=lambda h: counts[h]), max(counts, key=lambda h: counts[h])
         message = f"{few} has {counts[few]} of the ranks and {many} {counts[many]}: layouts take nodes to be alike"
         yield Finding("warning", "ranks-per-node", message, "start as many ranks on each node")
-
-
-def _find_taken_memory(facts: Sequence[RankFacts]) -> Iterator[Finding]:
-    for one in facts:
-        if one.memory_gib is not None and one.free_gib is not None and one.memory_gib - one.free_gib > _TAKEN_GIB:
-            taken = f"{one.memory_gib - one.free_gib:.1f} of {one.memory_gib:.1f} GiB"
-            message = f"{taken} of the device of {one.words} are taken before anything is trained"
-            yield Finding("warning", "device-memory", message, "end what else runs on that device", (one.rank,))
-
-
-def _check_cores(facts: Sequence[RankFacts], machine: Machine | None) -> Iterator[Finding]:
     masks = () if machine is None else machine.node.cpu_masks
     for host, ranks in _group_ranks([one for one in facts if one.cores], lambda one: one.host).items():
         # Ranks share fewer cores than there are ranks where no launcher has spread them.
@@ -129,15 +122,6 @@ def _misbound_finding(one: RankFacts, wanted: Sequence[int], why: str) -> Findin
 def _format_cores(cores: Sequence[int]) -> str:
     # The ranges of `format_ranks` without the word before them.
     return format_ranks(cores).partition(" ")[2]
-
-
-def _find_other_devices(facts: Sequence[RankFacts], machine: Machine) -> Iterator[Finding]:
-    for name, ranks in _group_ranks(facts, lambda one: one.device).items():
-        kind = device_kind(name)
-        if kind != machine.node.device:
-            numbers = tuple(one.rank for one in ranks)
-            message = f"{format_ranks(numbers)}: {kind} ({name}), where {machine.name} has {machine.node.device}"
-            yield Finding("warning", "devices", message, "name the description of this machine with --cluster", numbers)
 
 
 def _find_wrong_results(facts: Sequence[RankFacts], rates: Sequence[DeviceRates]) -> Iterator[Finding]:
@@ -177,16 +161,15 @@ def _find_slow_devices(facts: Sequence[RankFacts], rates: Sequence[DeviceRates])
                     message = f"{one.words}: {what} at {reached:.4g} {unit}, where the median is {usual:.4g}"
                     fix = "leave that node out (sbatch --exclude), or look at its clocks, temperature and other users"
                     yield Finding("warning", "slow-device", message, fix, (one.rank,))
-        yield from _find_throttled(name, [by_rank[one.rank].matmul_tflops for one in ranks])
-
-
-def _find_throttled(name: str, tflops: Sequence[float]) -> Iterator[Finding]:
-    known = find_facts(name)
-    best = None if known is None else known.matmul_tflops.get("bf16") or known.peak_tflops.get("bf16")
-    usual = statistics.median(tflops)
-    if best is not None and usual < _THROTTLED * best:
-        message = f"products in bf16 run at {usual:.4g} TFLOP/s on {name}, of which {best:.4g} are known elsewhere"
-        yield Finding("warning", "slow-device", message, "look at power limits, clocks and what else runs there")
+        # Equal devices may all be slow: then only what is known of others tells.
+        known = find_facts(name)
+        best = None if known is None else known.matmul_tflops.get("bf16") or known.peak_tflops.get("bf16")
+        reached = statistics.median(by_rank[one.rank].matmul_tflops for one in ranks)
+        if best is not None and reached < _THROTTLED * best:
+            message = (
+                f"products in bf16 run at {reached:.4g} TFLOP/s on {name}, of which {best:.4g} are known elsewhere"
+            )
+            yield Finding("warning", "slow-device", message, "look at power limits, clocks and what else runs there")
 
 
 def _find_slow_links(facts: Sequence[RankFacts], rates: Sequence[DeviceRates]) -> Iterator[Finding]:

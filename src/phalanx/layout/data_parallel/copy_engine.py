@@ -103,8 +103,7 @@ class CopyEngineAllGather:
     def __call__(self, shards: Sequence[Tensor], wholes: Sequence[Tensor]) -> None:
         """Fill `wholes` from all ranks' shards; see `compat_fsdp.Gather`."""
         if not self._found:
-            # Where each shard goes is noted once: FSDP2 frees and allocates the memory behind `wholes` again and again, and
-            # views of them stay valid.
+            # FSDP2 frees and allocates the memory behind `wholes` again and again; views of them stay valid.
             group = self._published.group
             for peer in peers_from_next(group.rank(), group.size()):
                 for whole, parts in zip(wholes, self._theirs, strict=True):
@@ -138,13 +137,7 @@ class PublishedShards:
         total = sum(map(_bytes_of, sizes))
         self._buffer = make_peer_buffer_at_rest(align_size(total), device, group)
         of_ranks = [self._buffer.of(rank) for rank in range(group.size())]
-        # Shards lie in the buffer without gaps. Those that would shift others off the boundaries that copies run fast
-        # between come last, and of these the narrow formats, whose elements begin at any byte.
-        counts = list(map(_bytes_of, sizes))
-        order = sorted(range(len(counts)), key=lambda place: (counts[place] % _EVEN != 0, -sizes[place].dtype.itemsize))
-        ends = accumulate((counts[place] for place in order), initial=0)
-        by_place = dict(zip(order, ends, strict=False))
-        starts = iter([by_place[place] for place in range(len(counts))])
+        starts = iter(_place_shards(sizes))
         self.gathers: list[CopyEngineAllGather] = []
         """What gathers each of the units."""
         for unit in units:
@@ -176,6 +169,19 @@ class PublishedShards:
 
 def _bytes_of(size: ShardSize) -> int:
     return size.elements * size.dtype.itemsize
+
+
+def _place_shards(sizes: Sequence[ShardSize]) -> list[int]:
+    """Return the bytes at which shards of such sizes begin in a buffer without gaps.
+
+    Those that would shift others off the boundaries that copies run fast between come last, and of these the narrow formats,
+    whose elements begin at any byte.
+    """
+    counts = list(map(_bytes_of, sizes))
+    order = sorted(range(len(counts)), key=lambda place: (counts[place] % _EVEN != 0, -sizes[place].dtype.itemsize))
+    ends = accumulate((counts[place] for place in order), initial=0)
+    starts = dict(zip(order, ends, strict=False))
+    return [starts[place] for place in range(len(counts))]
 
 
 class CopyEngineReduceScatter:
