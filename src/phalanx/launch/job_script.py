@@ -148,10 +148,12 @@ def stop_seconds(machine: Machine, job: Job) -> int:
 def launch_script(machine: Machine, job: Job) -> str:
     """Return the sbatch script that trains `job` on `machine`. Raises ConfigError as `complete_job` does."""
     job = complete_job(machine, job)
+    container = () if machine.container is None else machine.container.setup
     parts = (
         _header_lines(machine, job),
         ["set -eo pipefail", f"cd -- {shlex.quote(str(job.directory))}"],
-        _setting_lines(machine, job),
+        # The machine's own lines of shell, and the user's unless they run inside a container.
+        [*_reasoned_lines(machine.setup), *(job.setup if job.image is None else _reasoned_lines(container))],
         _environment_lines(machine, job),
         [_MEETING_POINT],
         _folder_lines(machine, job),
@@ -277,15 +279,6 @@ def _header_lines(machine: Machine, job: Job) -> Iterator[str]:
     yield "# The signal goes to the ranks, not to this shell (no B:), which could hand it to srun alone, and srun ends them"
     yield "# at once."
     yield f"#SBATCH --signal=TERM@{stop_s}"
-
-
-def _setting_lines(machine: Machine, job: Job) -> Iterator[str]:
-    """Yield the first lines of shell: the machine's, and the user's unless they run inside a container."""
-    yield from _reasoned_lines(machine.setup)
-    if job.image is None:
-        yield from job.setup
-    elif machine.container is not None:
-        yield from _reasoned_lines(machine.container.setup)
 
 
 def _environment_lines(machine: Machine, job: Job) -> Iterator[str]:

@@ -404,11 +404,7 @@ def inside_transform() -> bool:
     return bool(_probe())
 
 
-def _no_transform() -> bool:
-    return False
-
-
-_probe = getattr(torch._C, "_are_functorch_transforms_active", _no_transform)
+_probe = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 
 
 def in_backward_pass() -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class WeightPass:
         if not starts:
             return
         # What arrives at a junction holds what came from the ones above it: it must not come once more.
-        with _call_before({node: self._held(node) for node in group.junctions if several}):
+        with _call_before({node: partial(self._arrived.get, node) for node in group.junctions if several}):
             found: Gradients = torch.autograd.grad(
                 [edge for edge, _ in starts],
                 [get_gradient_edge(self._parameters[number]) for number in group.parameters],
@@ -91,9 +92,6 @@ class WeightPass:
             if gradient is not None:
                 parameter = self._parameters[number]
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-    def _held(self, node: Node) -> Hook:
-        return lambda gradients: self._arrived.get(node, gradients)
 
 
 def input_gradients(

@@ -199,15 +199,13 @@ def _save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def _ring_backward(ctx: Any, grad_out: Tensor, _grad_log_z: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, slopes_H, document_ids_BS, sinks_H, out, log_z = ctx.saved_tensors
     grads = _ring_gradients(grad_out.contiguous(), query, key, value, out, log_z, slopes_H, document_ids_BS, *ctx.place)
-    grad_sinks = None if sinks_H is None else _sink_gradients(grad_out, out, log_z, sinks_H)
+    grad_sinks = None
+    if sinks_H is not None:
+        # A sink has a weight in the softmax, and 0 for its value. These are the parts of this rank's queries, [H].
+        weights_BHS = (sinks_H.to(log_z.dtype)[:, None] - log_z).exp()
+        inner_BHS = (grad_out.to(log_z.dtype) * out.to(log_z.dtype)).sum(-1)
+        grad_sinks = -(weights_BHS * inner_BHS).sum((0, 2)).to(sinks_H.dtype)
     return (*grads, None, None, grad_sinks, None, None, None, None, None)
-
-
-def _sink_gradients(grad_out: Tensor, out: Tensor, log_z: Tensor, sinks_H: Tensor) -> Tensor:
-    """Return gradients of sinks, [H], from this rank's queries: a sink has a weight in the softmax, and 0 for its value."""
-    weights_BHS = (sinks_H.to(log_z.dtype)[:, None] - log_z).exp()
-    inner_BHS = (grad_out.to(log_z.dtype) * out.to(log_z.dtype)).sum(-1)
-    return -(weights_BHS * inner_BHS).sum((0, 2)).to(sinks_H.dtype)
 
 
 ring_attention.register_autograd(_ring_backward, setup_context=_save_tensors)
