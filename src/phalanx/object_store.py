@@ -133,6 +133,7 @@ class Store:
             try:
                 return _within(deadline - time.monotonic(), work)
             except Exception as error:
+                # Asking again helps against neither wrong credentials nor a missing package, only against time-outs.
                 refused = isinstance(error, PermissionError) or type(error).__name__ in _NO_ACCESS
                 if refused:
                     raise DataError(

@@ -41,6 +41,7 @@ def run_chaos(asked: ChaosArguments) -> None:
         print_json(found)
     else:
         print_lines(write_table(outcome))
+    # The table is printed first: whoever reads of a failure wants it.
     failed = [one for one in outcome.outcomes if not one.survived]
     if failed or outcome.failures:
         raise CheckFailed(f"{len(failed)} faults and {len(outcome.failures)} runs did not end as they should")

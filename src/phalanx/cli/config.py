@@ -227,6 +227,7 @@ def summarise_run_file(run: Run) -> dict[str, Any]:
         "global_batch_samples": samples,
         "samples": batch_sizes(run).samples_through(run.training.steps),
     }
+    # Structures differ in size: what a step computes is not known before.
     if isinstance(run, MaterialsRun):
         return summary | _describe_units(run)
     if not isinstance(run, LanguageRun):

@@ -116,6 +116,7 @@ def _batch_in_tokens(run: Run, stated: int | str, path: FieldPath) -> Iterator[P
             f"{name}=16",
         )
         return
+    # A step takes whole samples.
     if amount % length:
         below = amount // length
         choices = [f"{count * length} tokens ({count} samples)" for count in (below, below + 1) if count]

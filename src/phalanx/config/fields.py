@@ -203,6 +203,7 @@ def _allowed_phrases(hint: Any) -> list[str]:
     if told:
         return told
     if _union_members(base) != (base,):
+        # Of a union every member tells what it takes.
         return [phrase for part in _union_members(base) for phrase in _allowed_phrases(part)]
     origin = get_origin(base)
     if origin is Literal:
@@ -221,6 +222,7 @@ def _allowed_phrases(hint: Any) -> list[str]:
         return ["a mapping with " + _join_phrases(list(base.model_fields), "and")]
     if base is bool:
         return ["true", "false"]
+    # What is left are scalars; a type that is missing here has no words yet, and fails at once.
     plain = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
     return [plain[base] + _bounds_phrase(constraints)]
 

@@ -285,6 +285,7 @@ def _assign_value(values: dict[str, Value], override: Override) -> Problem | Non
             child = node[part]
         else:
             child = None
+        # Mappings on the way are made; lists have the items that the file gives them.
         if child is None and isinstance(node, dict):
             child = node[str(part)] = {}
         if not isinstance(child, dict | list):

@@ -142,6 +142,7 @@ def _missing_problems(
         paths = [path for leaf in leaves if dotted_name(path := (*parent, leaf)) not in misspelt]
         names = [dotted_name(path) for path in paths]
         if parent == ():
+            # At the top stand sections, of which each is a mistake of its own.
             for name in names:
                 needed = [field.name for field in all_fields(kind).values() if field.parent == name and field.required]
                 least = _PRESET if name == "model" else _join_names(needed)

@@ -153,6 +153,8 @@ def first_failed(views: Sequence[RankView], quiet_codes: Sequence[int]) -> RankV
         code = view.code or 0
         said = view.error or {}
         victim = said.get("kind") == "lost link"
+        # Least first: those that ended in good order tell least, then those that only lost a link, then bare exit codes
+        # without a word; of equals, the first.
         return code in quiet_codes, victim, code > 0 and not said, float(said.get("time", 0.0)), view.rank
 
     return min(failed, key=importance, default=None)

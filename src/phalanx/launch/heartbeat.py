@@ -162,6 +162,7 @@ class Heartbeat:
             return
         now = time.monotonic()
         lasted = now - self._since
+        # Before the first step is done phases may compile, and say nothing of those to come.
         if self._phase not in SLOW_PHASES and self._done >= 0:
             self._slowest = max(self._slowest, lasted)
         if self._phase == "data":
@@ -233,6 +234,7 @@ class Heartbeat:
     def _write(self) -> None:
         self._writes += 1
         assert self._memory is not None
+        # The count stands first and last: a reader that meets two counts has read while this was written.
         _RECORD.pack_into(
             self._memory,
             0,

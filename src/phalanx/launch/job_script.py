@@ -103,6 +103,7 @@ def complete_job(machine: Machine, job: Job) -> Job:
     if job.nodes < 1:
         raise ConfigError(f"--nodes {job.nodes}: a job has at least 1 node")
     for option, value in (("--account", job.account), ("--partition", job.partition)):
+        # They stand in #SBATCH lines, in which nothing can be quoted.
         if value is not None and not _NAMES.fullmatch(value):
             raise ConfigError(f"{option} {value} is not a name: letters, digits and . _ - only")
     if job.account is None and machine.job_slurm.account_needed:
@@ -257,6 +258,7 @@ def _header_lines(machine: Machine, job: Job) -> Iterator[str]:
     for document, title in machine.documents.items():
         yield _comment_line(f"[{document}] {title}")
     assert job.seconds is not None
+    # The name becomes part of the name of the log (%x).
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", job.run.name.removesuffix(".yaml")) or "run"
     yield f"#SBATCH --job-name=phalanx-{name}"
     yield f"#SBATCH --nodes={job.nodes}"

@@ -206,6 +206,7 @@ def main() -> None:
 def _serve(connection: socket.socket) -> tuple[RankCommand, int | None] | None:
     """Fork ranks until the supervisor is gone, and return None; in each rank, return its command and the store's socket."""
     while True:
+        # A message is the length of a command, and the command; with its first byte comes the store's socket, for rank 0.
         head = connection.recv(4, socket.MSG_WAITALL)
         if len(head) < 4:
             return None
@@ -233,6 +234,7 @@ def _fork_orphan() -> int:
         os.waitpid(middle, 0)
         return int(child)
     middle = os.getpid()
+    # The child of a process that ends is adopted by the nearest process above that asked for it: the supervisor.
     number = os.fork()
     if number:
         os.write(writing, str(number).encode())

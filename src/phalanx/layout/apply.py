@@ -314,6 +314,7 @@ def choose_sharding(run: Run, layout: ResolvedLayout, mesh: Mesh, device: torch.
         blocks_per_unit=run.layout.gather_blocks,
         prefetch_depth=run.layout.gathers_ahead,
     )
+    # Streams the matrices of blocks, and shards all else as the other does.
     if layout.gather == "stream":
         return StreamedSharding(mesh, device, options, copy_engine)
     return FullySharded(mesh, options, copy_engine)

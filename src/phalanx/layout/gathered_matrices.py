@@ -83,10 +83,13 @@ class GatheredMatrices(WholeMatrices):
         for name, units in exchange.owned.items():
             stacked[name] = like.new_empty((len(units), *units[0].shape))
             whole |= dict(zip(units, stacked[name], strict=True))
+        # Parts go to the owners of their matrices, and there into whole ones.
         outgoing = [[exchange.own_part(mine, piece) for piece in pieces] for pieces in exchange.sends]
         _copy_pieces(_exchange(outgoing, exchange.gathers, self.group, like), lambda piece: piece.of_whole(whole))
+        # Matrices of one parameter in one call: many small ones would be as many small kernels.
         for name, matrices_NRC in stacked.items():
             matrices_NRC.copy_(work_on_parts(matrices_NRC, self.rows_by_name[name], work).view_as(matrices_NRC))
+        # Results go back to all that hold parts, replicas included.
         outgoing = [[piece.of_whole(whole) for piece in pieces] for pieces in exchange.returns]
         returned = _exchange(outgoing, exchange.receives, self.group, like)
         _copy_pieces(returned, lambda piece: exchange.own_part(results, piece))
@@ -254,6 +257,7 @@ def assign_units(units: Sequence[Unit], parts: Parts, ranks: int) -> list[Unit]:
     """
     load = [0] * ranks
     assigned = []
+    # Cheap ones come last, and even out what the costly ones have left uneven.
     for unit in sorted(units, key=lambda unit: (-unit.cost, unit.name, unit.begin)):
         holders = _holders(unit, parts)
         able = holders.get((unit.begin, unit.shape)) or [rank for each in holders.values() for rank in each]

@@ -370,6 +370,7 @@ def _branch_axis(layout: ResolvedLayout, readers: list[int], made: Groups) -> Ax
     groups = branch_groups(layout)
     if groups is None:
         return Axis("branch")
+    # Groups count ranks by the share of the batch that they read, not by their global numbers.
     members = groups.of_rank(readers.index(dist.get_rank())).ranks
     return _make_axis("branch", readers[members.start : members.stop], made)
 

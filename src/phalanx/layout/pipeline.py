@@ -72,6 +72,7 @@ class Pipeline:
         for stage in self.stages:
             given = x
             if not stage.part.part.first:
+                # Shapes and formats matter to the compiler, values do not.
                 shape = stage.hidden_shape(len(sample_indices_B))
                 given = torch.zeros(shape, dtype=stage.part.dtype, device=self.device, requires_grad=True)
             output = stage(given, sample_indices_B, training=training, **inputs)
@@ -79,6 +80,7 @@ class Pipeline:
                 output.sum().backward()
 
     def _loss(self, output: Tensor, _target: Tensor) -> Tensor:
+        # The last stage gives losses already: PyTorch asks for a function that makes one number of its output.
         loss: Tensor = (output * self._scale).sum()
         return loss
 
@@ -107,6 +109,7 @@ class Pipeline:
         hidden = torch.empty(stage.hidden_shape(samples), dtype=stage.part.dtype, device="meta", requires_grad=True)
         with torch.device("meta"):
             first = stage.example_input(samples)
+        # Losses are added up in at least float32.
         loss = torch.empty(
             1, dtype=torch.promote_types(stage.part.dtype, torch.float32), device="meta", requires_grad=True
         )

@@ -165,6 +165,7 @@ class ResolvedLayout:
             chosen.append(("ep", self.ep))
         if everything or self.expert_tp > 1:
             chosen.append(("expert_tp", self.expert_tp))
+        # Where ranks share nothing all levels of ZeRO are one program; 0 is another one wherever gradients are reduced.
         sharded = self.dp_shard * self.cp > 1
         if everything or (sharded and self.zero != 3) or (self.zero == 0 and self.dp_replicate > 1):
             chosen.append(("zero", self.zero))

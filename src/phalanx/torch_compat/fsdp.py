@@ -80,6 +80,7 @@ def gather_as_bytes(modules: Iterable[FSDPModule], owners: Iterable[nn.Module]) 
             info = parameter._module_info
             if info.param_name == "weight" and id(info.module) in wanted:
                 assert isinstance(parameter, _Accumulated) and not info.shared_modules
+                # FSDP2 holds references to the object: its class changes, and its state stays.
                 parameter.__class__ = _GatheredAsBytes
                 cast(_GatheredAsBytes, parameter).bytes_of = ByteShard(parameter, info.module)
                 found.append(cast(_GatheredAsBytes, parameter).bytes_of)
@@ -131,8 +132,10 @@ def exchange_in_place(
     groups = _parameter_groups(modules)
     sizes = [[_shard_size(parameter) for parameter in group.fsdp_params] for group in groups]
     for group, gather in zip(groups, gathers(sizes), strict=True):
+        # What these exchanges are not written for must not pass through them unnoticed.
         assert all(p.fsdp_placement.dim == 0 and not p.offload_to_cpu for p in group.fsdp_params)
         assert not group._use_post_forward_mesh
+        # FSDP2 has a hook for neither: the class of the group and its communicator are replaced.
         group.__class__ = _GatheredInPlace
         cast(_GatheredInPlace, group).gather = gather
         group._reduce_scatter_comm = cast(Any, _ReducedFromPlace(reduce))

@@ -151,6 +151,7 @@ class _Comparison:
         errors = self._compare_tensors(mine.gradients, _of(reference, lambda one: one.gradients))
         errors = _measure_by_module(errors, self.vanishing)
         inputs = {}
+        # After an update input gradients differ by as much as the update may.
         if number == 1:
             inputs = self._compare_rows(self.mine.input_gradients, _of(self.reference, lambda one: one.input_gradients))
         for what, name in _backward_order(errors, inputs, self.layers):

@@ -133,6 +133,7 @@ def _perturb_constants(applied: ParallelModel, model: VerifiableModel) -> None:
     for name, parameter in applied.parameters.items():
         rule = find_rule(name, rules)
         if rule.kind == "constant":
+            # Of the name and the position alone, so that all layouts move by the same.
             noise = torch.empty_like(parameter)
             fill_initial(
                 noise,

@@ -143,6 +143,7 @@ def _find_critical_batch(words: str | None, run: Path) -> float | None:
     Raises ConfigError for words that are neither a number nor such a run.
     """
     if words is None:
+        # A run that is planned anew may have measured it before.
         has_log = run.is_dir() and (run / "metrics.jsonl").exists()
         found = summarise_run(RunLog.read(run)).critical_batch if has_log else math.nan
         return found if math.isfinite(found) else None
@@ -189,6 +190,7 @@ def _find_loads(logged: Path | None, run: Path, model: Model | None) -> ExpertLo
             raise ConfigError(f"--expert-loads {logged}: the model to plan has no experts; leave it out")
         return None
     rows = list_loads(RunLog.read(source).experts)
+    # Loads of another number of experts say nothing of these, nor do layers that saw no token.
     same = [row for row in rows if len(row) == experts.count and sum(row) > 0]
     if not same and logged is not None:
         found = f"loads of {len(rows[0])} experts a layer" if rows else "no loads of experts"

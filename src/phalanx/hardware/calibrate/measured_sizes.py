@@ -177,6 +177,7 @@ def setting_of(width: int, length: int, tp: int = 1) -> Setting:
 
 def shapes_for(effort: Effort, memory_bytes: float) -> Shapes:
     """Return what to time on a device with `memory_bytes` of free memory."""
+    # Products and attention as blocks and heads of real models call them, whole and split over tp.
     operations = [
         operation
         for width, length, samples in effort.models
@@ -185,6 +186,7 @@ def shapes_for(effort: Effort, memory_bytes: float) -> Shapes:
         for name in ("block", "head")
         for operation in part_costs(name, setting_of(width, length, tp), samples).costs.operations
     ]
+    # Factors and results of one product must fit beside what the allocator keeps of the one before.
     room = memory_bytes / 4
     found = list(dict.fromkeys(_product_of(op) for op in operations if op.matmul is not None))
     products = [product for product in found if _product_bytes(product.sizes) < room]

@@ -115,6 +115,7 @@ def _time_attention(clock: Clock, x: Attention) -> Iterator[TimedOperation]:
 
     def random(heads: int) -> Tensor:
         made = torch.randn(x.samples, x.queries, heads, x.head_size, device=device, dtype=dtype)
+        # As in the model: [B, S, H, E] in memory, seen as [B, H, S, E].
         return made.transpose(1, 2).requires_grad_()
 
     query, key, value = random(x.heads), random(x.kv_heads), random(x.kv_heads)

@@ -90,6 +90,7 @@ def _known_names() -> dict[str, frozenset[str]]:
 
 def _check_variables(environment: Mapping[str, str], around: Surroundings) -> Iterator[Finding]:
     """Find misspelt variables, values that are known to do harm, and those that do not suit this rank's devices or cores."""
+    # Libraries ignore variables that they do not know: a slip in a name has no effect and no message.
     for name in sorted(environment):
         start = next((start for start in _known_names() if name.startswith(start)), None)
         meant = None if start is None or name in _known_names()[start] else _nearest_name(name, _known_names()[start])

@@ -88,6 +88,7 @@ def _find_odd_ranks(
 
 
 def _compare_nodes(facts: Sequence[RankFacts], machine: Machine | None) -> Iterator[Finding]:
+    # Ranks are placed as if each node had as many.
     counts = {host: len(ranks) for host, ranks in _group_ranks(facts, lambda one: one.host).items()}
     if len(set(counts.values())) > 1:
         few, many = min(counts, key=lambda h: counts[h]), max(counts, key=lambda h: counts[h])
@@ -132,6 +133,7 @@ def _find_wrong_results(facts: Sequence[RankFacts], rates: Sequence[DeviceRates]
             yield Finding("failed", "results", message, fix, (one.rank,))
         if not rate.sums_right:
             yield Finding("failed", "sums", f"an all-reduce gave wrong sums on {one.words}", fix, (one.rank,))
+    # Equal devices with equal builds give equal bits: the odd one out is at fault.
     digests = {one.rank: rate.digest for one, rate in zip(facts, rates, strict=True)}
     alike = _group_ranks(
         [one for one in facts if digests[one.rank]], lambda one: (one.device, one.versions["built for"])

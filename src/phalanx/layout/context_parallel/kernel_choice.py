@@ -149,6 +149,7 @@ def choose_fastest(key: str, measure: Callable[[], dict[str, float]]) -> Attenti
 
 
 def _measure_all(model: LanguageModel, shape: AttentionShape, device: torch.device) -> dict[str, float]:
+    # Only kernels that take a bias can mask by documents, windows or distances.
     needs_bias = shape.documents or model.biases_attention(shape.length)
     names = ["cudnn", "efficient", "flex"] if needs_bias else ["cudnn", "flash", "efficient"]
     if model.changes_softmax:

@@ -63,6 +63,7 @@ def attend_along(
     """Run `ring_attention` step by step."""
     mask = _Mask(slopes_H, document_ids_BS, window, softcap)
     total: Part | None = None
+    # Keys and values come round; the next ones arrive while these are computed with.
     for source, travelling in ring.tour(torch.stack((key, value))):
         for task in _list_tasks(ring, source, query, mask):
             part = attend_part(
@@ -313,11 +314,13 @@ def attend_part(
     bias: [B or 1, H or 1, Q, S], -inf where forbidden; with it `causal` must be False. softcap: bound of the scores, for
     calls with a bias.
     """
+    # Fused kernels give the log-partition as well; biases, windows and caps they do not take are written out below.
     if bias is None and compat.has_attention_kernel(query):
         return Part(*compat.attention_kernel(query, key, value, causal))
     key, value = _repeat_groups(key, query), _repeat_groups(value, query)
     scores = _mask_scores(_compute_products(query, key, softcap), causal, bias)
     log_z = torch.logsumexp(scores, dim=-1)
+    # A query that may see no key of this part has log_z = -inf; 0 in its place gives weights of 0 and not NaN.
     probability = (scores - log_z.masked_fill(log_z == -torch.inf, 0.0)[..., None]).exp()
     return Part((probability @ value.to(scores.dtype)), log_z)
 
@@ -358,15 +361,18 @@ def part_gradients(
     if bias is None and compat.has_attention_kernel(query):
         return compat.attention_kernel_gradients(grad_out, query, key, value, joint.out, joint.log_z, causal)
     whole_key, whole_value = _repeat_groups(key, query), _repeat_groups(value, query)
+    # Weights of the softmax over all keys, from its log-partition: no part needs the others' scores.
     products = _compute_products(query, whole_key, softcap)
     scores = _mask_scores(products, causal, bias)
     wide = scores.dtype
     grad_out = grad_out.to(wide)
     probability = (scores - joint.log_z[..., None]).exp()
     grad_value = probability.mT @ grad_out
+    # The part of the softmax's gradient that all keys share, from the joint result (D of FlashAttention).
     inner = (grad_out * joint.out.to(wide)).sum(-1, keepdim=True)
     grad_scores = probability * (grad_out @ whole_value.to(wide).mT - inner) * query.shape[-1] ** -0.5
     if softcap is not None:
+        # The derivative of cap * tanh(x / cap).
         grad_scores = grad_scores * (1.0 - (products / softcap).square())
     grad_query = grad_scores @ whole_key.to(wide)
     grad_key = grad_scores.mT @ query.to(wide)

@@ -167,6 +167,7 @@ def _exchanged_context(
 ) -> AttentionContext:
     """Return the mask of whole samples for this rank's heads; rotary angles of this rank's positions, which come first."""
     assert past == 0, "cached generation runs on one rank"
+    # After the exchange each rank has all positions in order, with some heads.
     whole_S = torch.arange(len(positions_S) * cp.size, device=positions_S.device)
     context = attention_context(config, whole_S, dtype, kernel=kernel, document_ids_BS=document_ids_BS, heads=heads)
     return context._replace(rope=None if config.rope is None else rope_tables(config.rope, positions_S))

@@ -70,6 +70,7 @@ def choose_copy_engine(
     """
     if group is None or wanted is False or (wanted == "auto" and device.type == "cpu"):
         return None
+    # Tried out, not looked up: what the links allow, containers and access rights may forbid.
     if not reaches_peers(device, group):
         if wanted == "auto":
             return None

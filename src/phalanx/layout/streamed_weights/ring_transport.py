@@ -91,6 +91,7 @@ class WeightRing:
             number = (own + step) % plan.chunks
             transfer, following = Transfer(), None
             if step + 1 < plan.chunks:
+                # It travels while the caller computes with the present one.
                 following = self.weights(plan.chunk_size((number + 1) % plan.chunks), present)
                 ahead, behind = (rank + plan.group) % plan.ranks, (rank - plan.group) % plan.ranks
                 transfer = self._start([(behind, present)], [(ahead, following)])
@@ -106,6 +107,7 @@ class WeightRing:
         """
         assert self._unfinished is None
         rank, owners = self.shards.rank, range(number * plan.group, (number + 1) * plan.group)
+        # Whoever computes with this rank's own chunk in this step has gradients of its piece.
         sources = self._computing(plan, step)
         sent = [
             (owner, part)
@@ -116,6 +118,7 @@ class WeightRing:
         received = [(source, gradients.new_empty(plan.piece_size(rank))) for source in sources]
         spans = plan.spans_in_piece(rank)
         expected = [(source, part) for source, buffer in received for part in parts_of(buffer, spans)]
+        # Waited for in `finish`: they travel while the next chunk is computed with.
         transfer = self._start(sent, expected)
         self._add_own(plan, number, gradients, add)
         self._unfinished = Arrivals(transfer, [buffer for _, buffer in received], add)
@@ -148,6 +151,7 @@ class WeightRing:
         sent: list[tuple[int, Tensor]] = []
         received: list[tuple[int, Tensor]] = []
         mine = parts_of(piece, plan.spans_in_piece(rank))
+        # Ranks that hold a chunk together each need all of it: every one sends its piece to every other.
         for other in range(number * plan.group, (number + 1) * plan.group):
             places = parts_of(chunk, plan.spans_in_chunk(other))
             if other == rank:

@@ -39,6 +39,7 @@ def split_tensors(model: nn.Module, splits: Splits, tp: Axis) -> TensorSplits:
         return kept
     for name, module in model.named_modules():
         split = next((split for pattern, split in splits if fnmatchcase(name, pattern)), None)
+        # Attention has no parameters of its own; `split_context` tells it which heads are here.
         if split is None or split.kind == "attention":
             continue
         for parameter, part in _split_module(module, split, tp).items():
@@ -186,6 +187,7 @@ class SplitEmbedding(TokenEmbedding):
         local_BS = tokens_BS - self.first_row
         mine_BS = (local_BS >= 0) & (local_BS < self.weight.shape[0])
         x_BSD = F.embedding(torch.where(mine_BS, local_BS, 0), self.weight).to(self.dtype)
+        # Rows of other ranks add zeros; of the sum each rank keeps its part of the positions (sequence parallelism).
         return scatter_sum(torch.where(mine_BS[..., None], x_BSD, 0.0), self.tp, SEQUENCE)
 
 
@@ -199,6 +201,7 @@ def vocabulary_chunk_loss(
     kept_N = targets_N != IGNORED
     log_z_N = log_partition(logits_NV)
     picked_N, local_N = _pick_own(logits_NV, targets_N, start)
+    # The log-partition of the whole vocabulary from those of its parts.
     parts = gather_values(torch.stack((log_z_N, picked_N.to(log_z_N.dtype))), tp)
     log_z_N, picked_N = torch.logsumexp(parts[:, 0], dim=0), parts[:, 1].sum(dim=0)
     total = sum_losses(log_z_N, picked_N, kept_N, z_loss)
@@ -212,6 +215,7 @@ def vocabulary_token_scores(tp: Axis, start: int, logits_NV: Tensor, targets_N: 
 
     Ranks exchange four numbers a token: those of `vocabulary_chunk_loss`, their largest logit and its token.
     """
+    # Float64 holds numbers of tokens exactly, which travel in one message with the scores.
     wide = logits_NV.double()
     picked_N, _ = _pick_own(wide, targets_N, start)
     largest_N, token_N = wide.max(-1)

@@ -72,6 +72,7 @@ def _split_one(module: nn.Module, name: str, kind: str, unit: int, tp: Axis) -> 
             f"splits: {name} has {whole} features{together}, which layout.tp={tp.size} does not divide; "
             "choose another tp, or leave the module out of splits"
         )
+    # Only now: what cannot be split is refused on one rank as well.
     if tp.size == 1:
         return {}
     # A class for all modules of a kind, not methods of each: equal blocks then share one compiled program.
