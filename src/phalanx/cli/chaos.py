@@ -6,7 +6,6 @@ import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 from phalanx.chaos.faults import KINDS, parse_kinds
 from phalanx.chaos.run import ChaosOutcome, ChaosPlan, FaultOutcome, train_under_faults
@@ -35,7 +34,8 @@ def run_chaos(asked: ChaosArguments) -> None:
         folder=asked.out,
     )
     outcome = train_under_faults(plan, write_stderr)
-    found = summarise_chaos(outcome)
+    rows = [asdict(one) | {"survived": one.survived} for one in outcome.outcomes]
+    found = asdict(outcome) | {"outcomes": rows}
     write_atomically(asked.out / "chaos.json", json.dumps(found, indent=1) + "\n")
     if asked.json:
         print_json(found)
@@ -98,9 +98,3 @@ def write_table(outcome: ChaosOutcome) -> Iterator[str]:
             f"goodput {share}: a run took {outcome.disturbed_s:.0f} s with faults and {outcome.undisturbed_s:.0f} s "
             "without"
         )
-
-
-def summarise_chaos(outcome: ChaosOutcome) -> dict[str, Any]:
-    """Return everything, ready for JSON."""
-    rows = [asdict(one) | {"survived": one.survived} for one in outcome.outcomes]
-    return asdict(outcome) | {"outcomes": rows}

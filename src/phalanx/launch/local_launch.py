@@ -108,14 +108,6 @@ def launch_ranks(
     return code
 
 
-def loopback_socket() -> socket.socket:
-    """Return a listening TCP socket, at a free port, that only processes of this machine can reach."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(socket.SOMAXCONN)
-    return listener
-
-
 class RankProcesses:
     """The processes of all ranks, and the signals that reach them through this process.
 
@@ -182,7 +174,10 @@ class RankProcesses:
         self._looked_at = self._awake_since = time.monotonic()
         # Bound here, so that no other process takes the port before rank 0, in which the store lives, listens there. By
         # itself it would listen at all addresses of this machine, where anybody who reaches it may read and write.
-        self._listener = loopback_socket()
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(socket.SOMAXCONN)
+        self._listener = listener
         # Keys in the store begin with this secret, so that no other user of the machine can write them.
         run_id = secrets.token_hex(16)
         self._preload(world_size)

@@ -254,7 +254,10 @@ class StageBuilder:
         parameters = named_parameters(main.to_empty(device=device), self.names)
         if self.low_precision:
             stage.low_precision = LowPrecisionParameters(main, module.to_empty(device=device))
-        state = empty_state(module)
+        # Memory of `to_empty` is fresh: buffers begin at 0.
+        for buffer in module.buffers():
+            buffer.zero_()
+        state = saved_state(module)
         if self.fill:
             initialise_parameters({**parameters, **state}, model.initial_rules(), model.run.training.seed, splits)
         spread = {parameter for one in stage.expert_networks() for parameter in one.parameters()}
@@ -267,13 +270,6 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     return module
-
-
-def empty_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of `module` that are saved, by name, after setting all buffers to 0: their memory is fresh."""
-    for buffer in module.buffers():
-        buffer.zero_()
-    return saved_state(module)
 
 
 def make_context(
