@@ -131,7 +131,7 @@ class Store:
         deadline, pause = time.monotonic() + self._timeout_s, 0.25
         while True:
             try:
-                return _within(deadline - time.monotonic(), work)
+                return _call_within(deadline - time.monotonic(), work)
             except Exception as error:
                 # Asking again helps against neither wrong credentials nor a missing package, only against time-outs.
                 refused = isinstance(error, PermissionError) or type(error).__name__ in _NO_ACCESS
@@ -156,7 +156,7 @@ class Store:
             pause = min(2 * pause, 8.0)
 
 
-def _within(seconds: float, work: Callable[[], T]) -> T:
+def _call_within(seconds: float, work: Callable[[], T]) -> T:
     """Return what `work` gives. Raises TimeoutError where that takes longer: clients may wait for ever."""
     done: queue.SimpleQueue[tuple[list[T], Exception | None]] = queue.SimpleQueue()
 

@@ -166,7 +166,7 @@ def weights_path(address: str) -> Path:
     target = root / "checkpoints" / name
     target.parent.mkdir(parents=True, exist_ok=True)
     # Whole or absent, as checkpoints are; checkpoints verify what is read of them themselves.
-    with _locked(root / ".lock"):
+    with _lock_folder(root / ".lock"):
         if not target.exists():
             _fetch_checkpoint(Store(f"{top}/{name}", limits.timeout_s), target)
             # Small files that belong to the weights.
@@ -373,7 +373,7 @@ def keep_file(
     path = limits.folder / "files" / key[:2] / key / name
     path.parent.mkdir(parents=True, exist_ok=True)
     # One rank of a machine makes it; the others wait.
-    with _locked(path.parent / ".lock"):
+    with _lock_folder(path.parent / ".lock"):
         if not (path.exists() and path.stat().st_size == size):
             halves = path.with_name(".halves")
             with halves.open("wb") as out:
@@ -386,7 +386,7 @@ def keep_file(
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock_folder(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -47,7 +47,7 @@ def run_chaos(asked: ChaosArguments) -> None:
         raise CheckFailed(f"{len(failed)} faults and {len(outcome.failures)} runs did not end as they should")
 
 
-def _seconds(value: float | None) -> str:
+def _format_seconds(value: float | None) -> str:
     return "never" if value is None else f"{value:.1f}"
 
 
@@ -56,10 +56,10 @@ COLUMNS: tuple[Column[FaultOutcome], ...] = (
     Column("run", lambda one: one.run),
     Column("rank", lambda one: one.fault.rank),
     Column("step", lambda one: one.fault.step),
-    Column("detected (s)", lambda one: _seconds(one.detected_s)),
+    Column("detected (s)", lambda one: _format_seconds(one.detected_s)),
     Column("found as", lambda one: one.found_as or "nothing", "left"),
     Column("right", lambda one: "yes" if one.named_right else "no", "left"),
-    Column("training again (s)", lambda one: _seconds(one.training_s)),
+    Column("training again (s)", lambda one: _format_seconds(one.training_s)),
     Column(
         "same bits",
         lambda one: (
@@ -70,7 +70,7 @@ COLUMNS: tuple[Column[FaultOutcome], ...] = (
 )
 
 
-def _group(one: FaultOutcome) -> str:
+def _name_group(one: FaultOutcome) -> str:
     cause = KINDS[one.fault.kind].cause
     if cause is None:
         return "slow ranks" if one.fault.kind == "slow" else "flipped bits"
@@ -85,7 +85,7 @@ def write_table(outcome: ChaosOutcome) -> Iterator[str]:
     survived = sum(one.survived for one in rows)
     yield f"{survived} of {len(rows)} faults in {outcome.runs} runs were found, called right and left no trace"
     for words in ("ended ranks", "hangs", "flipped bits", "slow ranks"):
-        some = [one for one in rows if _group(one) == words]
+        some = [one for one in rows if _name_group(one) == words]
         for what, values in (
             ("detected after", [one.detected_s for one in some if one.detected_s is not None]),
             ("training again after", [one.training_s for one in some if one.training_s is not None]),

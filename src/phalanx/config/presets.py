@@ -71,7 +71,7 @@ class Preset:
 
 def preset_names() -> tuple[str, ...]:
     """Return the names of all presets of all families, series together and small before large."""
-    names = {file.stem for family in _families() for file in _preset_files(family)}
+    names = {file.stem for family in _families_with_presets() for file in _preset_files(family)}
     return tuple(sorted(names, key=_series_and_size))
 
 
@@ -85,7 +85,7 @@ def load_preset(name: str) -> Preset:
 
 def find_preset(name: str) -> Preset | None:
     """Read the preset `name`; None where there is none."""
-    for family in _families():
+    for family in _families_with_presets():
         for file in _preset_files(family):
             # Compared with what is there, not joined to the folder: a name from a run file may hold "..".
             if file.stem == name:
@@ -117,12 +117,12 @@ def describe_recipe(name: str) -> str:
 
 def _recipe_files() -> Iterator[Path]:
     # One after the other: what other packages offer is imported only where none of ours is meant.
-    for family in _families():
+    for family in _families_with_presets():
         folder = find_family(family).recipes
         yield from [] if folder is None else sorted(folder.glob("*.yaml"))
 
 
-def _families() -> list[str]:
+def _families_with_presets() -> list[str]:
     """Return our own families first: their presets are found without importing what other packages offer."""
     return [*BUILT_IN, *(name for name in FAMILIES.names() if name not in BUILT_IN)]
 

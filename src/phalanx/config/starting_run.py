@@ -94,7 +94,7 @@ def find_start(family: str) -> Fields:
     """Return what run files of `family` begin with. Raises ConfigError for a family that there is none for."""
     known = starting_families()
     if family not in known:
-        raise ConfigError(f"--family {family} must be {_join_words(known)}{_nearest(family, known)}")
+        raise ConfigError(f"--family {family} must be {_join_words(known)}{_suggest_nearest(family, known)}")
     # A copy: answers are written into it.
     return deepcopy(_read_start(family))
 
@@ -158,7 +158,7 @@ def read_size(text: str, family: str, devices: Devices) -> Size:
     if text not in presets:
         raise ConfigError(
             f"--size {text} must be a preset of {family} models (phalanx config list shows them), or hours as in 12h"
-            f"{_nearest(text, presets)}"
+            f"{_suggest_nearest(text, presets)}"
         )
     return Size(text)
 
@@ -206,7 +206,11 @@ def write_starting_run(answers: Answers, file: Path) -> StartingRun:
         "What is not here has a default: phalanx config fields explains every field.",
     ]
     remark = start.get("own_data") if own else None
-    lines = [*(f"# {line}" for line in heading), *_comment(remark or "", ""), *_commented_lines(values, kind, notes)]
+    lines = [
+        *(f"# {line}" for line in heading),
+        *_comment_lines(remark or "", ""),
+        *_commented_lines(values, kind, notes),
+    ]
     text = "\n".join(lines) + "\n"
     # A file of ours that is refused is told so now, not by the next command.
     parse_run(text, str(file))
@@ -266,16 +270,16 @@ def _commented_lines(values: Fields, kind: type[Run], notes: Mapping[str, str]) 
     for info in run_sections(kind):
         if info.name not in values:
             continue
-        yield from ("", *_comment(info.description, ""), f"{info.name}:")
+        yield from ("", *_comment_lines(info.description, ""), f"{info.name}:")
         for name, value in values[info.name].items():
             field = known[f"{info.name}.{name}"]
             choices = f"May be {field.allowed}." if field.choices else ""
             told = (field.description, choices, notes.get(field.name, ""))
-            yield from _comment(" ".join(part for part in told if part), "  ")
+            yield from _comment_lines(" ".join(part for part in told if part), "  ")
             yield from textwrap.indent(to_yaml({name: value}), "  ").splitlines()
 
 
-def _comment(text: str, margin: str) -> list[str]:
+def _comment_lines(text: str, margin: str) -> list[str]:
     head = f"{margin}# "
     return textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=head, break_long_words=False)
 
@@ -305,6 +309,6 @@ def _join_words(words: list[str]) -> str:
     return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else words[0]
 
 
-def _nearest(text: str, known: list[str]) -> str:
+def _suggest_nearest(text: str, known: list[str]) -> str:
     found = nearest_names(text, known)
     return f"\nnearest: {found[0]}" if found else ""

@@ -232,14 +232,14 @@ def describe_rank(view: RankView, now: float) -> dict[str, Any]:
         "pid": view.pid,
         "code": view.code,
         "state": view.state,
-        "step": _step(beat),
+        "step": _step_of(beat),
         "phase": None if beat is None else beat.phase,
         "phase_seconds": None if beat is None else round(now - beat.since, 3),
         "error": None if view.error is None else dict(view.error),
     }
 
 
-def _step(beat: Beat | None) -> int | None:
+def _step_of(beat: Beat | None) -> int | None:
     return None if beat is None or beat.step < 0 else beat.step
 
 
@@ -282,7 +282,7 @@ def name_fault(
         rank=view.rank,
         cause=cause,
         detail=detail,
-        step=_step(view.beat),
+        step=_step_of(view.beat),
         phase=None if view.beat is None else view.beat.phase,
         attempt=attempt,
         silent_s=round(now - view.heard, 3) if silent else None,
@@ -313,7 +313,7 @@ def collect_stacks(folder: Path, views: Sequence[RankView]) -> dict[int, str]:
     sizes: dict[int, int] = {}
     while time.monotonic() < deadline:
         time.sleep(0.05)
-        before, sizes = sizes, {view.rank: _size(stack_file(folder, view.rank)) for view in asked}
+        before, sizes = sizes, {view.rank: _file_size(stack_file(folder, view.rank)) for view in asked}
         # Whole when nothing is added any more.
         if all(sizes.values()) and sizes == before:
             break
@@ -327,7 +327,7 @@ def collect_stacks(folder: Path, views: Sequence[RankView]) -> dict[int, str]:
     return found
 
 
-def _size(file: Path) -> int:
+def _file_size(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError:

@@ -198,12 +198,12 @@ def main() -> None:
         os._exit(0)
     os.waitpid(trial, 0)
     threads = len(list(Path("/proc/self/task").iterdir()))
-    found = _serve(connection)
+    found = _fork_ranks(connection)
     if found is not None:
         _become_rank(*found, threads)
 
 
-def _serve(connection: socket.socket) -> tuple[RankCommand, int | None] | None:
+def _fork_ranks(connection: socket.socket) -> tuple[RankCommand, int | None] | None:
     """Fork ranks until the supervisor is gone, and return None; in each rank, return its command and the store's socket."""
     while True:
         # A message is the length of a command, and the command; with its first byte comes the store's socket, for rank 0.

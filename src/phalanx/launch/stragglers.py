@@ -142,10 +142,10 @@ class StragglerWatch:
             RankTime(rank, step_s, max(0.0, step_s * (1.0 - share)), step_s * share)
             for rank, share in sorted(lateness.waits.items())
         )
-        return RankReport(times, None if slow is None else _describe(slow, lateness, known, step_s))
+        return RankReport(times, None if slow is None else _describe_straggler(slow, lateness, known, step_s))
 
 
-def _describe(rank: int, lateness: Lateness, beats: Mapping[int, Beat], step_s: float) -> Straggler:
+def _describe_straggler(rank: int, lateness: Lateness, beats: Mapping[int, Beat], step_s: float) -> Straggler:
     share = lateness.late[rank]
     others = median(beat.data_seconds for other, beat in beats.items() if other != rank)
     # A host that launches late makes its device late; a device that is late keeps its host as busy as the others.

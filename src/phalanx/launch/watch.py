@@ -134,7 +134,7 @@ class NodeWatch:
         gone = [later[view.rank] for view in seen if view.code is not None]
         first = min(gone, key=lambda view: ((view.error or {}).get("kind") == "lost link", view.rank))
         rows = [later[view.rank] for view in seen]
-        self._report(name_fault(first, rows, attempt=_attempt(), now=now, stacks=stacks))
+        self._report(name_fault(first, rows, attempt=_read_attempt(), now=now, stacks=stacks))
 
     def _end_silent(self, silent: Sequence[RankView], views: Sequence[RankView], now: float) -> bool:
         """Name and end the rank that the others wait for; return whether there is one on this node."""
@@ -145,7 +145,9 @@ class NodeWatch:
         if not alone and now - hung.heard < 2.0 * self._limits.heartbeat_s:
             return False
         stacks = collect_stacks(self._folder, views)
-        fault = name_fault(hung, views, attempt=_attempt(), now=now, silent=True, collectives=sentences, stacks=stacks)
+        fault = name_fault(
+            hung, views, attempt=_read_attempt(), now=now, silent=True, collectives=sentences, stacks=stacks
+        )
         self._report(fault)
         with contextlib.suppress(ProcessLookupError):
             os.kill(hung.pid, signal.SIGKILL)
@@ -159,7 +161,7 @@ class NodeWatch:
             write_stderr(f"warning: {problem}")
 
 
-def _attempt() -> int:
+def _read_attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 

@@ -85,13 +85,15 @@ class GatheredMatrices(WholeMatrices):
             whole |= dict(zip(units, stacked[name], strict=True))
         # Parts go to the owners of their matrices, and there into whole ones.
         outgoing = [[exchange.own_part(mine, piece) for piece in pieces] for pieces in exchange.sends]
-        _copy_pieces(_exchange(outgoing, exchange.gathers, self.group, like), lambda piece: piece.of_whole(whole))
+        _copy_pieces(
+            _exchange_pieces(outgoing, exchange.gathers, self.group, like), lambda piece: piece.of_whole(whole)
+        )
         # Matrices of one parameter in one call: many small ones would be as many small kernels.
         for name, matrices_NRC in stacked.items():
             matrices_NRC.copy_(work_on_parts(matrices_NRC, self.rows_by_name[name], work).view_as(matrices_NRC))
         # Results go back to all that hold parts, replicas included.
         outgoing = [[piece.of_whole(whole) for piece in pieces] for pieces in exchange.returns]
-        returned = _exchange(outgoing, exchange.receives, self.group, like)
+        returned = _exchange_pieces(outgoing, exchange.receives, self.group, like)
         _copy_pieces(returned, lambda piece: exchange.own_part(results, piece))
 
 
@@ -143,7 +145,7 @@ class Piece:
 
     def of_whole(self, whole: Mapping[Unit, Tensor]) -> Tensor:
         """Return its elements in the whole unit, where this rank gathers it."""
-        return _narrow(whole[self.unit], self.unit.begin, self.box)
+        return _narrow_to_box(whole[self.unit], self.unit.begin, self.box)
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ class Round:
 
     def own_part(self, tensors: Mapping[str, Tensor], piece: Piece) -> Tensor:
         """Return the elements of `piece` in this rank's part of its parameter. tensors: like this rank's parameters."""
-        return _narrow(tensors[piece.unit.name], self.begins[piece.unit.name], piece.box)
+        return _narrow_to_box(tensors[piece.unit.name], self.begins[piece.unit.name], piece.box)
 
 
 def plan_rounds(held: Sequence[Holdings], rank: int) -> list[Round]:
@@ -184,7 +186,7 @@ def plan_rounds(held: Sequence[Holdings], rank: int) -> list[Round]:
             if unit.owner == rank:
                 owned.setdefault(unit.name, []).append(unit)
             # Senders and receivers go through the same pieces in the same order: nothing is told beside the elements.
-            for box, ranks in _holders(unit, parts).items():
+            for box, ranks in _holders_of_parts(unit, parts).items():
                 piece = Piece(unit, box)
                 # Of replicas another one sends each matrix, so that none has to send all.
                 sender = unit.owner if unit.owner in ranks else ranks[number % len(ranks)]
@@ -207,13 +209,13 @@ def gather_holdings(mine: Holdings, group: dist.ProcessGroup, alike: range) -> l
     if exchanges_nothing(group):
         # A dry run has one rank: the others of its stage hold as much, each the next part.
         for other in alike:
-            held[other] = {name: _shift(one, other - rank) for name, one in mine.items()}
+            held[other] = {name: _following_part(one, other - rank) for name, one in mine.items()}
         return held
     dist.all_gather_object(held, mine, group=group)
     return held
 
 
-def _shift(mine: Holding, by: int) -> Holding:
+def _following_part(mine: Holding, by: int) -> Holding:
     """Return the part that comes `by` parts after `mine`, all parts being as large."""
     (first_row, first_column), sizes = mine.box
     rows, columns = (max(size, 1) for size in sizes)
@@ -239,7 +241,7 @@ def units_of(held: Sequence[Holdings]) -> list[Unit]:
     return found
 
 
-def _holders(unit: Unit, parts: Parts) -> dict[Box, list[int]]:
+def _holders_of_parts(unit: Unit, parts: Parts) -> dict[Box, list[int]]:
     """Return the parts of a matrix, and the ranks that hold each."""
     found: dict[Box, list[int]] = {}
     for box, ranks in parts[unit.name].items():
@@ -259,7 +261,7 @@ def assign_units(units: Sequence[Unit], parts: Parts, ranks: int) -> list[Unit]:
     assigned = []
     # Cheap ones come last, and even out what the costly ones have left uneven.
     for unit in sorted(units, key=lambda unit: (-unit.cost, unit.name, unit.begin)):
-        holders = _holders(unit, parts)
+        holders = _holders_of_parts(unit, parts)
         able = holders.get((unit.begin, unit.shape)) or [rank for each in holders.values() for rank in each]
         owner = min(able, key=lambda rank: (load[rank], rank))
         load[owner] += unit.cost
@@ -273,7 +275,7 @@ def _fill_rounds(units: Sequence[Unit], parts: Parts) -> list[list[Unit]]:
     reached: dict[int, tuple[int, int]] = {}
     for unit in units:
         # Every replica gets the updated matrix: what is sent back is a multiple of what was gathered.
-        sent = sum(math.prod(box[1]) * len(ranks) for box, ranks in _holders(unit, parts).items())
+        sent = sum(math.prod(box[1]) * len(ranks) for box, ranks in _holders_of_parts(unit, parts).items())
         size = max(math.prod(unit.shape), sent)
         number, elements = reached.get(unit.owner, (0, 0))
         if elements and elements + size > ROUND_ELEMENTS:
@@ -284,7 +286,7 @@ def _fill_rounds(units: Sequence[Unit], parts: Parts) -> list[list[Unit]]:
     return rounds
 
 
-def _narrow(tensor: Tensor, begin: tuple[int, ...], box: Box) -> Tensor:
+def _narrow_to_box(tensor: Tensor, begin: tuple[int, ...], box: Box) -> Tensor:
     """Return the elements of `box` in a tensor that begins at `begin` of the whole."""
     for dim, (origin, first, size) in enumerate(zip(begin, *box, strict=True)):
         tensor = tensor.narrow(dim, first - origin, size)
@@ -297,7 +299,7 @@ def _copy_pieces(arrived: Iterable[tuple[Piece, Tensor]], place: Callable[[Piece
         place(piece).copy_(part)
 
 
-def _exchange(
+def _exchange_pieces(
     outgoing: Sequence[Sequence[Tensor]],
     incoming: Sequence[Sequence[Piece]],
     group: dist.ProcessGroup,

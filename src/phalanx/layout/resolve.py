@@ -158,12 +158,12 @@ def fallback_layouts(model: BoundModel, wanted: ResolvedLayout) -> dict[int, lis
     ]
     for ranks in range(wanted.world_size - 1, 0, -1):
         legal = [
-            (_distance(layout, wanted)[0], order, layout)
+            (_degree_distance(layout, wanted)[0], order, layout)
             for order, fix in enumerate(fixes)
             for layout in legal_layouts(_change_fields(model, fix), ranks, ranks)
         ]
         if legal:
-            _, order, nearest = min(legal, key=lambda choice: (*choice[:2], _distance(choice[2], wanted)))
+            _, order, nearest = min(legal, key=lambda choice: (*choice[:2], _degree_distance(choice[2], wanted)))
             degrees = [f"layout.{name}={getattr(nearest, name)}" for name in DEGREES]
             found[ranks] = [*degrees, *(f"{name}={value}" for name, value in fixes[order].items())]
     return found
@@ -349,11 +349,11 @@ def _nearest_degrees(
 ) -> list[list[str]]:
     """Return, in words, the degrees of the legal layouts that differ least from `wanted`."""
     legal = legal_layouts(model, world_size, devices_per_node)
-    nearest = sorted(legal, key=lambda layout: _distance(layout, wanted))[:_SUGGESTED]
+    nearest = sorted(legal, key=lambda layout: _degree_distance(layout, wanted))[:_SUGGESTED]
     return [_write_degrees(layout, wanted) for layout in nearest]
 
 
-def _distance(layout: ResolvedLayout, wanted: ResolvedLayout) -> tuple[float, ...]:
+def _degree_distance(layout: ResolvedLayout, wanted: ResolvedLayout) -> tuple[float, ...]:
     """Return how far the degrees of a layout are from those of another, with the degrees themselves to break ties."""
     # Data-parallel degrees are the first to give way: they change no model code and follow from the rest.
     weights = {"dp_replicate": 0.2, "dp_shard": 0.1}

@@ -65,11 +65,13 @@ def fake_tensors_everywhere(most_sent: int | None = None) -> Iterator[FakeTensor
                     patch.object(
                         DeviceMesh,
                         name,
-                        staticmethod(_real(method.__func__)) if isinstance(method, staticmethod) else _real(method),
+                        staticmethod(_with_real_tensors(method.__func__))
+                        if isinstance(method, staticmethod)
+                        else _with_real_tensors(method),
                     )
                 )
         if isinstance(mesh := DeviceMesh.__dict__.get("mesh"), property):
-            stack.enter_context(patch.object(DeviceMesh, "mesh", property(_real(mesh.fget))))
+            stack.enter_context(patch.object(DeviceMesh, "mesh", property(_with_real_tensors(mesh.fget))))
         stack.enter_context(unseen_propagation())
         stack.enter_context(silent_neighbours())
         # One object: PyTorch asks whether an operation is that very function.
@@ -165,7 +167,7 @@ def unseen_propagation() -> Iterator[None]:
         yield
 
 
-def _real(method: Callable[..., Any] | None) -> Callable[..., Any]:
+def _with_real_tensors(method: Callable[..., Any] | None) -> Callable[..., Any]:
     """Keep the tensors of ranks in a device mesh real: fake ones must not meet them."""
     assert method is not None
 

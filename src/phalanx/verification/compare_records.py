@@ -114,7 +114,7 @@ class _Comparison:
 
     def run(self, update_gain: float | None) -> list[Check]:
         """Return all checks."""
-        errors = self._compare_rows(self.mine.activations, _of(self.reference, lambda one: one.activations))
+        errors = self._compare_rows(self.mine.activations, _take_from(self.reference, lambda one: one.activations))
         checks = [self._check("activations", name, 1, errors[name]) for name in errors]
         # Largest of any step: a task head that one step has no sample of has moved in others.
         norms: dict[str, float] = {}
@@ -125,12 +125,12 @@ class _Comparison:
             norms |= {name: max(size, norms.get(name, 0.0)) for name, size in sizes.items()}
         steps = len(self.mine.steps)
         if self.mine.updates:
-            errors = self._compare_tensors(self.mine.updates, _of(self.reference, lambda one: one.updates))
+            errors = self._compare_tensors(self.mine.updates, _take_from(self.reference, lambda one: one.updates))
             return checks + [self._check("update", name, steps, errors[name]) for name in errors]
         # How far parameters may differ follows from gradients only where an update is known to be smooth in them.
         if update_gain is None:
             return checks
-        errors = self._compare_tensors(self.mine.parameters, _of(self.reference, lambda one: one.parameters))
+        errors = self._compare_tensors(self.mine.parameters, _take_from(self.reference, lambda one: one.parameters))
         for name, error in errors.items():
             # In units of the parameter: how much of it a relative error of its gradient can move in all steps.
             gain = steps * update_gain * norms.get(name, 0.0) / max(error.norm, 1e-30)
@@ -144,21 +144,25 @@ class _Comparison:
         self, number: int, mine: StepRecord, reference: StepRecord | None
     ) -> tuple[list[Check], dict[str, float]]:
         """Return the checks of one step, and the 2-norm of every gradient on one rank."""
-        checks: list[Check] = [*self._compare_choices(number, mine.routing, _of(reference, lambda one: one.routing))]
-        wanted = _of(reference, lambda one: [one.loss, one.grad_norm])
+        checks: list[Check] = [
+            *self._compare_choices(number, mine.routing, _take_from(reference, lambda one: one.routing))
+        ]
+        wanted = _take_from(reference, lambda one: [one.loss, one.grad_norm])
         loss, norm = self._compare_numbers([mine.loss, mine.grad_norm], wanted)
         checks.append(Check("loss", "", number, loss, self.bound.of("loss", "", number, 0.0)))
-        errors = self._compare_tensors(mine.gradients, _of(reference, lambda one: one.gradients))
+        errors = self._compare_tensors(mine.gradients, _take_from(reference, lambda one: one.gradients))
         errors = _measure_by_module(errors, self.vanishing)
         inputs = {}
         # After an update input gradients differ by as much as the update may.
         if number == 1:
-            inputs = self._compare_rows(self.mine.input_gradients, _of(self.reference, lambda one: one.input_gradients))
+            inputs = self._compare_rows(
+                self.mine.input_gradients, _take_from(self.reference, lambda one: one.input_gradients)
+            )
         for what, name in _backward_order(errors, inputs, self.layers):
             error = errors[name] if what == "gradient" else inputs[name]
             checks.append(self._check(what, name, number, error))
         checks.append(Check("gradient norm", "", number, norm, self.bound.of("gradient norm", "", number, 0.0)))
-        state = self._compare_tensors(mine.state, _of(reference, lambda one: one.state))
+        state = self._compare_tensors(mine.state, _take_from(reference, lambda one: one.state))
         checks += [self._check("state", name, number, error) for name, error in state.items()]
         return checks, {name: error.norm for name, error in errors.items()}
 
@@ -309,6 +313,6 @@ def _measure_by_module(errors: dict[str, _Error], vanishing: Sequence[str]) -> d
     return found
 
 
-def _of(record: Any, part: Callable[[Any], Any]) -> Any:
+def _take_from(record: Any, part: Callable[[Any], Any]) -> Any:
     """Return a part of a record; None on ranks that have no record."""
     return None if record is None else part(record)

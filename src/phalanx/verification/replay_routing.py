@@ -107,20 +107,20 @@ def choice_margins(router: Router, scores_TE: Tensor, chosen_TK: Tensor) -> Tens
         group_TG = best_TGN.sum(-1)
         # A group's sum moves with each expert in it.
         slope_TG = slopes_TE.unflatten(-1, (settings.groups, -1)).gather(-1, numbers_TGN).sum(-1)
-        needed_TG = _mark(chosen_TK // (settings.count // settings.groups), group_TG)
+        needed_TG = _mark_chosen(chosen_TK // (settings.count // settings.groups), group_TG)
         own_TN = group_TG.topk(settings.active_groups, dim=-1).indices
         # Groups of the chosen experts first, whatever they count; experts may have left one of the best groups empty.
         taken_TN = group_TG.masked_fill(needed_TG, float("inf")).topk(settings.active_groups, dim=-1).indices
-        moves_T = _closing_move(group_TG, slope_TG, _mark(own_TN, group_TG), _mark(taken_TN, group_TG))
+        moves_T = _closing_move(group_TG, slope_TG, _mark_chosen(own_TN, group_TG), _mark_chosen(taken_TN, group_TG))
         ranked_TE = router.mask_groups(ranked_TE, taken_TN)
-    own_TE = _mark(ranked_TE.topk(chosen_TK.shape[1], dim=-1).indices, ranked_TE)
-    moves_T = torch.maximum(moves_T, _closing_move(ranked_TE, slopes_TE, own_TE, _mark(chosen_TK, ranked_TE)))
+    own_TE = _mark_chosen(ranked_TE.topk(chosen_TK.shape[1], dim=-1).indices, ranked_TE)
+    moves_T = torch.maximum(moves_T, _closing_move(ranked_TE, slopes_TE, own_TE, _mark_chosen(chosen_TK, ranked_TE)))
     # Logits but for a constant, which moves no standard deviation.
     logits_TE = scores_TE.log() if softmax else torch.logit(scores_TE)
     return moves_T / logits_TE.std(-1)
 
 
-def _mark(numbers_TN: Tensor, like_TX: Tensor) -> Tensor:
+def _mark_chosen(numbers_TN: Tensor, like_TX: Tensor) -> Tensor:
     """Return which of X things have one of these numbers, bool [T, X]."""
     return torch.zeros_like(like_TX, dtype=torch.bool).scatter_(1, numbers_TN, True)
 
