@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.checkpoint import Checkpoint, CheckpointReader, RankGroup, TensorReader, open_checkpoints, read_state
+from phalanx.checkpoint import Checkpoint, RankGroup, TensorReader, open_checkpoints, read_state
 from phalanx.config.document import parse_document
 from phalanx.config.families import find_family
 from phalanx.config.fields import nearest_names
@@ -99,7 +99,10 @@ def plan_transfer(model: TrainableModel) -> TransferPlan | None:
     newest, before, adapters, stored = found
     whole = model.whole_shapes
     wanted = {**whole.parameters, **whole.state}
-    stored, merged = _merge_shapes(wanted, stored)
+    # Adapters that the model has none for are merged into the weights that they adapt.
+    apart = {name for name in stored if is_adapter(name) and name not in wanted}
+    merged = {name for name in stored if apart.issuperset(adapter_names(name))}
+    stored = {name: shape for name, shape in stored.items() if name not in apart}
     resizes = [] if before is None else model.resizes(path, before)
     known = {name: next((resize for pattern, resize in resizes if fnmatchcase(name, pattern)), None) for name in wanted}
     fates, dropped, problems = match_tensors(wanted, stored, training.transfer, known)
@@ -108,13 +111,6 @@ def plan_transfer(model: TrainableModel) -> TransferPlan | None:
     if adapters is not None:
         fates = [replace(fate, merges=adapters) if fate.source in merged else fate for fate in fates]
     return TransferPlan(newest, fates, dropped)
-
-
-def _merge_shapes(wanted: Shapes, stored: Shapes) -> tuple[Shapes, set[str]]:
-    """Return `stored` without the adapters that the model has none for, and the weights that these are merged into."""
-    apart = {name for name in stored if is_adapter(name) and name not in wanted}
-    merged = {name for name in stored if apart.issuperset(adapter_names(name))}
-    return {name: shape for name, shape in stored.items() if name not in apart}, merged
 
 
 def match_tensors(
@@ -213,7 +209,14 @@ def load_transfer(plan: TransferPlan, model: TrainableModel, applied: ParallelMo
     """Fill the tensors of `applied` as `plan` says; new ones keep the values that they have. Every rank calls it."""
     reader = open_checkpoints(plan.checkpoint.path)
     for fates in _rounds([fate for fate in plan.fates if fate.source is not None and not fate.whole]):
-        _load_taken(reader, plan.checkpoint, fates, applied)
+        # As they are stored, each rank its own part.
+        saved = applied.saved
+        places = {
+            f"{MODEL}{fate.source}": place_of(saved[fate.name], applied.splits.get(fate.name))
+            for fate in fates
+            if fate.name in saved
+        }
+        reader.load(plan.checkpoint, places, only={f"{MODEL}{fate.source}" for fate in fates})
     whole = [fate for fate in plan.fates if fate.whole and fate.name in applied.saved]
     if whole:
         with TensorReader(plan.checkpoint.path) as tensors:
@@ -232,19 +235,6 @@ def _rounds(fates: Sequence[Fate]) -> list[list[Fate]]:
         rounds[seen[fate.source]].append(fate)
         seen[fate.source] += 1
     return rounds
-
-
-def _load_taken(
-    reader: CheckpointReader, checkpoint: Checkpoint, fates: Sequence[Fate], applied: ParallelModel
-) -> None:
-    """Fill tensors as they are stored, each rank its own part."""
-    saved = applied.saved
-    places = {
-        f"{MODEL}{fate.source}": place_of(saved[fate.name], applied.splits.get(fate.name))
-        for fate in fates
-        if fate.name in saved
-    }
-    reader.load(checkpoint, places, only={f"{MODEL}{fate.source}" for fate in fates})
 
 
 @torch.no_grad()

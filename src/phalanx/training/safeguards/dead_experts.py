@@ -32,15 +32,10 @@ class DeadExperts:
                 if idle == DEAD_STEPS:
                     died.append(expert)
             if died:
-                self._warn(step, layer.layer, died)
-
-    def _warn(self, step: int, layer: int, experts: list[int]) -> None:
-        some = ", ".join(map(str, experts[:_NAMED])) + (
-            f" and {len(experts) - _NAMED} more" if experts[_NAMED:] else ""
-        )
-        text = (
-            f"layer {layer}: no token went to expert{'s' * (len(experts) > 1)} {some} for {DEAD_STEPS} steps; raise "
-            "model.experts.balance_weight, or balance by model.experts.bias_rate"
-        )
-        self._log.event("dead_experts", step, layer=layer, experts=experts, text=text)
-        self._log.note(f"warning: step {step}: {text}")
+                some = ", ".join(map(str, died[:_NAMED])) + (f" and {len(died) - _NAMED} more" if died[_NAMED:] else "")
+                text = (
+                    f"layer {layer.layer}: no token went to expert{'s' * (len(died) > 1)} {some} for {DEAD_STEPS} steps; "
+                    "raise model.experts.balance_weight, or balance by model.experts.bias_rate"
+                )
+                self._log.event("dead_experts", step, layer=layer.layer, experts=died, text=text)
+                self._log.note(f"warning: step {step}: {text}")

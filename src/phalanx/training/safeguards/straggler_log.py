@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, replace
 
 from phalanx.launch.heartbeat import Heartbeat
-from phalanx.launch.stragglers import Straggler, read_report
+from phalanx.launch.stragglers import read_report
 from phalanx.training.logs import RunLog
 from phalanx.training.metrics import StepMetrics
 
@@ -34,17 +34,14 @@ class StragglerLog:
         if report is None:
             return metrics
         slow = report.straggler
-        self._tell(slow, metrics.step)
+        # Once for each rank that has become slow.
+        before, self._known = self._known, None if slow is None else slow.rank
+        if slow is not None and slow.rank != before:
+            self._log.note(f"warning: {slow.in_words()}")
+            self._log.event("straggler", metrics.step, **asdict(slow))
         return replace(
             metrics,
             node_compute_seconds=tuple(round(one.compute, 6) for one in report.times),
             node_wait_seconds=tuple(round(one.wait, 6) for one in report.times),
             straggler=None if slow is None else slow.rank,
         )
-
-    def _tell(self, slow: Straggler | None, step: int) -> None:
-        """Say once that a rank has become slow."""
-        before, self._known = self._known, None if slow is None else slow.rank
-        if slow is not None and slow.rank != before:
-            self._log.note(f"warning: {slow.in_words()}")
-            self._log.event("straggler", step, **asdict(slow))
