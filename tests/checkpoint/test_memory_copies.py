@@ -78,6 +78,9 @@ def lose_and_find(root: Path) -> dict[str, Any]:
     found["node lost"] = find(begin(), stored=3)
     if rank == 1:
         flip_byte(node / "rank-00001/step-00000008")
+    found["own damaged"] = find(begin(), stored=3)
+    if rank in (1, 2):
+        flip_byte(node / "rank-00001/step-00000008")
     found["damaged"] = find(begin(), stored=3)
     if rank in (1, 2):
         shutil.rmtree(node)
@@ -109,9 +112,11 @@ def test_ranks_take_up_their_own_copies(found: list[dict[str, Any]]) -> None:
         assert seen["own"] == (8, f"step 8 of rank {rank}", (), True)
 
 
-def test_a_lost_node_gets_its_copy_from_its_peer(found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("how", ["node lost", "own damaged"])
+def test_a_peer_sends_the_copy_that_is_lost_or_damaged(how: str, found: list[dict[str, Any]]) -> None:
     for rank, seen in enumerate(found):
-        assert seen["node lost"] == (8, f"step 8 of rank {rank}", (1,), True)
+        assert seen[how] == (8, f"step 8 of rank {rank}", (1,), True)
+    assert "a copy in memory is damaged: " in "\n".join(found[0]["warnings"])
 
 
 @pytest.mark.parametrize(

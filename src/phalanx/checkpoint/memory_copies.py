@@ -195,9 +195,22 @@ class MemoryCopies:
         self._ranks.agree(error)
 
     def _find_candidates(self, stored: int) -> list[Candidate]:
-        """Return the steps after `stored` of which the copies of all ranks are there, newest first."""
-        holdings = self._ranks.gather(_list_copies(self._folder))
-        return self._ranks.from_first(lambda: match_copies(holdings, stored))
+        """Return the steps after `stored` of which the copies of all ranks are there, newest first.
+
+        Of its own copies a rank counts those alone of which every byte is as it was written: a peer may have a good one.
+        """
+        held, damages = _list_copies(self._folder), []
+        for one in folders.list_published(_rank_folder(self._folder, self._ranks.rank)):
+            try:
+                if one.step > stored:
+                    verify_checkpoint(one.path)
+            except CheckpointDamaged as damage:
+                held.discard((self._ranks.rank, one.step))
+                damages.append(f"a copy in memory is damaged: {damage}")
+        found = self._ranks.gather((held, damages))
+        for text in (text for _, texts in found for text in texts):
+            self._warn(text)
+        return self._ranks.from_first(lambda: match_copies([held for held, _ in found], stored))
 
     def _fetch_verified(
         self,
@@ -215,16 +228,17 @@ class MemoryCopies:
         error: Exception | None = None
         state: dict[str, Any] = {}
         try:
-            state = self._verify(mine, tensors, stored)
+            if incoming:
+                verify_checkpoint(mine.path)
+            state = self._read_state(mine, tensors, stored)
             check(mine, state)
         except CheckpointError as failure:
             error = failure
         self._ranks.agree(error)
         return LoadedCopy(mine, state, tuple(to for _, to in candidate.moves))
 
-    def _verify(self, copy: Checkpoint, tensors: SavedTensors, stored: int) -> dict[str, Any]:
-        """Return the state of a copy, every byte of it verified. Raises CheckpointError for one that is not to be used."""
-        verify_checkpoint(copy.path)
+    def _read_state(self, copy: Checkpoint, tensors: SavedTensors, stored: int) -> dict[str, Any]:
+        """Return the state of a copy. Raises CheckpointError for one that is not to be used."""
         try:
             kept = CopyState.model_validate(read_state(copy.path))
         except ValidationError as error:
