@@ -24,8 +24,15 @@ from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.time.step_time import Busiest, DataParallel
 from phalanx.planner.trace.operations import Attention, Matmul, Operation
 from phalanx.planner.trace.traced_model import BLOCKS, PartName, Setting
-from published.runs import PublishedRun
-from published.transformer_engine import with_known_scales
+from published.transformer_engine import (
+    attention_in_8_bits,
+    in_8_bits,
+    with_8_bit_head,
+    with_expert_biases,
+    with_fused_experts,
+    with_known_scales,
+    with_recomputed_activation,
+)
 
 
 @dataclass(frozen=True)
@@ -53,10 +60,21 @@ class OtherFramework(FrameworkProfile):
     """Whether 8-bit numbers are made by scales of steps before, in one pass, and biases cost none."""
     experts_in_8_bits: bool = False
     """Whether products of experts multiply 8-bit numbers where all others do; ours multiply 16-bit ones."""
+    fused_experts: bool = False
+    """Whether the activation function between experts' products is part of these."""
+    biased_experts: bool = False
+    """Whether experts have biases, and clamp what their activation function gets."""
+    recomputes_activation: bool = False
+    """Whether that function is applied again in the backward pass."""
+    attention_exponentials: float = 0.0
+    """Exponentials a clock and multiprocessor where attention multiplies 8-bit numbers; 0 where it does not."""
+    head_in_8_bits: bool = False
     rows_once_a_rank: bool = False
     """Whether a token's row goes once to each rank that has some of its experts, else once for each of its experts."""
     hides_rows: bool = False
     """Whether rows for experts travel behind what another micro-batch computes."""
+    hides_tp: bool = False
+    """Whether tensor-parallel ranks exchange activations while they multiply them."""
 
     def traced_setting(self, setting: Setting) -> Setting:
         """Return the setting without recompute: what is recomputed is put together from the forward pass."""
@@ -83,8 +101,11 @@ class OtherFramework(FrameworkProfile):
         operations = [_with_narrow_values(op, setting) for op in operations]
         if self.delayed_scales:
             operations = with_known_scales(operations)
-        if self.experts_in_8_bits and PRECISIONS[setting.precision].products is not None:
-            operations = [one for op in operations for one in _in_8_bits(op)]
+        operations = self._with_experts(operations, setting)
+        if self.attention_exponentials:
+            operations = [one for op in operations for one in attention_in_8_bits(op, self.attention_exponentials)]
+        if self.head_in_8_bits and name == "head":
+            operations = with_8_bit_head(operations)
         if self.rows_once_a_rank and setting.ep > 1:
             share = _ranks_of_token(setting)
             operations = [_with_fewer_rows(op, share) for op in operations]
@@ -95,6 +116,15 @@ class OtherFramework(FrameworkProfile):
         if not self.fused_attention:
             operations = [one for op in operations for one in unfused(op, self.attention_dropout)]
         return tuple(operations)
+
+    def _with_experts(self, operations: list[Operation], setting: Setting) -> list[Operation]:
+        if self.biased_experts and not self.fused_experts:
+            operations = with_expert_biases(operations, wide_probabilities=self.rows_once_a_rank)
+        if self.recomputes_activation:
+            operations = with_recomputed_activation(operations)
+        if self.experts_in_8_bits and PRECISIONS[setting.precision].products is not None:
+            operations = [one for op in operations for one in in_8_bits(op)]
+        return with_fused_experts(operations) if self.fused_experts else operations
 
     def as_it_runs(self, named: NamedProfile) -> NamedProfile:
         """Return a profile without what this program does not pay for.
@@ -122,6 +152,9 @@ def times_of_parts(
         # One kernel writes to all ranks at once, where NCCL sends to one after the other.
         direct = part_times(parts, machine, replace(constants, step_s=0.0), profile)
         seconds[..., PartBreakdown.EP] = direct.seconds[..., PartBreakdown.EP]
+    if framework.hides_tp:
+        behind = np.minimum(seconds[..., PartBreakdown.TP], profile.hidden * seconds[..., PartBreakdown.MATMUL])
+        seconds[..., PartBreakdown.TP] -= (1 - profile.slowdown) * behind
     if not framework.hides_rows:
         return replace(times, seconds=seconds)
     computing = seconds[..., [PartBreakdown.MATMUL, PartBreakdown.ATTENTION, PartBreakdown.MEMORY]].sum(axis=2)
@@ -155,29 +188,17 @@ def _with_narrow_values(op: Operation, setting: Setting) -> Operation:
     return replace(op, attention=replace(op.attention, value_size=model.latent.value_size))
 
 
-def _in_8_bits(op: Operation) -> list[Operation]:
-    """Return a grouped product of 8-bit numbers, with the pass that makes them of its rows; other operations as they are.
-
-    Transformer Engine's GroupedLinear makes two copies of its input, and of its result's gradient, in 8 bits: one for this
-    product and one for the weights' gradient, which is summed along the other side.
-    """
-    product = op.matmul
-    if product is None or not product.groups or product.width == 1:
-        return [op]
-    fewer = op.bytes_read * (product.width - 1) // product.width
-    done = replace(op, matmul=replace(product, width=1), bytes_read=op.bytes_read - fewer)
-    if op.weight_gradient:
-        return [done]
-    rows = product.m * product.k
-    copied = replace(op, kind="copy", matmul=None, flops=0, bytes_read=rows * product.width, bytes_written=2 * rows)
-    return [copied, done]
-
-
 def _ranks_of_token(setting: Setting) -> float:
-    """Return the ranks that have some of a token's experts, over its experts, where each expert is as likely as another."""
+    """Return the ranks that have some of a token's experts, over its experts.
+
+    Each expert is as likely as another, but for routers that choose groups of experts first, whose ranks are the only ones
+    (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+    """
     assert isinstance(setting.model, LanguageModel) and setting.model.experts is not None
-    active = setting.model.experts.active
-    return setting.ep * (1 - (1 - 1 / setting.ep) ** active) / active
+    experts = setting.model.experts
+    grouped = experts.groups > 1 and setting.ep % experts.groups == 0
+    ranks = setting.ep // experts.groups * experts.active_groups if grouped else setting.ep
+    return ranks * (1 - (1 - 1 / ranks) ** experts.active) / experts.active
 
 
 def _with_fewer_rows(op: Operation, share: float) -> Operation:
@@ -313,30 +334,6 @@ _KNOWN: tuple[tuple[str, FrameworkProfile], ...] = (
     ("phalanx", COMPILED),
 )
 """By what the lower-case name of a program begins with."""
-
-
-_DISPATCHED = ("GB200", "GB300", "B200", "B300")
-"""Devices on which Megatron-Bridge's recipes mostly send rows by HybridEP or DeepEP
-(NVIDIA-NeMo/Megatron-Bridge@067f987d, src/megatron/bridge/perf_recipes; docs/performance-guide.md)."""
-_WHOLE_STEPS = 26.06
-"""Release from which on its recipes in MXFP8 record whole steps, and send rows behind another micro-batch's computing
-(`overlap_moe_expert_parallel_comm`, `delay_wgrad_compute`): `_enable_hybridep_full_iteration_mxfp8` and its likes there."""
-
-
-def with_recipe(framework: FrameworkProfile, run: PublishedRun, machine: Machine) -> FrameworkProfile:
-    """Return what Megatron-Bridge's recipe for a run on `machine` changes; other programs as they are."""
-    if not isinstance(framework, OtherFramework) or not run.framework.startswith("Megatron-Bridge"):
-        return framework
-    release = float(".".join(run.framework.split()[-1].split(".")[:2]))
-    dispatched = run.device in _DISPATCHED
-    in_whole_steps = dispatched and run.precision == "mxfp8" and release >= _WHOLE_STEPS
-    # Those for H100s hide rows between nodes (`overlap_moe_expert_parallel_comm` of qwen3-235b and deepseek-v3).
-    across = run.layout is not None and run.layout.ep > machine.node.devices
-    return replace(
-        framework,
-        rows_once_a_rank=dispatched,
-        hides_rows=in_whole_steps or (not dispatched and across),
-    )
 
 
 def framework_of(name: str, attention: str = "", sequence_parallel: bool | None = None) -> FrameworkProfile | None:

@@ -21,7 +21,8 @@ from phalanx.planner.time.step_time import StepTimes, time_steps
 from phalanx.planner.trace.expert_loads import BALANCED
 from phalanx.planner.trace.traced_model import Setting
 from published.bubble import estimate_pipelines
-from published.frameworks import BlockingDataParallel, OtherFramework, framework_of, times_of_parts, with_recipe
+from published.frameworks import BlockingDataParallel, OtherFramework, framework_of, times_of_parts
+from published.recipes import with_recipe
 from published.runs import PublishedRun
 
 PROFILES = Path(__file__).with_name("profiles")
@@ -155,6 +156,6 @@ def grouped(runs: Sequence[PublishedRun]) -> list[PublishedGroup]:
             links = system.machine.links
             if not isinstance(framework, OtherFramework):
                 framework = replace(framework, copy_engines=links is not None and links.switch is not None)
-            framework = with_recipe(framework, run, system.machine)
+            framework = with_recipe(framework, run)
             together.setdefault((system.profile, framework.computing_in(timed_precision(run))), []).append(run)
     return [PublishedGroup.of(systems[profile], framework, rows) for (profile, framework), rows in together.items()]

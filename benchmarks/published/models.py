@@ -44,7 +44,7 @@ _MIXTURES_BY_NAME: dict[str, dict[str, Any]] = {
         "experts": {"count": 8, "active": 2, "balance": "none"},
     },
 }
-"""Mixtures that are no presets: config.json of openai/gpt-oss-120b, whose experts' biases are left out, and of
+"""Mixtures that are no presets: config.json of openai/gpt-oss-120b, whose experts' biases `recipes.py` plans, and of
 mistralai/Mixtral-8x22B-v0.1."""
 _SWIGLU = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "tied_head": False, "bias": False}
 _PRESETS = {"deepseekv3": "deepseek-v3"}

@@ -42,6 +42,7 @@ class PublishedRun(MeasuredRun):
     confidence: str
     attention: str
     """The kernel, in the source's words."""
+    model_name: str
     source: str
     notes: str
     devices_per_node: int | None
@@ -91,6 +92,7 @@ def _read_row(row: Row) -> PublishedRun:
         devices=devices,
         devices_per_node=per_node,
         model=model,
+        model_name=row.text("model"),
         sequence_length=length,
         layout=layout,
         recompute=recompute,
@@ -116,10 +118,17 @@ def _trusted(row: Row) -> None:
         raise Unusable("it was recalled from memory, not seen")
     if "unreliable" in row.text("status"):
         raise Unusable("its source calls it unreliable")
+    if (row.text("framework"), row.text("model")) in _REGRESSIONS:
+        raise Unusable("its source calls it a regression, of a kernel that took ten times as long")
     if "boundary" in row.text("status"):
         raise Unusable("it states the largest model that fits, not a run")
     if "analytic" in row.text("notes").lower():
         raise Unusable("its figures were calculated by the source, not measured")
+
+
+_REGRESSIONS = {("Megatron-Bridge 26.06.01", "GPT OSS 120B")}
+"""NVIDIA-NeMo/Megatron-Bridge@067f987d, docs/performance-summary-archive.md, [^gpt-oss-note]: NVIDIA/cudnn-frontend#256,
+whose fix (#322) brings that kernel from 1363 to 156 us."""
 
 
 @dataclass(frozen=True)

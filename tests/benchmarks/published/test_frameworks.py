@@ -148,6 +148,30 @@ def test_rows_that_go_once_to_a_rank_are_fewer_by_those_for_several_of_its_exper
     assert sent[1] / sent[0] == pytest.approx(ranks / 4, rel=0.005)
 
 
+def test_rows_go_to_the_ranks_of_the_groups_that_a_router_chose() -> None:
+    assert MIXTURE.experts is not None
+    experts = MIXTURE.experts.model_copy(update={"groups": 4, "active_groups": 2})
+    limited = replace(SPREAD, model=MIXTURE.model_copy(update={"experts": experts}))
+    tables = [_rows(replace(PLAIN, rows_once_a_rank=True), setting=setting) for setting in (SPREAD, limited)]
+    sent = [table.bytes[table.component == PartBreakdown.EP].sum() for table in tables]
+    # Four draws among eight ranks, and among the four of two groups.
+    assert sent[1] / sent[0] == pytest.approx(4 * (1 - 0.75**4) / (8 * (1 - 0.875**4)), rel=1e-3)
+
+
+def test_activations_behind_products_show_as_far_as_these_are_shorter() -> None:
+    machine = load_machine("dgx-h100")
+    parts = parts_of([("block", replace(SETTING, tp=8), 2)], PLAIN)
+    shown, hidden = (
+        times_of_parts(replace(PLAIN, hides_tp=way), parts, machine, default_constants(machine), PROFILE).seconds
+        for way in (False, True)
+    )
+    exchanged = shown[..., PartBreakdown.TP]
+    behind = np.minimum(exchanged, PROFILE.hidden * shown[..., PartBreakdown.MATMUL])
+    assert np.all(behind > 0)
+    assert hidden[..., PartBreakdown.TP] == pytest.approx(exchanged - (1 - PROFILE.slowdown) * behind)
+    assert hidden.sum() - shown.sum() == pytest.approx(-(1 - PROFILE.slowdown) * behind.sum())
+
+
 def test_rows_behind_another_micro_batch_show_as_far_as_that_computes_less() -> None:
     machine = load_machine("dgx-h100")
     constants = default_constants(machine)

@@ -210,6 +210,10 @@ def test_layouts(cells: dict[str, str], fields: dict[str, Any], tmp_path: Path) 
 
 REASONS = [
     ({"tag": "recalled"}, "it was recalled from memory, not seen"),
+    (
+        {"framework": "Megatron-Bridge 26.06.01", "model": "GPT OSS 120B"},
+        "its source calls it a regression, of a kernel that took ten times as long",
+    ),
     ({"status": "ok (unreliable)"}, "its source calls it unreliable"),
     ({"notes": "ANALYTIC, not measured: equals 18 B"}, "its figures were calculated by the source, not measured"),
     ({"family": "ViT weather"}, "it is not a language model"),
