@@ -220,6 +220,7 @@ def explain_fields(
 def summarise_run_file(run: Run) -> dict[str, Any]:
     """Return what follows from a run file alone: sizes, batch, tokens and floating-point operations."""
     samples, sizes = global_batch_samples(run), sizes_of(run.model)
+    # What every family can say of itself; text has more to say below.
     summary: dict[str, Any] = {
         "parameters": sizes.parameter_count(run.model),
         "matmul_parameters": sizes.matmul_parameters(run.model),

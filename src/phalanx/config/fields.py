@@ -202,6 +202,7 @@ def _allowed_phrases(hint: Any) -> list[str]:
     told = [item.text for item in constraints if isinstance(item, Words)]
     if told:
         return told
+    # Before single types: `int | None` has the words of both.
     if _union_members(base) != (base,):
         # Of a union every member tells what it takes.
         return [phrase for part in _union_members(base) for phrase in _allowed_phrases(part)]

@@ -106,6 +106,7 @@ def dump_run(run: Run) -> str:
     """
     values = run.model_dump(mode="json")
     here = values.pop("model")
+    # Presets may change: what the model was built of is written out, and a comment says where it departs from its preset.
     lines = to_yaml({"model": here}).splitlines()
     preset = None if run.model.preset is None else find_preset(run.model.preset)
     if preset is not None:

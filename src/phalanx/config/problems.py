@@ -82,6 +82,7 @@ def explain_errors(error: ValidationError, values: Value, kind: type[Run] = Run)
                     problem = Problem(path, f"{dotted_name(path)}={show_value(value)} must be a mapping of fields")
                 else:
                     name, value = dotted_name(field_path), _value_at(values, field_path)
+                    # What it likely stands for is offered, never taken: a run must not depend on a guess.
                     meant = _likely_value(value, field)
                     nearest = None if meant is None else f"{name}={show_value(meant)}"
                     problem = Problem(field_path, f"{name}={show_value(value)} must be {field.allowed}", nearest)

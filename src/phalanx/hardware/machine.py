@@ -248,6 +248,7 @@ def load_machine(cluster: str) -> Machine:
     if "/" in cluster or cluster.endswith((".yaml", ".yml")):
         return parse_machine(_read_text(Path(cluster)), cluster)
     if cluster not in described_names():
+        # Names are lower case.
         near = get_close_matches(cluster.lower(), described_names(), n=1)
         nearest = f"\nnearest: {near[0]}" if near else ""
         known = ", ".join(machine_names())

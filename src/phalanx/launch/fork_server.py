@@ -127,6 +127,7 @@ def _send_result(connection: Connection, succeeded: bool, value: Any) -> None:
 
 
 def _collect_results(ranks: list[tuple[ForkServerProcess, Connection]], deadline: float | None) -> list[Any]:
+    # From whichever rank is ready: a failed one must be heard while others still wait for it.
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}

@@ -275,6 +275,7 @@ def _replace_text(file: Path, text: str) -> None:
 def _report_collectives(collectives: Callable[[], str | None], file: Path) -> None:
     """Write a rank's last collectives again and again, until the process ends or the folder is gone."""
     while True:
+        # In a file, since a rank that hangs answers nobody: what it wrote last is what can be read.
         time.sleep(REPORT_S)
         try:
             text = collectives()

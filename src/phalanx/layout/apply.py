@@ -281,6 +281,7 @@ def make_context(
     adapters: Adapters | None,
 ) -> BuildContext:
     """Return what every chunk of the model is built with on this rank."""
+    # None: every rank has all task heads.
     groups = branch_groups(layout)
     return BuildContext(
         device,

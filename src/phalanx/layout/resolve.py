@@ -257,6 +257,7 @@ def _suggest_instead(model: BoundModel, world_size: int, devices_per_node: int |
     """Return, in words, what is legal where the stated degrees do not divide the world size: one changed, else others."""
     stated = {name: getattr(model.run.layout, name) for name in DEGREES}
     given = {name: value for name, value in stated.items() if value not in ("auto", 1)}
+    # One degree changed, the nearest first: as much as possible of what was asked for stays.
     changes = sorted((abs(d - value), d, name) for name, value in given.items() for d in list_divisors(world_size))
     more = _more_ranks(model, world_size, devices_per_node)
     for _, degree, name in changes:

@@ -62,6 +62,7 @@ def exchanges_nothing(group: dist.ProcessGroup) -> bool:
 
 @contextmanager
 def _use_group_name(name: str) -> Iterator[None]:
+    # PyTorch names a group by its ranks alone, which two groups of the same ranks would share.
     usual = distributed_c10d._hash_ranks_to_str
     distributed_c10d._hash_ranks_to_str = lambda ranks: name
     try:

@@ -146,6 +146,7 @@ def _group_parameters(outputs: list[Tensor], inputs: list[Tensor], parameters: l
     """Parameters that a node off the way to the inputs leads to."""
     groups: list[_Group] = []
     for node in order:
+        # Children come first, so that all that is asked about them is known.
         children = [child for child, _ in node.next_functions if child is not None]
         reached = {number for child in children if child not in on_the_way for number in beside[child]}
         if node in ends or any(child in on_the_way for child in children):

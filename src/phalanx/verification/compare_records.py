@@ -147,6 +147,7 @@ class _Comparison:
         checks: list[Check] = [
             *self._compare_choices(number, mine.routing, _take_from(reference, lambda one: one.routing))
         ]
+        # Only rank 0 has the record of one rank; the exchange sends it on.
         wanted = _take_from(reference, lambda one: [one.loss, one.grad_norm])
         loss, norm = self._compare_numbers([mine.loss, mine.grad_norm], wanted)
         checks.append(Check("loss", "", number, loss, self.bound.of("loss", "", number, 0.0)))

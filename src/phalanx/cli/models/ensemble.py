@@ -222,6 +222,7 @@ def _words_for_ranks(
     members: Sequence[str], options: EnsembleOptions, where: dict[str, Any], *, as_json: bool
 ) -> list[str]:
     """Return this command again, as its ranks are to be given it: the members may have been trained meanwhile."""
+    # By name and not as they were typed: members may have been trained, and options chosen, since.
     given: dict[str, Any] = {
         **where,
         "top": options.top,

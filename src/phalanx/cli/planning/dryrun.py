@@ -107,6 +107,7 @@ def _traffic_columns(per_node: int | None) -> tuple[Column[Traffic], ...]:
 def _print_reports(
     run: Run, layout: ResolvedLayout, reports: list[RankReport], per_node: int | None, compiled: bool, timeline: bool
 ) -> None:
+    # All ranks run as many micro-batches.
     count, sizes = reports[0].microbatches, sizes_of(run.model)
     each = f"{layout.microbatch}{' (auto)' if run.layout.microbatch == 'auto' else ''}"
     print_lines(

@@ -111,6 +111,7 @@ def _write_verdict(verdict: Verdict) -> list[str]:
     if verdict.passed:
         margin = f"largest gradient error {worst.error:.1e} ({worst.name}), bound {worst.bound:.1e}"
         return [f"PASS  {verdict.in_words}  {margin}, {verdict.seconds:.1f} s", *replayed]
+    # Checks stand in the order in which a mistake would show: the first one that fails is nearest to it.
     failed = [check for check in verdict.checks if not check.passed]
     lines = [f"FAIL  {verdict.in_words}", f"      first module out of its bound: {verdict.module or 'none'}"]
     lines.append(f"      first: {failed[0]}")

@@ -153,6 +153,7 @@ def _check_interfaces(environment: Mapping[str, str], around: Surroundings) -> I
 
 
 def _check_folders(environment: Mapping[str, str], around: Surroundings) -> Iterator[Finding]:
+    # Folders that libraries write to by default lie in HOME, which clusters share between nodes.
     home = environment.get("HOME", "/")
     if around.rocm:
         database = environment.get("MIOPEN_USER_DB_PATH") or f"{home}/.config/miopen"

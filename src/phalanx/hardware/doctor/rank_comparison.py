@@ -94,6 +94,7 @@ def _compare_nodes(facts: Sequence[RankFacts], machine: Machine | None) -> Itera
         few, many = min(counts, key=lambda h: counts[h]), max(counts, key=lambda h: counts[h])
         message = f"{few} has {counts[few]} of the ranks and {many} {counts[many]}: layouts take nodes to be alike"
         yield Finding("warning", "ranks-per-node", message, "start as many ranks on each node")
+    # The description of a machine knows which cores are near which device; without one the kernel is asked.
     masks = () if machine is None else machine.node.cpu_masks
     for host, ranks in _group_ranks([one for one in facts if one.cores], lambda one: one.host).items():
         # Ranks share fewer cores than there are ranks where no launcher has spread them.

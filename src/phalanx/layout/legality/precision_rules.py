@@ -23,6 +23,7 @@ def _cut_blocks(needs: Requirements, tp: int) -> list[str]:
         sizes[f"optimizer.name={optimizer}"] = MOMENT_BLOCK
     if not sizes or tp == 1:
         return []
+    # Ranks that shared a scale would have to agree on it for every block: they get whole blocks instead.
     features = needs.model.split_features()
     if features is None:
         return [f"models of family {needs.run.model.family} do not say which features layout.tp={tp} splits"]

@@ -38,6 +38,7 @@ def split_tensors(model: nn.Module, splits: Splits, tp: Axis) -> TensorSplits:
     if tp.size == 1:
         return kept
     for name, module in model.named_modules():
+        # The first pattern that fits counts, as in the table of a family.
         split = next((split for pattern, split in splits if fnmatchcase(name, pattern)), None)
         # Attention has no parameters of its own; `split_context` tells it which heads are here.
         if split is None or split.kind == "attention":
