@@ -133,9 +133,7 @@ class StragglerWatch:
         lateness = self._history.lateness(WINDOW_STEPS * step_s)
         if lateness is None:
             return None
-        # Suspected is the rank that costs the others most, where it is far ahead of the next one.
-        (most, rank), (next_most, _), *_ = sorted(((late, rank) for rank, late in lateness.late.items()), reverse=True)
-        self._suspects = [*self._suspects[1 - LOOKS :], (rank if most > SHARE and most > LEAD * next_most else None)]
+        self._suspects = [*self._suspects[1 - LOOKS :], suspect_rank(lateness)]
         agreed = len(self._suspects) == LOOKS and len(set(self._suspects)) == 1
         slow = self._suspects[-1] if agreed else None
         times = tuple(
@@ -143,6 +141,12 @@ class StragglerWatch:
             for rank, share in sorted(lateness.waits.items())
         )
         return RankReport(times, None if slow is None else _describe_straggler(slow, lateness, known, step_s))
+
+
+def suspect_rank(lateness: Lateness) -> int | None:
+    """Return the rank that costs the others most, where it is far ahead of the next one."""
+    (most, rank), (next_most, _), *_ = sorted(((late, rank) for rank, late in lateness.late.items()), reverse=True)
+    return rank if most > SHARE and most > LEAD * next_most else None
 
 
 def _describe_straggler(rank: int, lateness: Lateness, beats: Mapping[int, Beat], step_s: float) -> Straggler:

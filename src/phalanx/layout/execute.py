@@ -63,12 +63,7 @@ class Executor:
         else:
             total = self._run_microbatches(batch, training)
         self.heartbeat.enter("collective")
-        # Data parallelism adds up all but gradients of parameters that several ranks hold alike.
-        with torch.no_grad():
-            # First of all: streamed gradients may still be on their way.
-            self.applied.sharding.finish_gradients()
-            for axis, parameters in self._held_alike():
-                sum_gradients(axis, parameters)
+        self._sum_gradients()
         return self._count_once(total)
 
     @torch.no_grad()
@@ -126,6 +121,14 @@ class Executor:
         """Return the losses that this rank counts of those that its tensor-parallel ranks may all hold."""
         stage = self.applied.stages[0]
         return torch.zeros_like(total) if stage.loss_is_whole and self.mesh.tp.rank else total
+
+    @torch.no_grad()
+    def _sum_gradients(self) -> None:
+        """Add up what data parallelism does not: gradients of parameters that several ranks hold alike."""
+        # First of all: streamed gradients may still be on their way.
+        self.applied.sharding.finish_gradients()
+        for axis, parameters in self._held_alike():
+            sum_gradients(axis, parameters)
 
     @torch.no_grad()
     def count_sums_once(self) -> None:
