@@ -349,6 +349,20 @@ def test_even_ranks_of_small_groups_name_nobody(on_device: bool) -> None:
     assert found is not None and stragglers.suspect_rank(found) is None, found
 
 
+def test_what_hosts_exchange_beside_hides_no_slow_device() -> None:
+    """Saves in the background exchange over gloo, every few steps."""
+    records = grouped_run(3, on_device=True, seed=7)
+    for number in range(1, 12):
+        for rank, mine in records.items():
+            at = 100.0 + 0.3 * number + 0.01 * (rank == 0)
+            mine.append(Collective("saves", number, "all_reduce", at, None, True))
+    history = ArrivalHistory()
+    history.add(records)
+    found = history.lateness(2.0)
+    assert found is not None and found.on_device and stragglers.suspect_rank(found) == 3, found
+    assert found.host_late[3] < 0.1
+
+
 def test_a_rank_whose_record_is_behind_is_compared_later() -> None:
     whole = grouped_run(3, on_device=False, seed=6)
     behind = {rank: found[:120] if rank == 3 else found for rank, found in whole.items()}
