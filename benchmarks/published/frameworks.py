@@ -179,8 +179,9 @@ class BlockingDataParallel(DataParallel):
 def _with_narrow_values(op: Operation, setting: Setting) -> Operation:
     """Return attention to latents whose values are as narrow as they are; other operations as they are.
 
-    PyTorch's flash attention, which ours is traced with, takes values as wide as keys; cuDNN's and FlashAttention 3 do not
-    (TransformerEngine, `get_attention_backend`, head_dim_qk and head_dim_v).
+    PyTorch's flash attention, which ours is traced with, takes values as wide as keys; cuDNN's does not
+    (NVIDIA/TransformerEngine@d0067d0d, transformer_engine/pytorch/attention/dot_product_attention/utils.py,
+    `get_attention_backend`, `head_dim_qk != head_dim_v`).
     """
     model = setting.model
     if op.attention is None or not isinstance(model, LanguageModel) or model.latent is None:
