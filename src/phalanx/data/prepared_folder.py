@@ -12,8 +12,17 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import multiprocessing
+import os
 import shutil
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Literal, Protocol, TypeVar
 
@@ -21,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from phalanx.errors import DataError
 from phalanx.files import clear_halves, write_atomically
+from phalanx.launch.parent import interrupts_ignored
 from phalanx.locks import FolderLock
 from phalanx.remote_files import remote_file
 
@@ -154,6 +164,53 @@ def _publish_results(out: Path, work: Path, manifest: PlannedManifest, files: Se
         file.replace(out / file.name)
     manifest.write(out)
     shutil.rmtree(work, ignore_errors=True)
+
+
+@contextmanager
+def worker_processes(
+    count: int, *, start: Callable[[], None] | None = None, preload: Sequence[str] = (), again: str
+) -> Iterator[ProcessPoolExecutor]:
+    """Give a pool of `count` processes that outlive neither the block nor this process, however these end.
+
+    start: what each process calls first, picklable. preload: modules imported once, by the server that processes are
+    forked from. again: how to resume after a process was killed, as in "run the same command again". Raises DataError for
+    that.
+    """
+    # Only this process holds the writing end: workers wake and end when it closes, even if this process is killed.
+    held, leash = multiprocessing.Pipe(duplex=False)
+    # Not fork: threads of torch and numpy do not survive it.
+    context = multiprocessing.get_context("forkserver")
+    if preload:
+        context.set_forkserver_preload(list(preload))
+    # Workers are forked from a server process, whose setting they inherit.
+    with interrupts_ignored():
+        forkserver.ensure_running()
+    pool = ProcessPoolExecutor(count, context, _start_worker, (held, start))
+    try:
+        yield pool
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"a worker process was killed, mostly for lack of memory; what is done is kept: {again}"
+        ) from error
+    finally:
+        # Ends workers in the midst of a piece: its file is only put in place when it is whole.
+        leash.close()
+        pool.shutdown(cancel_futures=True)
+        held.close()
+
+
+def _start_worker(leash: Connection, start: Callable[[], None] | None) -> None:
+    """Leave Ctrl-C to the parent, and end when the parent does."""
+
+    def end_with_parent() -> None:
+        # Nothing is ever sent: this wakes when the parent's end is closed, however that came about.
+        leash.poll(None)
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    if start is not None:
+        start()
 
 
 def write_manifest(folder: Path, manifest: Part) -> None:

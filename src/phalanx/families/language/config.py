@@ -110,15 +110,32 @@ class LanguageRun(Run):
 
     def find_problems(self) -> Iterator[Problem]:
         """See `Run`."""
-        for rule in (
-            _check_sequence,
-            _check_length_warmup,
-            _check_attention,
-            _check_evaluation,
-            _check_mixture,
-            _check_width,
-        ):
-            yield from rule(self)
+        model, evaluation, length = self.model, self.evaluation, self.data.sequence_length
+        longest = model.max_positions
+        if length > longest:
+            yield Problem(
+                ("data", "sequence_length"),
+                f"data.sequence_length={length} is longer than model.max_positions={longest}",
+                f"data.sequence_length={longest} or model.max_positions={length}",
+            )
+        yield from _check_length_warmup(self)
+        yield from _check_attention(self)
+        if evaluation.prompt is not None and evaluation.prompt_tokens >= longest:
+            yield Problem(
+                ("evaluation", "prompt_tokens"),
+                f"evaluation.prompt_tokens={evaluation.prompt_tokens} leaves no room for the prompt in "
+                f"model.max_positions={longest}",
+                f"evaluation.prompt_tokens={max(1, longest // 2)}",
+            )
+        yield from _check_mixture(self)
+        # muP's rates are for updates of the size of Adam's.
+        if model.mup_base_width is not None and self.optimizer.name not in ("adamw", "lion"):
+            yield Problem(
+                ("model", "mup_base_width"),
+                f"model.mup_base_width={model.mup_base_width} scales the rates of adamw and lion, and "
+                f"optimizer.name={self.optimizer.name}",
+                "optimizer.name=adamw or model.mup_base_width=null",
+            )
 
     @property
     def sample_tokens(self) -> int:
@@ -129,16 +146,6 @@ class LanguageRun(Run):
     def data_names(self) -> list[str]:
         """See `Run`."""
         return [source.path for source in self.data.sources]
-
-
-def _check_sequence(run: LanguageRun) -> Iterator[Problem]:
-    length, longest = run.data.sequence_length, run.model.max_positions
-    if length > longest:
-        yield Problem(
-            ("data", "sequence_length"),
-            f"data.sequence_length={length} is longer than model.max_positions={longest}",
-            f"data.sequence_length={longest} or model.max_positions={length}",
-        )
 
 
 def _check_length_warmup(run: LanguageRun) -> Iterator[Problem]:
@@ -180,17 +187,6 @@ def _check_mixture(run: LanguageRun) -> Iterator[Problem]:
         free = change.after_step + change.over_steps
 
 
-def _check_width(run: LanguageRun) -> Iterator[Problem]:
-    """Yield a problem for muP with an optimizer whose updates are of another size than Adam's."""
-    if run.model.mup_base_width is not None and run.optimizer.name not in ("adamw", "lion"):
-        yield Problem(
-            ("model", "mup_base_width"),
-            f"model.mup_base_width={run.model.mup_base_width} scales the rates of adamw and lion, and "
-            f"optimizer.name={run.optimizer.name}",
-            "optimizer.name=adamw or model.mup_base_width=null",
-        )
-
-
 def _check_attention(run: LanguageRun) -> Iterator[Problem]:
     """Yield a problem where a named kernel cannot compute the run and gives way to no other.
 
@@ -223,17 +219,6 @@ def _check_attention(run: LanguageRun) -> Iterator[Problem]:
                 f"training.attention={kernel} cannot compute with {stated}",
                 "training.attention=auto",
             )
-
-
-def _check_evaluation(run: LanguageRun) -> Iterator[Problem]:
-    evaluation, longest = run.evaluation, run.model.max_positions
-    if evaluation.prompt is not None and evaluation.prompt_tokens >= longest:
-        yield Problem(
-            ("evaluation", "prompt_tokens"),
-            f"evaluation.prompt_tokens={evaluation.prompt_tokens} leaves no room for the prompt in "
-            f"model.max_positions={longest}",
-            f"evaluation.prompt_tokens={max(1, longest // 2)}",
-        )
 
 
 def require_language(run: Run, what: str) -> LanguageRun:

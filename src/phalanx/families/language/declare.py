@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fnmatch import fnmatchcase
 
-from phalanx.config.layers import AttentionConfig, MixtureConfig, MLPConfig
+from phalanx.config.layers import MLPConfig
 from phalanx.config.model import LanguageModel
 from phalanx.families.family import DeclaredModel
 from phalanx.families.language.sizes import block_flops_per_token, head_flops_per_token
@@ -80,20 +80,25 @@ class DeclaredLanguage(DeclaredModel):
         found: MatrixRules = []
         for layer in self.model.layer_kinds():
             mlp = mlp_matrices(layer.mlp) if isinstance(layer.mlp, MLPConfig) else mixture_matrices(layer.mlp)
-            found += name_matrices("blocks.*.attention", _matrices_of_attention(layer.attention))
+            attention_of = attention_matrices if layer.attention.latent is None else latent_attention_matrices
+            found += name_matrices("blocks.*.attention", attention_of(layer.attention))
             found += name_matrices("blocks.*.mlp", mlp)
         return [*found, *super().matrices()]
 
     def splits(self) -> Splits:
         """Return how modules may be split over tensor-parallel ranks; see `nn.splits`."""
-        layers = self.model.layer_kinds()
-        attention = (_splits_of_attention(layer.attention) for layer in layers)
-        of_blocks = [
-            *(split for splits in attention for split in name_splits("blocks.*.attention", splits)),
-            *(split for layer in layers for split in _splits_of_mlp(layer.mlp)),
-        ]
+        attention: Splits = []
+        mlp: Splits = []
+        for layer in self.model.layer_kinds():
+            splits_of = attention_splits if layer.attention.latent is None else latent_attention_splits
+            attention += name_splits("blocks.*.attention", splits_of(layer.attention))
+            if isinstance(layer.mlp, MLPConfig):
+                mlp += name_splits("blocks.*.mlp", mlp_splits(layer.mlp))
+            elif layer.mlp.shared is not None:
+                # Routed experts are whole on every tensor-parallel rank, which sends them the positions that it holds.
+                mlp += name_splits("blocks.*.mlp.shared", mlp_splits(layer.mlp.shared))
         # Kinds of layers mostly have their modules in common.
-        return [("embedding", Split("lookup")), *dict.fromkeys(of_blocks), ("head", Split("logits"))]
+        return [("embedding", Split("lookup")), *dict.fromkeys([*attention, *mlp]), ("head", Split("logits"))]
 
     def split_counts(self) -> list[SplitCount]:
         """Return what a tensor-parallel degree must divide. Parts of the vocabulary may be uneven, so it is not among
@@ -135,21 +140,3 @@ class DeclaredLanguage(DeclaredModel):
     def tied(self) -> dict[str, str]:
         """Return the output head's copy of the token table, which it keeps where the table is in another model chunk."""
         return {"head.weight": "embedding.weight"} if self.model.tied_head else {}
-
-
-def _splits_of_attention(attention: AttentionConfig) -> Splits:
-    return attention_splits(attention) if attention.latent is None else latent_attention_splits(attention)
-
-
-def _matrices_of_attention(attention: AttentionConfig) -> MatrixRules:
-    return attention_matrices(attention) if attention.latent is None else latent_attention_matrices(attention)
-
-
-def _splits_of_mlp(mlp: MLPConfig | MixtureConfig) -> Splits:
-    """Return how an MLP is split; of a mixture the shared network alone.
-
-    Routed experts are whole on every tensor-parallel rank, which sends them the positions that it holds.
-    """
-    if isinstance(mlp, MLPConfig):
-        return name_splits("blocks.*.mlp", mlp_splits(mlp))
-    return [] if mlp.shared is None else name_splits("blocks.*.mlp.shared", mlp_splits(mlp.shared))

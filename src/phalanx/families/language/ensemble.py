@@ -85,7 +85,8 @@ def build_language(
     if len(members) < 2:
         raise ConfigError("an ensemble has at least two members; name more runs")
     require_one_family(members)
-    runs = [_as_language(member) for member in members]
+    runs = [member.run for member in members if isinstance(member.run, LanguageRun)]
+    assert len(runs) == len(members)
     _require_same_text(members, runs)
     models = [load_for_inference(member.checkpoint, device).model for member in members]
     opened = [open_source(Path(source.path), "validation") for source in runs[0].data.sources]
@@ -155,11 +156,6 @@ def target_logs(model: Decoder, batch: TokenBatch) -> Tensor:
         picked_N1 = logits_NV.gather(1, targets_N1[start : start + size])
         parts.append(picked_N1[:, 0].double() - logits_NV.logsumexp(1).double())
     return torch.cat(parts)
-
-
-def _as_language(member: Member) -> LanguageRun:
-    assert isinstance(member.run, LanguageRun)
-    return member.run
 
 
 def _require_same_text(members: Sequence[Member], runs: Sequence[LanguageRun]) -> None:

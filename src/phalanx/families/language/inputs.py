@@ -111,8 +111,14 @@ class LanguageInputs(TrainableModel):
         )
         files = tokenizer_files(training)
         tokenizer = TextTokenizer.from_files(files, training[0].path) if files.files else None
-        if layout.world_size == 1:
-            _require_room(run, tokenizer)
+        prompt, most = run.evaluation.prompt, run.model.max_positions
+        if layout.world_size == 1 and prompt is not None and tokenizer is not None:
+            count = len(tokenizer.encode_prompt(prompt))
+            if count >= most:
+                raise ConfigError(
+                    f"evaluation.prompt has {count} tokens, and model.max_positions={most} leaves none to continue it; "
+                    "give a shorter one"
+                )
         evaluator = TextEvaluator(
             run=run,
             sources=_held_out(run),
@@ -193,19 +199,6 @@ def attended_lengths(run: LanguageRun) -> list[tuple[int, int]]:
     ends = itertools.accumulate((stage.steps for stage in stages), initial=0)
     lengths = [*(stage.sequence_length for stage in stages), run.data.sequence_length]
     return [(sizes.samples_through(step), length) for step, length in zip(ends, lengths, strict=True)]
-
-
-def _require_room(run: LanguageRun, tokenizer: TextTokenizer | None) -> None:
-    """Raise ConfigError for a prompt after which the model has no position left."""
-    prompt, most = run.evaluation.prompt, run.model.max_positions
-    if prompt is None or tokenizer is None:
-        return
-    count = len(tokenizer.encode_prompt(prompt))
-    if count >= most:
-        raise ConfigError(
-            f"evaluation.prompt has {count} tokens, and model.max_positions={most} leaves none to continue it; "
-            "give a shorter one"
-        )
 
 
 def _held_out(run: LanguageRun) -> list[TokenSource]:

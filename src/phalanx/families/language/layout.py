@@ -62,15 +62,14 @@ class LanguageStage(Stage):
             return hidden
         targets = targets_BS if whole else targets_BS[:, positions.tokens_S]
         if EACH_TARGET in inputs:
-            scores = self.part.score_targets(hidden, targets)
-            return scores if whole else self._join_positions(scores, positions.tokens_S, targets_BS.shape)
+            scores: Tensor = self.part.score_targets(hidden, targets)
+            if whole:
+                return scores
+            # Each rank of `cp` has the scores at its own positions.
+            joined_2BS = scores.new_zeros((2, *targets_BS.shape))
+            joined_2BS[:, :, positions.tokens_S] = scores
+            return compat.all_reduce(joined_2BS, self.share.cp.group_name)
         return torch.stack((self.part.loss(hidden, targets).total,))
-
-    def _join_positions(self, scores_2Bs: Tensor, tokens_S: Tensor, shape: torch.Size) -> Tensor:
-        """Return the scores of whole samples, [2, B, S], of which each rank of `cp` has those at `tokens_S`."""
-        joined = scores_2Bs.new_zeros((2, *shape))
-        joined[:, :, tokens_S] = scores_2Bs
-        return compat.all_reduce(joined, self.share.cp.group_name)
 
     def example_input(self, samples: int) -> Tensor:
         """Return token ids."""

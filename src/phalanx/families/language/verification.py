@@ -50,7 +50,45 @@ class LanguageVerification(VerifiableModel):
         """
         # Two runs of positions a rank, as a ring assigns them, in any layout of so many ranks.
         length = max(2, math.ceil(32 / (2 * world_size))) * 2 * world_size
-        model = _reduced_model(self.run.model, world_size, length, most_stages(self.run, world_size))
+        model = self.run.model
+        kv_heads = math.gcd(model.kv_heads, world_size)
+        heads = kv_heads * (model.n_heads // model.kv_heads)
+        ratio = model.d_model / (model.n_heads * model.head_size)
+        changes: dict[str, Any] = {
+            "preset": None,
+            "n_layers": min(model.n_layers, max(3, most_stages(self.run, world_size) + 1)),
+            "d_model": max(1, round(ratio * heads)) * _HEAD_SIZE,
+            "n_heads": heads,
+            "n_kv_heads": kv_heads,
+            "head_dim": _HEAD_SIZE,
+            "d_ff": 64 * kv_heads,
+            # No rank of any `tp` may be left without a row.
+            "vocab_size": min(model.vocab_size, max(96, world_size**2) + 16 * world_size + model.vocab_size % 8),
+            "max_positions": length,
+        }
+        if model.latent is not None:
+            rank = None if model.latent.query_rank is None else 2 * _HEAD_SIZE
+            sizes = {"rope_size": 4, "nope_size": _HEAD_SIZE, "value_size": _HEAD_SIZE}
+            changes["latent"] = {"query_rank": rank, "key_value_rank": 2 * _HEAD_SIZE, **sizes}
+            changes["head_dim"] = None
+        if model.sliding_window is not None:
+            # Narrow enough to leave something out, and kinds of layers that alternate within so few layers.
+            changes["sliding_window"] = min(model.sliding_window, max(2, length // 4))
+            changes["global_every"] = min(model.global_every, 2)
+        if model.rotary_fraction < 1.0:
+            # An even number of features, and four at least for the kind of scaling that needs them.
+            changes["rotary_fraction"] = max(4, round(_HEAD_SIZE * model.rotary_fraction / 2) * 2) / _HEAD_SIZE
+        if model.experts is not None:
+            # As many experts, groups and choices: any `ep` then divides them as it does those of the model.
+            changes["experts"] = {
+                **model.experts.model_dump(),
+                "d_ff": _EXPERT_WIDTH,
+                "shared_d_ff": 64 * kv_heads if model.experts.shared or model.experts.shared_d_ff else None,
+                "dense_layers": min(model.experts.dense_layers, 1),
+            }
+        if model.rope_scaling is not None and model.rope_scaling.kind in ("llama3", "yarn"):
+            changes["rope_scaling"] = {**model.rope_scaling.model_dump(), "original_positions": max(1, length // 4)}
+        model = LanguageModel.model_validate({**model.model_dump(), **changes})
         return {"model": model.model_dump(), "data": {"sequence_length": length, "length_warmup": []}}
 
     def in_words(self) -> str:
@@ -61,44 +99,3 @@ class LanguageVerification(VerifiableModel):
             f"{model.n_layers} layers, width {model.d_model}, {model.n_heads} heads ({model.kv_heads} key/value), {experts}"
             f"vocabulary {model.vocab_size}, {self.run.data.sequence_length} positions"
         )
-
-
-def _reduced_model(model: LanguageModel, world_size: int, length: int, stages: int) -> LanguageModel:
-    kv_heads = math.gcd(model.kv_heads, world_size)
-    heads = kv_heads * (model.n_heads // model.kv_heads)
-    ratio = model.d_model / (model.n_heads * model.head_size)
-    changes: dict[str, Any] = {
-        "preset": None,
-        "n_layers": min(model.n_layers, max(3, stages + 1)),
-        "d_model": max(1, round(ratio * heads)) * _HEAD_SIZE,
-        "n_heads": heads,
-        "n_kv_heads": kv_heads,
-        "head_dim": _HEAD_SIZE,
-        "d_ff": 64 * kv_heads,
-        # No rank of any `tp` may be left without a row.
-        "vocab_size": min(model.vocab_size, max(96, world_size**2) + 16 * world_size + model.vocab_size % 8),
-        "max_positions": length,
-    }
-    if model.latent is not None:
-        rank = None if model.latent.query_rank is None else 2 * _HEAD_SIZE
-        sizes = {"rope_size": 4, "nope_size": _HEAD_SIZE, "value_size": _HEAD_SIZE}
-        changes["latent"] = {"query_rank": rank, "key_value_rank": 2 * _HEAD_SIZE, **sizes}
-        changes["head_dim"] = None
-    if model.sliding_window is not None:
-        # Narrow enough to leave something out, and kinds of layers that alternate within so few layers.
-        changes["sliding_window"] = min(model.sliding_window, max(2, length // 4))
-        changes["global_every"] = min(model.global_every, 2)
-    if model.rotary_fraction < 1.0:
-        # An even number of features, and four at least for the kind of scaling that needs them.
-        changes["rotary_fraction"] = max(4, round(_HEAD_SIZE * model.rotary_fraction / 2) * 2) / _HEAD_SIZE
-    if model.experts is not None:
-        # As many experts, groups and choices: any `ep` then divides them as it does those of the model.
-        changes["experts"] = {
-            **model.experts.model_dump(),
-            "d_ff": _EXPERT_WIDTH,
-            "shared_d_ff": 64 * kv_heads if model.experts.shared or model.experts.shared_d_ff else None,
-            "dense_layers": min(model.experts.dense_layers, 1),
-        }
-    if model.rope_scaling is not None and model.rope_scaling.kind in ("llama3", "yarn"):
-        changes["rope_scaling"] = {**model.rope_scaling.model_dump(), "original_positions": max(1, length // 4)}
-    return LanguageModel.model_validate({**model.model_dump(), **changes})

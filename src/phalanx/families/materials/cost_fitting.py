@@ -77,7 +77,12 @@ class Balancer:
 
     def watch(self, stage: Stage) -> None:
         """Time `stage` from now on."""
-        self._clock = ComputeClock(stage, self._device, _count_inputs)
+
+        def count_inputs(species_N: Tensor, inputs: dict[str, Any]) -> tuple[float, ...]:
+            """Return the atoms, edges and structures of a micro-batch."""
+            return float(len(species_N)), float(inputs["edges_2E"].shape[1]), float(len(inputs["cells_G33"]))
+
+        self._clock = ComputeClock(stage, self._device, count_inputs)
 
     def after(self, step: int) -> Callable[[], RankTimes]:
         """Return what gives the times that ranks computed and waited in `step`, whose results are there. All ranks call it
@@ -140,11 +145,6 @@ class Balancer:
         values = agreed.cpu().numpy()
         self._fit.state = values[:SUMS].copy()
         self._stream.use_costs(CostModel(*values[SUMS:].tolist()), first=step + _LAUNCHED + self._stream.reach)
-
-
-def _count_inputs(species_N: Tensor, inputs: dict[str, Any]) -> tuple[float, ...]:
-    """Return the atoms, edges and structures of a micro-batch."""
-    return float(len(species_N)), float(inputs["edges_2E"].shape[1]), float(len(inputs["cells_G33"]))
 
 
 def _sums(timed: list[TimedMicrobatch]) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -136,8 +136,11 @@ def unstated_units(model: MaterialsModel) -> list[str]:
 
 def with_units(model: MaterialsModel, units: Units) -> MaterialsModel:
     """Return the model with `units` for what its run file leaves out; branches are paired in order."""
-    pairs = zip(model.branches, units["branches"], strict=True)
-    changes: dict[str, Any] = {"branches": [_with_branch_units(branch, known) for branch, known in pairs]}
+    branches = []
+    for branch, known in zip(model.branches, units["branches"], strict=True):
+        fields = Branch.model_fields.keys() - branch.model_fields_set - {"name", "weight"}
+        branches.append(branch.model_copy(update={field: known[field] for field in fields if field in known}))
+    changes: dict[str, Any] = {"branches": branches}
     if "mean_neighbors" not in model.model_fields_set:
         changes["mean_neighbors"] = units["mean_neighbors"]
     return model.model_copy(update=changes)
@@ -159,11 +162,6 @@ def units_in_words(model: MaterialsModel, names: list[str]) -> Iterator[str]:
             yield f"{name} of elements {elements}" if value else f"{name} of none (its data have no energies)"
         else:
             yield f"{name}={value}"
-
-
-def _with_branch_units(branch: Branch, known: Mapping[str, Any]) -> Branch:
-    fields = Branch.model_fields.keys() - branch.model_fields_set - {"name", "weight"}
-    return branch.model_copy(update={field: known[field] for field in fields if field in known})
 
 
 def _branch_units(model: MaterialsModel, name: str, known: Statistics) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from phalanx.families.materials.evaluation.prediction_errors import (
     SUMS,
     GraphErrors,
     GraphEvaluator,
-    Quantity,
     error_rows,
     predicted_quantities,
 )
@@ -127,7 +126,13 @@ class MaterialsInputs(TrainableModel):
         """See `TrainableModel`."""
         run = self.run
         training = open_prepared(run.data, "train")
-        _require_elements(run, training)
+        for source in training:
+            heaviest = max(source.manifest.statistics.elements)
+            if heaviest > run.model.max_atomic_number:
+                raise DataError(
+                    f"{source.path} has atomic number {heaviest}, model.max_atomic_number={run.model.max_atomic_number} is "
+                    f"less; set model.max_atomic_number={heaviest} or more"
+                )
         if first:
             _tell_missing_references(run, training)
             _tell_periodic_dipoles(run, training)
@@ -165,7 +170,15 @@ class MaterialsInputs(TrainableModel):
         words = _count_in_words(training)
         if layout.data_ranks == 1:
             return GraphInputs(stream, evaluator, verification, in_words=words, elements=known)
-        balancer = _make_balancer(run, layout, mesh, device, graphs)
+        balancer = None
+        by_block = run.model.energy is None and mesh.shards.size > 1
+        # Where ranks wait for each other at every gather or exchange, a rank's own time cannot be told from that.
+        if not by_block and mesh.cp.size == 1:
+            # Sums over measured shares would not come out the same to the bit a second time.
+            fits = run.data.share_by == "cost" and not run.training.deterministic
+            every = run.data.fit_cost_every if fits else None
+            waits = layout.zero >= 2 and mesh.shards.size > 1
+            balancer = Balancer(graphs, mesh, device, every=every, each_waits=waits)
         return GraphInputs(
             stream, evaluator, verification, in_words=words, balancer=balancer, graphs=graphs, elements=known
         )
@@ -199,9 +212,16 @@ class MaterialsInputs(TrainableModel):
         sources = open_prepared(run.data, "validation")
         if not any(len(source) for source in sources):
             return None
-        labelled = [
-            [_has_labels(source, quantity) for quantity in predicted_quantities(run.model)] for source in sources
-        ]
+        labelled = []
+        for source in sources:
+            manifest = source.manifest
+            by_column = {"properties_GP": manifest.properties, "atom_properties_NP": manifest.atom_properties}
+            labelled.append(
+                [
+                    len(source) > 0 and quantity.name in by_column.get(quantity.label, manifest.labels)
+                    for quantity in predicted_quantities(run.model)
+                ]
+            )
         sums = torch.tensor(labelled, dtype=torch.float64)[:, :, None].expand(-1, -1, SUMS)
         errors = GraphErrors(0.0, 0, error_rows(run, sums))
         return ExpectedEvaluation(errors.as_dict(), frozenset(("loss", "mae", "rmse")))
@@ -209,27 +229,6 @@ class MaterialsInputs(TrainableModel):
 
 def _count_in_words(training: list[PreparedSource]) -> str:
     return f"{sum(len(source) for source in training):,} structures"
-
-
-def _has_labels(source: PreparedSource, quantity: Quantity) -> bool:
-    if not len(source):
-        return False
-    manifest = source.manifest
-    by_column = {"properties_GP": manifest.properties, "atom_properties_NP": manifest.atom_properties}
-    return quantity.name in by_column.get(quantity.label, manifest.labels)
-
-
-def _make_balancer(
-    run: MaterialsRun, layout: ResolvedLayout, mesh: Mesh, device: torch.device, stream: GraphBatchStream
-) -> Balancer | None:
-    by_block = run.model.energy is None and mesh.shards.size > 1
-    if by_block or mesh.cp.size > 1:
-        # Ranks wait for each other at every gather or exchange: a rank's own time cannot be told from that.
-        return None
-    # Sums over measured shares would not come out the same to the bit a second time.
-    fits = run.data.share_by == "cost" and not run.training.deterministic
-    every = run.data.fit_cost_every if fits else None
-    return Balancer(stream, mesh, device, every=every, each_waits=layout.zero >= 2 and mesh.shards.size > 1)
 
 
 def columns_of(run: MaterialsRun, sources: Sequence[PreparedSource]) -> Columns:
@@ -241,16 +240,6 @@ def columns_of(run: MaterialsRun, sources: Sequence[PreparedSource]) -> Columns:
         properties=model.properties.names if model.properties else [],
         atom_properties=model.atom_properties.names if model.atom_properties else [],
     )
-
-
-def _require_elements(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:
-    for source in sources:
-        heaviest = max(source.manifest.statistics.elements)
-        if heaviest > run.model.max_atomic_number:
-            raise DataError(
-                f"{source.path} has atomic number {heaviest}, model.max_atomic_number={run.model.max_atomic_number} is "
-                f"less; set model.max_atomic_number={heaviest} or more"
-            )
 
 
 def _require_whole_cells(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:

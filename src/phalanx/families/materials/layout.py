@@ -142,22 +142,23 @@ class MaterialsLayout(LayoutModel):
         if _captures_steps(run, building):
             # A program needs all parameters at once.
             stage.one_unit = True
+
+            def build_replica() -> nn.Module:
+                """Return a second network of the same kind on the device, its parameters without values."""
+                replica, _ = self.build(building, network.part)
+                (dtype,) = {parameter.dtype for parameter in network.parameters()}
+                # Frozen parameters are frozen in both.
+                for mine, theirs in zip(replica.parameters(), network.parameters(), strict=True):
+                    mine.requires_grad_(theirs.requires_grad)
+                return replica.to(dtype).to_empty(device=building.device)
+
             stage.capture = StepCapture(
-                lambda: self._build_replica(building, network),
+                build_replica,
                 source=0 if building.branches is None else building.branches.start,
                 cutoff=run.model.cutoff,
                 compiled=run.training.compile is True,
             )
         return stage, splits
-
-    def _build_replica(self, building: BuildContext, network: MaterialsNetwork) -> nn.Module:
-        """Return a second network of the same kind on the device, its parameters without values."""
-        replica, _ = self.build(building, network.part)
-        (dtype,) = {parameter.dtype for parameter in network.parameters()}
-        # Frozen parameters are frozen in both.
-        for mine, theirs in zip(replica.parameters(), network.parameters(), strict=True):
-            mine.requires_grad_(theirs.requires_grad)
-        return replica.to(dtype).to_empty(device=building.device)
 
 
 def _captures_steps(run: MaterialsRun, building: BuildContext) -> bool:

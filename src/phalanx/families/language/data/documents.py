@@ -68,14 +68,24 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
         path = Path(given)
         # Sorted within each folder: the order of documents, and so of samples, never changes.
         if given == PYTHON_STDLIB:
-            found = _standard_library()
+            root = Path(sysconfig.get_path("stdlib"))
+            found = []
+            for source in sorted(root.rglob("*.py")):
+                relative = source.relative_to(root)
+                if not {"site-packages", "dist-packages", "__pycache__"} & set(relative.parts):
+                    name = f"{PYTHON_STDLIB}/{relative.as_posix()}"
+                    found.append(InputFile(source, name, ".py", "", source.stat().st_size))
         elif path.is_dir():
             below = (_classify_file(p, p.relative_to(path).as_posix()) for p in sorted(path.rglob("*")) if p.is_file())
             found = [file for file in below if file is not None]
         elif path.is_file():
             file = _classify_file(path, path.name)
             if file is None:
-                raise DataError(_describe_ending(path))
+                ending = "".join(path.suffixes[-2:] if path.suffix in COMPRESSIONS else path.suffixes[-1:])
+                known = [kind + packed for kind in KINDS for packed in ("", *COMPRESSIONS)]
+                near = get_close_matches(ending, known, 1, 0.5)
+                hint = f"; nearest: {near[0]}" if near else ""
+                raise DataError(f"{path}: unknown ending {ending or '(none)'}; known endings: {_KNOWN_ENDINGS}{hint}")
             found = [file]
         else:
             raise DataError(f"{path} does not exist; give files, folders, or {PYTHON_STDLIB}")
@@ -112,24 +122,6 @@ def read_texts(file: InputFile, text_field: str, max_bytes: int = MAX_DOCUMENT_B
 def read_documents(file: InputFile, text_field: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
     """Yield the documents of one file that are not empty; see `read_texts`."""
     return (text for text in read_texts(file, text_field, max_bytes) if text)
-
-
-def _describe_ending(path: Path) -> str:
-    """Say that the ending of `path` is not known, and the known one nearest to it."""
-    ending = "".join(path.suffixes[-2:] if path.suffix in COMPRESSIONS else path.suffixes[-1:])
-    near = get_close_matches(ending, [kind + packed for kind in KINDS for packed in ("", *COMPRESSIONS)], 1, 0.5)
-    hint = f"; nearest: {near[0]}" if near else ""
-    return f"{path}: unknown ending {ending or '(none)'}; known endings: {_KNOWN_ENDINGS}{hint}"
-
-
-def _standard_library() -> list[InputFile]:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if not {"site-packages", "dist-packages", "__pycache__"} & set(relative.parts):
-            files.append(InputFile(path, f"{PYTHON_STDLIB}/{relative.as_posix()}", ".py", "", path.stat().st_size))
-    return files
 
 
 def _classify_file(path: Path, name: str) -> InputFile | None:
@@ -199,7 +191,17 @@ class _ZstandardFile(io.RawIOBase):
                 if self._frame is not None:
                     raise EOFError("the compressed file ends in the middle")
                 return 0
-            self._plain = memoryview(self._decompress(compressed))
+            if self._frame is None:
+                # Files made with --long have windows of up to 2 GiB, which fill as text is read.
+                self._frame = self._package.ZstdDecompressor(max_window_size=2**31).decompressobj()
+            try:
+                self._plain = memoryview(self._frame.decompress(compressed))
+            except self._package.ZstdError as error:
+                raise OSError(str(error)) from error
+            # A file may hold several frames: what follows one begins the next.
+            self._rest = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = None
         size = min(len(buffer), len(self._plain))
         buffer[:size] = self._plain[:size]
         self._plain = self._plain[size:]
@@ -209,20 +211,6 @@ class _ZstandardFile(io.RawIOBase):
         """Close the file underneath."""
         self._stored.close()
         super().close()
-
-    def _decompress(self, compressed: bytes) -> bytes:
-        if self._frame is None:
-            # Files made with --long have windows of up to 2 GiB, which fill as text is read.
-            self._frame = self._package.ZstdDecompressor(max_window_size=2**31).decompressobj()
-        try:
-            plain: bytes = self._frame.decompress(compressed)
-        except self._package.ZstdError as error:
-            raise OSError(str(error)) from error
-        # A file may hold several frames: what follows one begins the next.
-        self._rest = self._frame.unused_data if self._frame.eof else b""
-        if self._frame.eof:
-            self._frame = None
-        return plain
 
 
 def _read_text(file: InputFile, _text_field: str, max_bytes: int) -> Iterator[str]:
@@ -268,34 +256,34 @@ def _read_jsonl(file: InputFile, text_field: str, max_bytes: int) -> Iterator[st
                 raise _too_long(f"{file.path}, line {number}: a line", max_bytes)
             if number == 1:
                 line = line.removeprefix(_BYTE_ORDER_MARK.encode())
-            if line.strip():
-                yield _text_of(line, text_field, f"{file.path}, line {number}")
-
-
-def _text_of(line: bytes, text_field: str, where: str) -> str:
-    try:
-        row = json.loads(line.rstrip())
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{where}, character {error.pos + 1}: not JSON: {error.msg}; mend the line, or take it out"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON that can be read: {error}; mend the line, or take it out") from error
-    if not isinstance(row, dict):
-        raise DataError(
-            f'{where}: found {type(row).__name__}; every line must be an object, as in {{{json.dumps(text_field)}: "..."}}'
-        )
-    text = row.get(text_field)
-    if text is None and text_field in row:
-        return ""
-    if not isinstance(text, str):
-        kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in list(row.items())[:8])
-        raise DataError(
-            f"{where}: field {text_field!r} holds no text; found: {kinds or 'nothing'}; name the field with --text-field"
-        )
-    return _whole_characters(text)
+            if not line.strip():
+                continue
+            where = f"{file.path}, line {number}"
+            try:
+                row = json.loads(line.rstrip())
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where}: byte {error.start} is not UTF-8; convert the file to UTF-8") from error
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{where}, character {error.pos + 1}: not JSON: {error.msg}; mend the line, or take it out"
+                ) from error
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    f"{where}: not JSON that can be read: {error}; mend the line, or take it out"
+                ) from error
+            if not isinstance(row, dict):
+                example = f'{{{json.dumps(text_field)}: "..."}}'
+                raise DataError(f"{where}: found {type(row).__name__}; every line must be an object, as in {example}")
+            text = row.get(text_field)
+            if text is None and text_field in row:
+                text = ""
+            if not isinstance(text, str):
+                kinds = ", ".join(f"{name} ({type(value).__name__})" for name, value in list(row.items())[:8])
+                raise DataError(
+                    f"{where}: field {text_field!r} holds no text; found: {kinds or 'nothing'}; name the field with "
+                    "--text-field"
+                )
+            yield _whole_characters(text)
 
 
 def _whole_characters(text: str) -> str:
@@ -319,8 +307,19 @@ def _read_parquet(file: InputFile, text_field: str, max_bytes: int) -> Iterator[
             unpacked = io.BytesIO(content)
         table = parquet.ParquetFile(unpacked)
         _require_column(file, table.schema_arrow, text_field)
-        # Values are compressed: how much they unpack to is looked up before any is unpacked.
-        rows = _rows_at_a_time(file, table.metadata, text_field, max_bytes)
+        # Values are compressed: how much they unpack to is looked up before any is unpacked. One value of a dictionary may
+        # stand in every row, so that a row may be as long as all that its row group stores.
+        most = 1
+        for number in range(table.metadata.num_row_groups):
+            group = table.metadata.row_group(number)
+            for place in range(group.num_columns):
+                column = group.column(place)
+                if column.path_in_schema != text_field:
+                    continue
+                if column.total_uncompressed_size > max_bytes * max(1, column.num_values) + 2**20:
+                    raise _too_long(f"{file.path}, row group {number}: a document", max_bytes)
+                most = max(most, column.total_uncompressed_size)
+        rows = int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // most)))
         batches = table.iter_batches(batch_size=rows, columns=[text_field])
         yield from _texts_of_batches(file, batches, text_field, max_bytes)
 
@@ -364,25 +363,6 @@ def _texts_of_batches(file: InputFile, batches: Iterable[Any], text_field: str, 
                 raise _too_long(f"{file.path}, row {row}: a document", max_bytes)
             else:
                 yield text
-
-
-def _rows_at_a_time(file: InputFile, metadata: Any, text_field: str, max_bytes: int) -> int:
-    """Return how many rows to unpack at a time so that they stay within `_BATCH_BYTES`, or are a single one.
-
-    One value of a dictionary may stand in every row: a row may be as long as all that its row group stores. Raises DataError
-    for a row group whose rows are too long on average.
-    """
-    most = 1
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        for place in range(group.num_columns):
-            column = group.column(place)
-            if column.path_in_schema != text_field:
-                continue
-            if column.total_uncompressed_size > max_bytes * max(1, column.num_values) + 2**20:
-                raise _too_long(f"{file.path}, row group {number}: a document", max_bytes)
-            most = max(most, column.total_uncompressed_size)
-    return int(max(1, min(_BATCH_ROWS, _BATCH_BYTES // most)))
 
 
 def _import_extra(module: str, file: InputFile) -> Any:

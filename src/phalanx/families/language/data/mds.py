@@ -14,7 +14,7 @@ import gzip
 import hashlib
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, lru_cache, partial
 from pathlib import Path, PurePosixPath
@@ -142,7 +142,15 @@ class MdsSource(TokenSource):
         """
         self.path = folder
         self._shards = [record for record in _read_index(folder / INDEX).shards if record.samples]
-        self.unchecked = _describe_unchecked(self._shards)
+        without = [record for record in self._shards if not any(map(_can_compute, record.raw_data.hashes))]
+        if without:
+            missing = sorted({name for record in without for name in record.raw_data.hashes})
+            why = f"in {INDEX}: an id changed in place is not noticed"
+            if any(name in _XXHASH_NAMES for name in missing):
+                why = f"but {', '.join(missing)}, which needs the package xxhash (pip install xxhash)"
+            elif missing:
+                why = f"but {', '.join(missing)}, which is not known"
+            self.unchecked = f"{len(without)} of {len(self._shards)} shards have no hash {why}"
         self._bytes_dtype = bytes_dtype
         self._first_samples = np.cumsum([0] + [record.samples for record in self._shards], dtype=np.int64)
         # Open files are limited; those read longest ago are closed and opened again when needed.
@@ -228,20 +236,6 @@ def _can_compute(name: str) -> bool:
     return name in _HASH_NAMES or (name in _XXHASH_NAMES and _import_xxhash() is not None)
 
 
-def _describe_unchecked(shards: Sequence[_ShardRecord]) -> str | None:
-    """Say what hashes cannot tell of these shards; None where each has one that this machine can compute."""
-    without = [record for record in shards if not any(_can_compute(name) for name in record.raw_data.hashes)]
-    if not without:
-        return None
-    missing = sorted({name for record in without for name in record.raw_data.hashes})
-    what = f"{len(without)} of {len(shards)} shards"
-    if any(name in _XXHASH_NAMES for name in missing):
-        return f"{what} have no hash but {', '.join(missing)}, which needs the package xxhash (pip install xxhash)"
-    if missing:
-        return f"{what} have no hash but {', '.join(missing)}, which is not known"
-    return f"{what} have no hash in {INDEX}: an id changed in place is not noticed"
-
-
 class _Shard:
     """One .mds file, open; not mapped for the reason that `TokenFile` gives."""
 
@@ -301,7 +295,10 @@ class _Shard:
 
 
 def _check_size(folder: Path, record: _ShardRecord) -> Path:
-    """Return path of a shard, decompressed where need be. Raises DataError when it is missing or not as long as indexed."""
+    """Return path of a shard, decompressed where need be.
+
+    Raises DataError when it is missing or not as long as indexed, and for a method of compression that is not known here.
+    """
     path = folder / record.raw_data.basename
     try:
         # Samples lie at random places, and all their sizes are read when the shard is opened: a remote one is copied whole.
@@ -310,7 +307,22 @@ def _check_size(folder: Path, record: _ShardRecord) -> Path:
     except OSError as error:
         if record.zip_data is None or not is_file(folder / record.zip_data.basename):
             raise DataError(f"{path}: {error.strerror}; {INDEX} lists it with {record.raw_data.bytes} bytes") from error
-        return _unpack_once(folder / record.zip_data.basename, record)
+        packed, size = folder / record.zip_data.basename, record.raw_data.bytes
+        method = (record.compression or "unknown").partition(":")[0]
+        if method not in ("zstd", "gz", "bz2"):
+            raise DataError(
+                f"{packed}: compressed ({method}); zstd, gz and bz2 can be read: decompress the shards once, each beside "
+                "its original"
+            ) from error
+        remote = remote_file(packed)
+        if remote is None:
+            status = packed.stat()
+            version = f"{packed.resolve()} {status.st_size} {status.st_mtime_ns}"
+        else:
+            version = remote.key
+        key = hashlib.sha256(f"{version} {size}".encode()).hexdigest()
+        # Decompressed once, into the cache: samples at random places need all of it.
+        return keep_file(key, packed.stem, size, lambda: _decompress(local_copy(packed), method, size))
     if found != record.raw_data.bytes:
         raise DataError(
             f"{path}: {found} bytes found, {record.raw_data.bytes} expected; the file is truncated or altered"
@@ -318,40 +330,20 @@ def _check_size(folder: Path, record: _ShardRecord) -> Path:
     return copy
 
 
-def _unpack_once(packed: Path, record: _ShardRecord) -> Path:
-    """Return a decompressed copy of a shard in the cache: samples at random places need all of it.
-
-    Raises DataError for a method that is not known here, and for a file that does not unpack to the length of the index.
-    """
-    method = (record.compression or "unknown").partition(":")[0]
-    if method not in ("zstd", "gz", "bz2"):
-        raise DataError(
-            f"{packed}: compressed ({method}); zstd, gz and bz2 can be read: decompress the shards once, each beside its "
-            "original"
-        )
-    remote, size = remote_file(packed), record.raw_data.bytes
-    if remote is None:
-        status = packed.stat()
-        version = f"{packed.resolve()} {status.st_size} {status.st_mtime_ns}"
-    else:
-        version = remote.key
-    key = hashlib.sha256(f"{version} {size}".encode()).hexdigest()
-    return keep_file(key, packed.stem, size, lambda: _decompress(local_copy(packed), method, size))
-
-
 def _decompress(packed: Path, method: str, size: int) -> Iterator[bytes]:
     """Yield the content of a compressed file, part by part. Raises DataError unless it is `size` bytes."""
     found = 0
     try:
-        with _open_packed(packed, method) as stream:
+        opener: Any = {"gz": gzip.open, "bz2": bz2.open}.get(method) or importlib.import_module("zstandard").open
+        with cast(IO[bytes], opener(packed)) as stream:
             while part := stream.read(_UNPACKED_PART):
                 found += len(part)
                 # Not further: a few kilobytes can unpack to terabytes.
                 if found > size:
                     break
                 yield part
-    except DataError:
-        raise
+    except ImportError:
+        raise DataError(f'{packed} needs zstandard: pip install "phalanx-train[data]"') from None
     # Each package has an error of its own.
     except Exception as error:
         raise DataError(f"{packed}: cannot be decompressed ({error}); it is damaged: get it again") from error
@@ -360,15 +352,3 @@ def _decompress(packed: Path, method: str, size: int) -> Iterator[bytes]:
         raise DataError(
             f"{packed}: unpacks to {more}{min(found, size)} bytes, {size} expected; it is truncated or altered"
         )
-
-
-def _open_packed(packed: Path, method: str) -> IO[bytes]:
-    if method == "gz":
-        return cast(IO[bytes], gzip.open(packed))
-    if method == "bz2":
-        return cast(IO[bytes], bz2.open(packed))
-    try:
-        package = importlib.import_module("zstandard")
-    except ImportError:
-        raise DataError(f'{packed} needs zstandard: pip install "phalanx-train[data]"') from None
-    return cast(IO[bytes], package.open(packed))

@@ -9,18 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from phalanx.data.prepared_folder import Progress, file_record, prepare_once
+from phalanx.data.prepared_folder import Progress, file_record, prepare_once, worker_processes
 from phalanx.errors import DataError
 from phalanx.families.language.data.documents import (
     MAX_DOCUMENT_BYTES,
@@ -59,10 +53,11 @@ from phalanx.families.language.data.tokenizer import (
 )
 from phalanx.files import replace_file, write_atomically
 from phalanx.hardware.host import available_cores
-from phalanx.launch.parent import interrupts_deferred, interrupts_ignored
+from phalanx.launch.parent import interrupts_deferred
 
 PIECE_BYTES = 2**22
 """Text of a piece, about: enough to keep a worker busy for seconds, little enough to lose."""
+_AGAIN = "run the same command with fewer --workers"
 _PLAIN_SIZE = 4
 """Text bytes a compressed byte stands for, roughly; only for choosing what the tokenizer is trained on."""
 
@@ -149,19 +144,20 @@ class _Job:
         """Make what is missing; return the manifest and the files that it lists. given: None trains a tokenizer."""
         kept = self.work / "tokenizer.json"
         if not kept.exists():
+            if given is None:
+                total = sum(file.size * (_PLAIN_SIZE if file.compression else 1) for file in self.files)
+                texts = self._texts("training the tokenizer")
+                # On documents of the training split alone, so that held-out text stays unseen.
+                training = (text for text in texts if text and text_share(text) >= self.options.validation_fraction)
+                made = train_in_process(list(sample_documents(training, total)), self.options.vocab_size)
+            else:
+                made = given.to_str()
             # Kept, so that a resumed preparation encodes the rest with the very same merges.
-            write_atomically(kept, self._train_tokenizer() if given is None else given.to_str())
+            write_atomically(kept, made)
         tokenizer = parse_tokenizer(kept.read_bytes(), kept)
         pieces, without_text = self._tokenize(tokenizer, workers)
         passed_over = PassedOver(documents=without_text, files=count_other_files(self.inputs))
         return self._join(pieces, tokenizer, passed_over)
-
-    def _train_tokenizer(self) -> str:
-        """Return a tokenizer.json trained on documents of the training split alone, so that held-out text stays unseen."""
-        total = sum(file.size * (_PLAIN_SIZE if file.compression else 1) for file in self.files)
-        texts = self._texts("training the tokenizer")
-        training = (text for text in texts if text and text_share(text) >= self.options.validation_fraction)
-        return train_in_process(list(sample_documents(training, total)), self.options.vocab_size)
 
     def _texts(self, what: str) -> Iterator[str]:
         """Yield the text of every document, the empty text for one without. what: what progress is told is being done."""
@@ -296,7 +292,7 @@ def train_in_process(documents: Sequence[str], vocab_size: int) -> str:
 
     Merges are found in a single call, which heeds no Ctrl-C: in a process of its own it can be ended at any time.
     """
-    with _worker_processes(1, _end_with_parent) as pool:
+    with worker_processes(1, again=_AGAIN) as pool:
         with interrupts_deferred():
             trained = pool.submit(_train_and_write, documents, vocab_size)
         return trained.result()
@@ -314,7 +310,7 @@ def tokenize_pieces(jobs: Iterator[tuple[list[str], Path]], settings: Settings, 
     OSError where a piece cannot be written, and DataError when a worker is killed.
     """
     running: set[Future[None]] = set()
-    with _worker_processes(workers, _start_worker, settings) as pool:
+    with worker_processes(workers, start=partial(_load_worker, settings), again=_AGAIN) as pool:
         for texts, path in jobs:
             # This may start a worker, whom a pool that is interrupted meanwhile would not wait for at its end.
             with interrupts_deferred():
@@ -324,34 +320,6 @@ def tokenize_pieces(jobs: Iterator[tuple[list[str], Path]], settings: Settings, 
                 running = _await_one(running)
         while running:
             running = _await_one(running)
-
-
-@contextmanager
-def _worker_processes(count: int, start: Callable[..., None], *arguments: object) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes none of which outlives the block, nor this process, however either ends.
-
-    start: what each calls first, with a leash that tells it of that end, and `arguments`. Raises DataError in place of what
-    the pool raises when one of them is killed.
-    """
-    # The workers' end of the leash reports when ours is closed, be it by us or by our death.
-    held, leash = multiprocessing.Pipe(duplex=False)
-    # Workers are forked from a server process, whose setting they inherit.
-    with interrupts_ignored():
-        forkserver.ensure_running()
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("forkserver"), start, (held, *arguments))
-    try:
-        yield pool
-        pool.shutdown()
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a worker process was killed, mostly for lack of memory; what is done is kept: "
-            "run the same command with fewer --workers"
-        ) from error
-    finally:
-        # Ends workers in the midst of a piece: its file is only put in place when it is whole.
-        leash.close()
-        pool.shutdown(cancel_futures=True)
-        held.close()
 
 
 def _await_one(running: set[Future[None]]) -> set[Future[None]]:
@@ -366,10 +334,9 @@ _worker: tuple[Tokenizer, Settings] | None = None
 """What a worker process keeps from piece to piece."""
 
 
-def _start_worker(leash: Connection, settings: Settings) -> None:
+def _load_worker(settings: Settings) -> None:
     # A worker process serves many pieces and parses the tokenizer once.
     global _worker
-    _end_with_parent(leash)
     # One process a core is parallel enough.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = parse_tokenizer(settings.tokenizer.read_bytes(), settings.tokenizer_name)
@@ -379,18 +346,6 @@ def _start_worker(leash: Connection, settings: Settings) -> None:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     _worker = (tokenizer, settings)
-
-
-def _end_with_parent(leash: Connection) -> None:
-    """Let this process end when the parent's end of `leash` is closed, and not by Ctrl-C, which all of a terminal get."""
-
-    def wait_for_end() -> None:
-        # Returns when the parent's end is closed, which the system does even where the parent is killed.
-        leash.poll(None)
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=wait_for_end, daemon=True).start()
 
 
 def _tokenize_piece(texts: list[str], path: Path) -> None:

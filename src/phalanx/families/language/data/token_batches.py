@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -109,7 +108,9 @@ class SampleReader:
         source, sample = self.locate(numbers)
         length = self.sequence_length
         rows = np.empty((len(numbers), length + 1), dtype=np.int64)
-        parts = self._part_ids(numbers)
+        # The part of its sample that each token is in, while a run begins with shorter samples.
+        lengths = self._lengths[np.searchsorted(self._length_starts, numbers, side="right") - 1]
+        parts = None if (lengths == length).all() else np.arange(length) // lengths[:, None]
         documents = np.zeros((len(numbers), length), dtype=np.int32) if self.documents or parts is not None else None
         for index, origin in enumerate(self.sources):
             mine = np.flatnonzero(source == index)
@@ -124,7 +125,9 @@ class SampleReader:
                 ids = origin.document_of(starts[:, None] + np.arange(length))
                 documents[mine] = ids - ids[:, :1]
         if documents is not None and parts is not None:
-            documents = _join_boundaries(documents, parts)
+            # Ids that change wherever the document or the part changes, from 0 on.
+            changes = (np.diff(documents, axis=1) != 0) | (np.diff(parts, axis=1) != 0)
+            documents = np.pad(changes, ((0, 0), (1, 0))).cumsum(axis=1, dtype=np.int32)
         tokens = torch.from_numpy(rows)
         return TokenBatch(
             tokens[:, :-1].contiguous(),
@@ -132,13 +135,6 @@ class SampleReader:
             None if documents is None else torch.from_numpy(documents),
             torch.from_numpy(numbers),
         )
-
-    def _part_ids(self, numbers: Int64Array) -> Int64Array | None:
-        """Return for each token of these samples the part of its sample that it is in, [B, S]; None where all are whole."""
-        lengths = self._lengths[np.searchsorted(self._length_starts, numbers, side="right") - 1]
-        if (lengths == self.sequence_length).all():
-            return None
-        return np.arange(self.sequence_length) // lengths[:, None]
 
     def require_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that the model has no row for: now where a source says, else sample by sample."""
@@ -162,12 +158,6 @@ class SampleReader:
                 f"{origin.path}: sample {int(samples[row])} holds token id {found}, "
                 f"outside model.vocab_size={self._vocab_size}{why}"
             )
-
-
-def _join_boundaries(documents_BS: npt.NDArray[np.int32], parts_BS: Int64Array) -> npt.NDArray[np.int32]:
-    """Return ids that change wherever the document or the part changes, int32 [B, S], from 0 on."""
-    changes = (np.diff(documents_BS, axis=1) != 0) | (np.diff(parts_BS, axis=1) != 0)
-    return np.pad(changes, ((0, 0), (1, 0))).cumsum(axis=1, dtype=np.int32)
 
 
 class TokenBatchStream(ReadAheadStream[TokenBatch]):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.errors import DataError
-from phalanx.remote_files import RemoteFile, RemoteFolder, remote_file
+from phalanx.remote_files import RemoteFile, remote_file
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -132,10 +132,22 @@ class SegmentedStream:
 
     def read(self, starts: Int64Array, length: int) -> Int64Array:
         """Return tokens [n, length] from each of `starts` on, as int64."""
-        out = np.empty((len(starts), length), dtype=np.int64)
         segments = np.searchsorted(self.ends, starts, side="right")
         if self.segments and self.segments[0].remote is not None:
-            return self._read_remote(self.segments[0].remote.folder, starts, length)
+            # All that is not kept on this machine is asked for at once.
+            stretches: list[tuple[RemoteFile, int, int]] = []
+            for start, first in zip(starts.tolist(), segments.tolist(), strict=True):
+                segment = first
+                offset, left = start - (int(self.ends[segment - 1]) if segment else 0), length
+                while left:
+                    file = self.segments[segment]
+                    last = min(offset + left, len(file))
+                    stretches.append(file.locate(offset, last))
+                    left -= last - offset
+                    segment, offset = segment + 1, 0
+            found = b"".join(self.segments[0].remote.folder.read_ranges(stretches))
+            return np.frombuffer(found, self.segments[0].dtype).reshape(len(starts), length).astype(np.int64)
+        out = np.empty((len(starts), length), dtype=np.int64)
         for row, start, first in zip(out, starts.tolist(), segments.tolist(), strict=True):
             segment = first
             offset = start - (int(self.ends[segment - 1]) if segment else 0)
@@ -147,22 +159,6 @@ class SegmentedStream:
                 filled += len(part)
                 segment, offset = segment + 1, 0
         return out
-
-    def _read_remote(self, folder: RemoteFolder, starts: Int64Array, length: int) -> Int64Array:
-        """Return tokens [n, length] as `read` does: all that is not kept on this machine is asked for at once."""
-        stretches: list[tuple[RemoteFile, int, int]] = []
-        for start in starts.tolist():
-            segment = int(np.searchsorted(self.ends, start, side="right"))
-            offset = start - (int(self.ends[segment - 1]) if segment else 0)
-            left = length
-            while left:
-                file = self.segments[segment]
-                last = min(offset + left, len(file))
-                stretches.append(file.locate(offset, last))
-                left -= last - offset
-                segment, offset = segment + 1, 0
-        found = b"".join(folder.read_ranges(stretches))
-        return np.frombuffer(found, self.segments[0].dtype).reshape(len(starts), length).astype(np.int64)
 
 
 def read_bytes(descriptor: int, path: Path, first: int, last: int) -> bytes:

@@ -18,7 +18,6 @@ import yaml
 from torch import Tensor
 
 from phalanx.checkpoint import CheckpointStore
-from phalanx.config.model import LanguageModel
 from phalanx.errors import ConfigError
 from phalanx.families.language.evaluation.load_weights import (
     Weights,
@@ -148,7 +147,11 @@ def _write_checkpoint(
         if files.files:
             (folder / TOKENIZER_FOLDER).mkdir()
             files.write(folder / TOKENIZER_FOLDER, weights.model.max_positions)
-        (folder / "model.yaml").write_text(_model_section(weights.model, target))
+        given = weights.model.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+        (folder / "model.yaml").write_text(
+            "# The model section of a run file. To train from these weights, put it into one and add\n"
+            f"#   training: {{init_from: {target}}}\n" + yaml.safe_dump({"model": given}, sort_keys=False)
+        )
 
 
 def _in_scratch_file(scratch: Path, weights: Weights, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
@@ -183,12 +186,3 @@ def _format_of(weights: Weights, name: str, dtype: torch.dtype) -> torch.dtype:
 def _aligned(size: int) -> int:
     """Return `size` bytes, filled up to a multiple of what any number format is aligned to."""
     return -(-size // 8) * 8
-
-
-def _model_section(model: LanguageModel, target: Path) -> str:
-    """Return the `model` section of a run file that starts from these weights."""
-    given = model.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    return (
-        "# The model section of a run file. To train from these weights, put it into one and add\n"
-        f"#   training: {{init_from: {target}}}\n" + yaml.safe_dump({"model": given}, sort_keys=False)
-    )

@@ -172,8 +172,22 @@ def generate_batch(
 ) -> Iterator[list[int | None]]:
     """Return several continuations of one prompt at once, one a seed: each step gives a token a continuation, None
     once ended."""
-    # Before the generator below is started, so that errors come from this very call.
-    _check_prompt(model, prompt_ids, max_tokens)
+    # Checked before the generator below is started, so that errors come from this very call.
+    config = model.config
+    if not prompt_ids:
+        raise ConfigError("the prompt is empty and there is no token that begins a document; give some text")
+    outside = next((token for token in prompt_ids if not 0 <= token < config.vocab_size), None)
+    if outside is not None:
+        raise ConfigError(
+            f"the prompt holds token {outside}, but the model has {config.vocab_size}: the tokenizer is not the model's"
+        )
+    room = config.max_positions - len(prompt_ids)
+    if max_tokens > room:
+        fix = f"ask for at most {room}" if room > 0 else f"shorten the prompt to under {config.max_positions} tokens"
+        raise ConfigError(
+            f"a prompt of {len(prompt_ids)} tokens and {max_tokens} more need {len(prompt_ids) + max_tokens} positions, "
+            f"but the model has {config.max_positions}; {fix}"
+        )
     return _generate_steps(model, prompt_ids, max_tokens, sampling, seeds, ends)
 
 
@@ -237,21 +251,3 @@ def draw_token(logits_V: Tensor, sampling: Sampling, draw: torch.Generator) -> i
     # By inverting the distribution function: one uniform number a token, whatever the device or the vocabulary.
     point = torch.rand((), generator=draw, dtype=torch.float64) * summed_V[-1]
     return int(tokens_V[min(int(torch.searchsorted(summed_V, point, right=True)), len(summed_V) - 1)])
-
-
-def _check_prompt(model: Decoder, prompt_ids: Sequence[int], max_tokens: int) -> None:
-    config = model.config
-    if not prompt_ids:
-        raise ConfigError("the prompt is empty and there is no token that begins a document; give some text")
-    outside = next((token for token in prompt_ids if not 0 <= token < config.vocab_size), None)
-    if outside is not None:
-        raise ConfigError(
-            f"the prompt holds token {outside}, but the model has {config.vocab_size}: the tokenizer is not the model's"
-        )
-    room = config.max_positions - len(prompt_ids)
-    if max_tokens > room:
-        fix = f"ask for at most {room}" if room > 0 else f"shorten the prompt to under {config.max_positions} tokens"
-        raise ConfigError(
-            f"a prompt of {len(prompt_ids)} tokens and {max_tokens} more need {len(prompt_ids) + max_tokens} positions, "
-            f"but the model has {config.max_positions}; {fix}"
-        )

@@ -110,7 +110,13 @@ class Task:
         gold = int(row.get("gold", 0))
         match self.kind:
             case "schema":
-                return Prompt(preamble, self._schema_contexts(row, preamble), (row["continuation"],), gold, ())
+                # The prelimiter comes before the delimiter, and the latter only with examples: as Foundry scores it.
+                before, after = self.settings.question_prelimiter, ""
+                if preamble:
+                    before += self.settings.example_delimiter
+                    after = self.settings.continuation_delimiter.rstrip()
+                contexts = tuple(f"{before}{option}{after}" for option in row["context_options"])
+                return Prompt(preamble, contexts, (row["continuation"],), gold, ())
             case "multiple_choice":
                 # A prompt that ends in a space would cut the word that follows in another place than training did.
                 context = self._question(row["query"], preamble).rstrip()
@@ -125,14 +131,6 @@ class Task:
     def _question(self, text: str, preamble: str) -> str:
         between = self.settings.example_delimiter if preamble else ""
         return f"{between}{self.settings.question_prelimiter}{text}{self.settings.continuation_delimiter}"
-
-    def _schema_contexts(self, row: Row, preamble: str) -> tuple[str, ...]:
-        # The prelimiter comes before the delimiter, and the latter only with examples: as Foundry scores it.
-        before, after = self.settings.question_prelimiter, ""
-        if preamble:
-            before += self.settings.example_delimiter
-            after = self.settings.continuation_delimiter.rstrip()
-        return tuple(f"{before}{option}{after}" for option in row["context_options"])
 
     def _example(self, row: Row, preamble: str) -> str:
         match self.kind:
@@ -158,11 +156,26 @@ def load_tasks(paths: Sequence[Path], shots: int | None = None, *, named: str = 
     for path in paths:
         if path.suffix in (".yaml", ".yml"):
             for settings in _read_list(path, named):
-                found += _open_task(settings, _find_beside(path, settings.dataset_uri, named), shots, named)
+                uri, kind = settings.dataset_uri, settings.icl_task_type
+                # Foundry's paths are relative to the folder it is started in, which lies above the list.
+                places = (folder / uri for folder in path.resolve().parents)
+                file = next((place for place in places if place.is_file()), None)
+                if file is None:
+                    raise ConfigError(
+                        f"{named} {path}: dataset_uri={uri} is in no folder above the list; put the file there"
+                    )
+                rows = _read_rows(file, named)
+                missing = [name for name in _NEEDED[kind] if name not in rows[0]]
+                if missing:
+                    raise DataError(f"{file}: rows of a {kind} task need {', '.join(missing)}")
+                found += _split_task(settings, rows, shots)
         else:
             rows = _read_rows(path, named)
-            kind = _kind_of(rows[0], path)
-            settings = TaskSettings(label=path.name.split(".")[0], dataset_uri=str(path), icl_task_type=kind)
+            kinds = [kind for kind, names in _NEEDED.items() if all(name in rows[0] for name in names)]
+            if not kinds:
+                needed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in _NEEDED.items())
+                raise DataError(f"{path}: rows with {', '.join(rows[0])} are no task that can be scored ({needed})")
+            settings = TaskSettings(label=path.name.split(".")[0], dataset_uri=str(path), icl_task_type=kinds[0])
             found += _split_task(settings, rows, shots)
     return found
 
@@ -183,22 +196,6 @@ def _read_list(path: Path, named: str) -> list[TaskSettings]:
         raise ConfigError(f"{named} {path}: {where}: {first['msg']}; write it as LLM Foundry's icl_tasks") from None
     except (yaml.YAMLError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{named} {path} has no list `icl_tasks`; write it as LLM Foundry does") from None
-
-
-def _find_beside(listing: Path, uri: str, named: str) -> Path:
-    # Foundry's paths are relative to the folder it is started in, which lies above the list.
-    for folder in listing.resolve().parents:
-        if (folder / uri).is_file():
-            return folder / uri
-    raise ConfigError(f"{named} {listing}: dataset_uri={uri} is in no folder above the list; put the file there")
-
-
-def _open_task(settings: TaskSettings, path: Path, shots: int | None, named: str) -> list[Task]:
-    rows = _read_rows(path, named)
-    missing = [name for name in _NEEDED[settings.icl_task_type] if name not in rows[0]]
-    if missing:
-        raise DataError(f"{path}: rows of a {settings.icl_task_type} task need {', '.join(missing)}")
-    return _split_task(settings, rows, shots)
 
 
 def _split_task(settings: TaskSettings, rows: Sequence[Row], shots: int | None) -> list[Task]:
@@ -223,15 +220,6 @@ def _read_rows(path: Path, named: str) -> list[Row]:
         raise DataError(f"{path} holds no questions; every line must be one JSON object")
     # Outer texts alone are stripped; candidates stay as they are.
     return [{name: text.strip() if isinstance(text, str) else text for name, text in row.items()} for row in read]
-
-
-def _kind_of(row: Row, path: Path) -> TaskKind:
-    kinds = (kind for kind, names in _NEEDED.items() if all(name in row for name in names))
-    found = next(kinds, None)
-    if found is None:
-        needed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in _NEEDED.items())
-        raise DataError(f"{path}: rows with {', '.join(row)} are no task that can be scored ({needed})")
-    return found
 
 
 def _draw_examples(rows: int, shots: int, index: int, draw: random.Random) -> set[int]:

@@ -229,7 +229,15 @@ def score_candidates(
     limit = batch_tokens or max(1, _BATCH_LOGITS // model.config.vocab_size)
     device = model.embedding.weight.device
     sums_N2 = torch.zeros(len(candidates), 2, dtype=torch.float64)
-    for batch in _batches_by_length(candidates, limit)[sharing.rank :: sharing.shares]:
+    lengths = [len(candidate.context) + len(candidate.targets) for candidate in candidates]
+    batches: list[list[int]] = []
+    # The longest first, so that what does not fit in memory fails at once.
+    for index in sorted(range(len(candidates)), key=lambda index: -lengths[index]):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= limit:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    for batch in batches[sharing.rank :: sharing.shares]:
         rows = [(*candidates[index].context, *candidates[index].targets) for index in batch]
         width = max(map(len, rows)) - 1
         tokens_BS = torch.tensor([[*row[:-1], *[0] * (width + 1 - len(row))] for row in rows], device=device)
@@ -245,58 +253,34 @@ def score_candidates(
     return sums_N2[:, 0], sums_N2[:, 1].bool()
 
 
-def _batches_by_length(candidates: Sequence[Candidate], limit: int) -> list[list[int]]:
-    lengths = [len(candidate.context) + len(candidate.targets) for candidate in candidates]
-    # The longest first, so that what does not fit in memory fails at once.
-    order = sorted(range(len(candidates)), key=lambda index: -lengths[index])
-    batches: list[list[int]] = []
-    for index in order:
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= limit:
-            batches[-1].append(index)
-        else:
-            batches.append([index])
-    return batches
-
-
 def _score_generation(
     scorer: CandidateScorer, tokenizer: TextTokenizer, task: Task, prompts: Sequence[Prompt]
 ) -> TaskScore:
-    length = _longest_answer(tokenizer, task)
+    stops, delimiter = task.settings.early_stopping_criteria, task.settings.cot_delimiter
+    answers = (
+        task.answer_text(row, answer) for row in task.rows for answer in (row["answer"], *row.get("aliases", []))
+    )
+    longest = max(len(tokenizer.encode(answer)) for answer in answers)
+    length = max(1, longest + (_SPARE_TOKENS if delimiter else 0))
     room = scorer.positions - length
     if room < 1:
         raise DataError(
             f"{task.name}: answers of up to {length} tokens leave the model no position; leave the task out"
         )
-    stops = task.settings.early_stopping_criteria
     prompt_ids = []
     for prompt in prompts:
         ids = _tokenize_preamble(tokenizer, prompt.preamble) + tokenizer.encode(prompt.contexts[0])
         prompt_ids.append((ids or tokenizer.encode_prompt(""))[-room:])
     written = scorer.write(prompt_ids, length, lambda ids: any(stop in tokenizer.decode(ids) for stop in stops))
-    accuracy = _mean(
-        matches_answer(
-            _find_answer(tokenizer.decode(ids), task), prompt.answers, normalise=task.settings.do_normalization
-        )
-        for ids, prompt in zip(written, prompts, strict=True)
-    )
+    right = []
+    for ids, prompt in zip(written, prompts, strict=True):
+        text = tokenizer.decode(ids)
+        # The answer stands before what ends the text, which Foundry reads as patterns here, and behind its reasoning.
+        text = re.split("|".join(stops), text)[0] if stops else text
+        text = text.split(delimiter)[-1] if delimiter else text
+        right.append(matches_answer(text, prompt.answers, normalise=task.settings.do_normalization))
+    accuracy = _mean(right)
     return TaskScore(task.name, task.kind, task.shots, len(prompts), accuracy, None, None, None)
-
-
-def _find_answer(text: str, task: Task) -> str:
-    """Return what of a generated text is its answer: before what ends it, behind its reasoning."""
-    stops = task.settings.early_stopping_criteria
-    # Foundry reads the criteria as patterns where it cuts the text.
-    text = re.split("|".join(stops), text)[0] if stops else text
-    delimiter = task.settings.cot_delimiter
-    return text.split(delimiter)[-1] if delimiter else text
-
-
-def _longest_answer(tokenizer: TextTokenizer, task: Task) -> int:
-    answers = (
-        task.answer_text(row, answer) for row in task.rows for answer in (row["answer"], *row.get("aliases", []))
-    )
-    longest = max(len(tokenizer.encode(answer)) for answer in answers)
-    return max(1, longest + (_SPARE_TOKENS if task.settings.cot_delimiter else 0))
 
 
 def matches_answer(text: str, answers: Iterable[str], *, normalise: bool = True) -> bool:

@@ -199,33 +199,26 @@ class PhalanxWeights(Weights):
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         """Read the tensor `name`, or some of its rows, its adapter merged, and verify their checksums."""
-        tensor, (down, up) = self._read_stored(name, rows), adapter_names(name)
+        shape = self.shapes[name]
+        if rows == slice(None) or not shape:
+            tensor = self._reader.read(self._names[name])
+        else:
+            start, stop, _ = rows.indices(shape[0])
+            held_name, first, held = self._held or ("", 0, torch.empty(0))
+            if held_name != name or start < first or stop > first + len(held):
+                # Let go of first, so that two windows are never held at once.
+                self._held = None
+                del held
+                row_bytes = prod(shape[1:]) * self._formats[name].itemsize
+                last = min(shape[0], max(stop, start + _WINDOW_BYTES // max(row_bytes, 1)))
+                first, held = start, self._reader.read(self._names[name], start, last)
+                self._held = name, first, held
+            tensor = held[start - first : stop - first]
+        down, up = adapter_names(name)
         if self._adapters is None or up not in self._names:
             return tensor
         down_RI, up_OR = (self._reader.read(self._names[each]) for each in (down, up))
         return merged_weight(tensor, down_RI, up_OR[rows], self._adapters.scale)
-
-    def _read_stored(self, name: str, rows: slice) -> Tensor:
-        """Read the tensor `name`, or some of its rows, as they are stored."""
-        shape = self.shapes[name]
-        if rows == slice(None) or not shape:
-            return self._reader.read(self._names[name])
-        start, stop, _ = rows.indices(shape[0])
-        if self._held is None or not self._holds(name, start, stop):
-            # Let go of first, so that two windows are never held at once.
-            self._held = None
-            row_bytes = prod(shape[1:]) * self._formats[name].itemsize
-            last = min(shape[0], max(stop, start + _WINDOW_BYTES // max(row_bytes, 1)))
-            self._held = name, start, self._reader.read(self._names[name], start, last)
-        _, first, held = self._held
-        return held[start - first : stop - first]
-
-    def _holds(self, name: str, start: int, stop: int) -> bool:
-        """Return whether these rows were read already."""
-        if self._held is None:
-            return False
-        held_name, first, held = self._held
-        return held_name == name and first <= start and stop <= first + len(held)
 
     def close(self) -> None:
         """Let go of the tensors held and of the files."""

@@ -46,7 +46,7 @@ class WidthCheck:
     def growth(self) -> dict[str, dict[str, float]]:
         """Exponent of the width with which each change grows."""
         return {
-            name: {part: _fit_exponent(self.widths, values) for part, values in found.items()}
+            name: {part: float(np.polyfit(np.log(self.widths), np.log(values), 1)[0]) for part, values in found.items()}
             for name, found in self.changes.items()
         }
 
@@ -139,8 +139,3 @@ def _outputs(model: Decoder, tokens_BS: Tensor) -> dict[str, Tensor]:
     positions_S = torch.arange(tokens_BS.shape[1])
     hidden = model.hidden(tokens_BS, Positions(positions_S, positions_S))
     return {"logits": model.logits(tokens_BS), "hidden": hidden}
-
-
-def _fit_exponent(widths: Sequence[int], values: Sequence[float]) -> float:
-    """Return the exponent of the power of the width that fits the values best."""
-    return float(np.polyfit(np.log(widths), np.log(values), 1)[0])

@@ -105,7 +105,13 @@ class ConfigFields(KnownKeys):
         # Alternatives are told apart by `to_others`, which comes last.
         needed = {field: value for field, value in self.needs.items() if not isinstance(value, tuple)}
         same = {field: getattr(self, key) for field, key in self.same.items()}
-        return LanguageModel.model_validate(_nested({**needed, **same, **self.to_others()}))
+        fields = {**needed, **same, **self.to_others()}
+        section = {name: value for name, value in fields.items() if "." not in name and name not in SECTIONS}
+        for part in SECTIONS:
+            prefix = f"{part}."
+            inner = {name.removeprefix(prefix): value for name, value in fields.items() if name.startswith(prefix)}
+            section |= {part: inner} if inner else {}
+        return LanguageModel.model_validate(section)
 
     @classmethod
     def from_model(cls, model: LanguageModel) -> Self:
@@ -127,11 +133,9 @@ class ConfigFields(KnownKeys):
             if field in found and not any(map(field.startswith, absent))
             if found[field] not in (needed if isinstance(needed, tuple) else (needed,))
         ]
-        return problems or cls._out_of_range(model)
-
-    @classmethod
-    def _out_of_range(cls, model: LanguageModel) -> list[str]:
-        """Return the values of a decoder that fits in kind which the architecture does not take."""
+        if problems:
+            return problems
+        # It fits in kind; the architecture may still not take its values.
         try:
             cls.from_model(model)
         except ValidationError as error:
@@ -215,20 +219,18 @@ def resolved_fields(model: LanguageModel) -> dict[str, object]:
         inner = found[section]
         if isinstance(inner, dict):
             found |= {f"{section}.{name}": value for name, value in inner.items()} | {section: SOME}
-    return found if model.experts is None else {**found, **_resolved_experts(model, model.experts)}
-
-
-def _resolved_experts(model: LanguageModel, experts: Experts) -> dict[str, object]:
-    """Return the fields of mixtures of experts that follow from others."""
-    hidden = experts.d_ff or model.ff_size
-    return {
-        "experts.d_ff": hidden,
-        # The weight of a single expert is never divided.
-        "experts.normalize": experts.normalize and experts.active > 1,
-        "experts.selection_bias": experts.biased,
-        # Null where it is what follows from the number of shared experts.
-        "experts.shared_d_ff": None if experts.shared_d_ff == experts.shared * hidden else experts.shared_d_ff,
-    }
+    experts = model.experts
+    if experts is not None:
+        hidden = experts.d_ff or model.ff_size
+        found |= {
+            "experts.d_ff": hidden,
+            # The weight of a single expert is never divided.
+            "experts.normalize": experts.normalize and experts.active > 1,
+            "experts.selection_bias": experts.biased,
+            # Null where it is what follows from the number of shared experts.
+            "experts.shared_d_ff": None if experts.shared_d_ff == experts.shared * hidden else experts.shared_d_ff,
+        }
+    return found
 
 
 def _default_fields(model: LanguageModel) -> dict[str, object]:
@@ -263,17 +265,6 @@ def _unused_fields(model: LanguageModel) -> set[str]:
     if experts is not None and experts.groups == 1:
         unused |= {"experts.active_groups", "experts.group_score"}
     return unused
-
-
-def _nested(fields: Mapping[str, object]) -> dict[str, object]:
-    """Return the `model` section for fields that go by the names of `ConfigFields`."""
-    outside = {name: value for name, value in fields.items() if "." not in name and name not in SECTIONS}
-    for section in SECTIONS:
-        inner = {
-            name.removeprefix(f"{section}."): value for name, value in fields.items() if name.startswith(f"{section}.")
-        }
-        outside |= {section: inner} if inner else {}
-    return outside
 
 
 def _show_value(value: object) -> str:

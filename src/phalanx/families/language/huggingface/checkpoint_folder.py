@@ -42,7 +42,12 @@ class HuggingFaceFolder:
         self.path = path
         self.config = read_json(file_inside(path, "config.json"))
         self.architecture, self.model = read_config(self.config, str(path / "config.json"))
-        self.special_tokens = self._read_special_tokens()
+        # Those of the configuration are overruled by those that text is generated with.
+        tokens = {"bos_token_id": self.config.get("bos_token_id"), "eos_token_id": self.config.get("eos_token_id")}
+        if (path / GENERATION).exists():
+            settings = read_json(file_inside(path, GENERATION))
+            tokens |= {name: settings[name] for name in tokens if settings.get(name) is not None}
+        self.special_tokens = SpecialTokens.from_config(tokens)
         # Weight files stay open and are closed together, also where a later check fails.
         self._files = ExitStack()
         try:
@@ -90,10 +95,22 @@ class HuggingFaceFolder:
             return
         for rule in self._rules[name]:
             start, stop = max(rule.rows.start, first_row), min(rule.rows.stop, first_row + len(out))
-            if start < stop:
-                joined = rule.join([self._read_part(theirs, rule.expert) for theirs in rule.theirs])
-                within = slice(start - rule.rows.start, stop - rule.rows.start)
-                out[start - first_row : stop - first_row].copy_(joined[within])
+            if start >= stop:
+                continue
+            parts = []
+            for theirs in rule.theirs:
+                stored, expert = self._stored_name(theirs), rule.expert
+                whole = self._tensors[stored]
+                part: Tensor = whole.get_tensor(stored) if expert is None else whole.get_slice(stored)[expert]
+                broken = part.numel() - int(part.isfinite().sum())
+                if broken:
+                    raise CheckpointError(
+                        f"{self.path}: {broken:,} of {part.numel():,} numbers of tensor {stored} are NaN or infinite; "
+                        f"nothing can be computed with them, fetch or save the model again"
+                    )
+                parts.append(part)
+            within = slice(start - rule.rows.start, stop - rule.rows.start)
+            out[start - first_row : stop - first_row].copy_(rule.join(parts)[within])
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of our tensor `name`."""
@@ -102,19 +119,6 @@ class HuggingFaceFolder:
             return self.shape_of(name)[:1]
         last = self._rules[name][-1]
         return (last.rows.stop, *last.shape[1:])
-
-    def _read_part(self, theirs: str, expert: int | None) -> Tensor:
-        """Read their tensor, or one expert's part of it."""
-        stored = self._stored_name(theirs)
-        whole = self._tensors[stored]
-        part: Tensor = whole.get_tensor(stored) if expert is None else whole.get_slice(stored)[expert]
-        broken = part.numel() - int(part.isfinite().sum())
-        if broken:
-            raise CheckpointError(
-                f"{self.path}: {broken:,} of {part.numel():,} numbers of tensor {stored} are NaN or infinite; "
-                f"nothing can be computed with them, fetch or save the model again"
-            )
-        return part
 
     def _choose_rules(self) -> dict[str, list[TensorRule]]:
         """Return the rules for each of our tensors, for the layout of experts that the files have."""
@@ -129,14 +133,6 @@ class HuggingFaceFolder:
         for rule in rules:
             by_tensor.setdefault(rule.ours, []).append(rule)
         return by_tensor
-
-    def _read_special_tokens(self) -> SpecialTokens:
-        """Read the special tokens of the configuration, overruled by those of generation_config.json."""
-        fields = {"bos_token_id": self.config.get("bos_token_id"), "eos_token_id": self.config.get("eos_token_id")}
-        if (self.path / GENERATION).exists():
-            settings = read_json(file_inside(self.path, GENERATION))
-            fields |= {name: settings[name] for name in fields if settings.get(name) is not None}
-        return SpecialTokens.from_config(fields)
 
     def _open_weights(self) -> None:
         self._tensors: dict[str, Any] = {}
@@ -173,7 +169,14 @@ class HuggingFaceFolder:
         problems = [f"{self.path}: tensor {name} is missing" for name in expected if name not in self._tensors]
         for name in sorted(self._tensors):
             if name in expected:
-                problems += self._check_tensor(name, expected[name])
+                header = self._tensors[name].get_slice(name)
+                shape, stored = tuple(header.get_shape()), header.get_dtype()
+                if shape != expected[name]:
+                    problems.append(
+                        f"{self.path}: tensor {name} has shape {list(shape)}, config.json asks for {list(expected[name])}"
+                    )
+                if stored not in FORMATS:
+                    problems.append(f"{self.path}: tensor {name} is stored as {stored}; read are {', '.join(FORMATS)}")
             elif not (self.architecture.passes_over(name, self.model) or (self.model.tied_head and name == _HEAD)):
                 problems.append(f"{self.path}: {self.architecture.name} has no tensor {name}")
         if problems:
@@ -199,18 +202,6 @@ class HuggingFaceFolder:
                 f"{self.path}: config.json says tie_word_embeddings=true (or leaves it so), but {_HEAD} differs from "
                 f"{embedding}; to use both, set tie_word_embeddings to false in config.json"
             )
-
-    def _check_tensor(self, name: str, expected: tuple[int, ...]) -> list[str]:
-        header = self._tensors[name].get_slice(name)
-        shape, stored = tuple(header.get_shape()), header.get_dtype()
-        problems = []
-        if shape != expected:
-            problems.append(
-                f"{self.path}: tensor {name} has shape {list(shape)}, config.json asks for {list(expected)}"
-            )
-        if stored not in FORMATS:
-            problems.append(f"{self.path}: tensor {name} is stored as {stored}; read are {', '.join(FORMATS)}")
-        return problems
 
 
 def weight_files(path: Path) -> list[str]:

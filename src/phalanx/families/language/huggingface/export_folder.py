@@ -96,7 +96,16 @@ def refuse_used(path: Path) -> None:
 
 
 def _write_weights(folder: Path, export: Export) -> None:
-    shards = _plan_shards(export.architecture.rules(export.model), export.dtype, export.shard_bytes)
+    shards: list[list[TensorRule]] = []
+    room = 0
+    for rule in export.architecture.rules(export.model):
+        size = _rule_bytes(rule, export.dtype)
+        # A tensor that is larger than the limit gets a file of its own.
+        if not shards or size > room:
+            shards.append([])
+            room = export.shard_bytes
+        shards[-1].append(rule)
+        room -= size
     weight_map: dict[str, str] = {}
     # Hugging Face's own names, by which its libraries find the files.
     for number, rules in enumerate(shards, start=1):
@@ -106,20 +115,6 @@ def _write_weights(folder: Path, export: Export) -> None:
     if len(shards) > 1:
         total = sum(_rule_bytes(rule, export.dtype) for rules in shards for rule in rules)
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
-
-
-def _plan_shards(rules: Sequence[TensorRule], dtype: torch.dtype, limit: int) -> list[list[TensorRule]]:
-    shards: list[list[TensorRule]] = []
-    room = 0
-    for rule in rules:
-        size = _rule_bytes(rule, dtype)
-        # A tensor that is larger than the limit gets a file of its own.
-        if not shards or size > room:
-            shards.append([])
-            room = limit
-        shards[-1].append(rule)
-        room -= size
-    return shards
 
 
 def _write_safetensors(file: Path, rules: Sequence[TensorRule], export: Export) -> None:

@@ -97,7 +97,14 @@ class TokenizerFiles:
         names = (TOKENIZER, *_COMPANIONS) if (folder / TOKENIZER).exists() else ()
         files = {name: file_inside(folder, name).read_bytes() for name in names if (folder / name).exists()}
         if SETTINGS in files:
-            named = _named_tokens(read_json(folder / SETTINGS), read_json(folder / TOKENIZER))
+            settings, numbers = read_json(folder / SETTINGS), _added_tokens(read_json(folder / TOKENIZER))
+            tokens: dict[str, Any] = {}
+            for token in ("bos_token", "eos_token"):
+                # A token is written as its text, or as an object with that and how it is split off.
+                value = settings.get(token)
+                text = value.get("content") if isinstance(value, dict) else value
+                tokens[f"{token}_id"] = numbers.get(text) if isinstance(text, str) else None
+            named = SpecialTokens.from_config(tokens)
             special = SpecialTokens(named.begin if special.begin is None else special.begin, special.end or named.end)
         return cls(files, special)
 
@@ -106,33 +113,19 @@ class TokenizerFiles:
         files = dict(self.files)
         # Without it transformers would not know which tokens begin and end a document.
         if TOKENIZER in files and SETTINGS not in files:
-            files[SETTINGS] = self._settings(max_positions)
+            texts = {number: text for text, number in _added_tokens(json.loads(self.files[TOKENIZER])).items()}
+            settings: dict[str, Any] = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "model_max_length": max_positions,
+                "clean_up_tokenization_spaces": False,
+            }
+            if self.special.begin in texts:
+                settings["bos_token"] = texts[self.special.begin]
+            if self.special.end and self.special.end[0] in texts:
+                settings["eos_token"] = texts[self.special.end[0]]
+            files[SETTINGS] = json.dumps(settings, indent=2).encode() + b"\n"
         for name, content in files.items():
             (folder / name).write_bytes(content)
-
-    def _settings(self, max_positions: int) -> bytes:
-        texts = {number: text for text, number in _added_tokens(json.loads(self.files[TOKENIZER])).items()}
-        settings: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": max_positions,
-            "clean_up_tokenization_spaces": False,
-        }
-        if self.special.begin in texts:
-            settings["bos_token"] = texts[self.special.begin]
-        if self.special.end and self.special.end[0] in texts:
-            settings["eos_token"] = texts[self.special.end[0]]
-        return json.dumps(settings, indent=2).encode() + b"\n"
-
-
-def _named_tokens(settings: dict[str, Any], tokenizer: dict[str, Any]) -> SpecialTokens:
-    numbers = _added_tokens(tokenizer)
-
-    def numbered(field: str) -> int | None:
-        value = settings.get(field)
-        text = value.get("content") if isinstance(value, dict) else value
-        return numbers.get(text) if isinstance(text, str) else None
-
-    return SpecialTokens.from_config({f"{name}_id": numbered(name) for name in ("bos_token", "eos_token")})
 
 
 def _added_tokens(tokenizer: dict[str, Any]) -> dict[str, int]:

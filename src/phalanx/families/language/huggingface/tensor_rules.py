@@ -7,7 +7,7 @@ undoes the other. Experts have a rule each, so that no more than one of them is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -162,38 +162,18 @@ def tensor_rules(
         counterpart = counterparts[pattern if pattern in counterparts else module]
         suffix = "" if pattern in counterparts else f".{kind}"
 
-        def named(name: str, layer: str = layer, suffix: str = suffix) -> str:
-            return name.replace("*", layer) + suffix
-
-        rules += _rules_of_tensor(model, ours, tuple(tensor.shape), counterpart, named, fused=fused)
+        names = tuple(name.replace("*", layer) + suffix for name in counterpart.names)
+        if fused and counterpart.fused is not None:
+            names = (counterpart.fused.replace("*", layer) + suffix,)
+        shape = tuple(tensor.shape)
+        # A module whose names speak of experts gets a rule for each of them, also where their files keep all in one tensor.
+        if not any("#" in name for name in counterpart.names):
+            rules.append(TensorRule(ours, names, shape, counterpart, model))
+            continue
+        assert model.experts is not None
+        in_one, rows = fused and counterpart.fused is not None, shape[0] // model.experts.count
+        for expert in range(model.experts.count):
+            theirs = tuple(name.replace("#", str(expert)) for name in names)
+            part, index = (rows, *shape[1:]), expert if in_one else None
+            rules.append(TensorRule(ours, theirs, part, counterpart, model, first_row=expert * rows, expert=index))
     return rules
-
-
-def _rules_of_tensor(
-    model: LanguageModel,
-    ours: str,
-    shape: tuple[int, ...],
-    counterpart: Counterpart,
-    named: Callable[[str], str],
-    *,
-    fused: bool,
-) -> Iterator[TensorRule]:
-    """Return one rule for the tensor `ours`, or one for each expert that it holds. named: gives a name in this layer."""
-    names = tuple(map(named, counterpart.names))
-    alone = None if counterpart.fused is None or not fused else named(counterpart.fused)
-    if not any("#" in name for name in names):
-        yield TensorRule(ours, names if alone is None else (alone,), shape, counterpart, model)
-        return
-    assert model.experts is not None
-    rows = shape[0] // model.experts.count
-    for expert in range(model.experts.count):
-        theirs = tuple(name.replace("#", str(expert)) for name in names) if alone is None else (alone,)
-        yield TensorRule(
-            ours,
-            theirs,
-            (rows, *shape[1:]),
-            counterpart,
-            model,
-            first_row=expert * rows,
-            expert=None if alone is None else expert,
-        )

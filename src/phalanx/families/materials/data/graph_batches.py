@@ -114,7 +114,22 @@ class GraphBatch:
             counts = np.diff(np.concatenate(([0], cuts, [len(sizes)]))).tolist()
         first = 0
         for count in counts:
-            yield self._run(first, first + count)
+            graphs = slice(first, first + count)
+            first_atom, first_edge = int(self.atoms[:first].sum()), int(self.edges[:first].sum())
+            atoms = slice(first_atom, first_atom + int(self.atoms[graphs].sum()))
+            edges = slice(first_edge, first_edge + int(self.edges[graphs].sum()))
+            changed: dict[str, Any] = {}
+            # Views of the same memory where numbers need not change.
+            for name, value in self._tensors():
+                if name == "counts":
+                    changed[name] = None
+                elif name == "edges_2E":
+                    changed[name] = value[:, edges] - first_atom
+                elif name == "graph_N":
+                    changed[name] = value[atoms] - first
+                else:
+                    changed[name] = value[atoms if name in PER_ATOM else edges if name in _PER_EDGE else graphs]
+            yield replace(self, **changed, atoms=self.atoms[graphs], edges=self.edges[graphs], graphs_by_part=(count,))
             first += count
 
     def target_counts(self) -> Tensor:
@@ -140,27 +155,6 @@ class GraphBatch:
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 yield name, value
-
-    def _run(self, first: int, last: int) -> GraphBatch:
-        """Return structures first..last-1, as views of the same memory where numbers need not change."""
-        graphs = slice(first, last)
-        before = int(self.atoms[:first].sum())
-        atoms = slice(before, before + int(self.atoms[graphs].sum()))
-        edges_before = int(self.edges[:first].sum())
-        edges = slice(edges_before, edges_before + int(self.edges[graphs].sum()))
-        changed: dict[str, Any] = {}
-        for name, value in self._tensors():
-            if name == "counts":
-                changed[name] = None
-            elif name == "edges_2E":
-                changed[name] = value[:, edges] - before
-            elif name == "graph_N":
-                changed[name] = value[atoms] - first
-            else:
-                changed[name] = value[atoms if name in PER_ATOM else edges if name in _PER_EDGE else graphs]
-        return replace(
-            self, **changed, atoms=self.atoms[graphs], edges=self.edges[graphs], graphs_by_part=(last - first,)
-        )
 
 
 @dataclass(frozen=True)

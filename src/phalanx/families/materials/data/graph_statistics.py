@@ -28,6 +28,8 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
     """
     elements = np.zeros(ELEMENTS + 1, dtype=np.int64)
     degrees = np.zeros(1, dtype=np.int64)
+    totals: Counter[int] = Counter()
+    unknown = 0
     for shard in shards:
         elements += np.bincount(_training_composition(shard)[1], minlength=ELEMENTS + 1)
         first_atom = np.repeat(shard["node_starts"][:-1], np.diff(shard["edge_starts"]))
@@ -35,6 +37,13 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
         found = np.bincount(incoming[_training_atoms(shard)])
         # Shards differ in their largest degree.
         degrees = _pad_counts(degrees, len(found)) + _pad_counts(found, len(degrees))
+        given_G, charges_N = shard.get("total_charge"), shard.get("charges")
+        if given_G is not None or charges_N is not None:
+            atoms_G = np.diff(shard["node_starts"])
+            graph_N = np.repeat(np.arange(len(atoms_G)), atoms_G)
+            charge_G = total_charges(given_G, charges_N, graph_N, len(atoms_G))
+            totals.update(np.rint(charge_G[~np.isnan(charge_G)]).astype(int).tolist())
+            unknown += int(np.isnan(charge_G).sum())
     present = np.flatnonzero(elements)
     energies, deviation = fit_reference_energies(shards, present) if "energy" in source.labels else ({}, None)
     labels: dict[str, LabelStatistics] = {}
@@ -49,7 +58,6 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
         raise DataError(
             f"{source.path}: no training structure has {absent[0].name} under the name {absent[0].key}; correct its key"
         )
-    totals, unknown = _count_total_charges(shards)
     return Statistics(
         elements={int(element): int(elements[element]) for element in present},
         largest_atoms=max(int(np.diff(shard["node_starts"]).max()) for shard in shards),
@@ -78,6 +86,16 @@ def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
         if "energy" in source.manifest.labels
         for number in range(len(source.manifest.shards))
     ]
+    labels = {}
+    for name in names:
+        parts = [one.labels[name] for one in known if name in one.labels]
+        numbers = sum(part.numbers for part in parts)
+        mean = sum(part.numbers * part.mean for part in parts) / max(numbers, 1)
+        # The variance of all numbers: that within the parts, and that of their means.
+        squares = sum(part.numbers * (part.std**2 + (part.mean - mean) ** 2) for part in parts)
+        largest = max(part.largest for part in parts)
+        std = (squares / max(numbers, 1)) ** 0.5
+        labels[name] = LabelStatistics(numbers=numbers, mean=mean, std=std, largest=largest)
     present = np.array(sorted(set().union(*(one.reference_energies for one in known))), dtype=np.int64)
     energies, deviation = fit_reference_energies(shards, present) if len(present) else ({}, None)
     return Statistics(
@@ -85,36 +103,12 @@ def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
         largest_atoms=max(one.largest_atoms for one in known),
         largest_edges=max(one.largest_edges for one in known),
         degrees=[sum(counts) for counts in zip_longest(*(one.degrees for one in known), fillvalue=0)],
-        labels={name: _pool_statistics([one.labels[name] for one in known if name in one.labels]) for name in names},
+        labels=labels,
         reference_energies=energies,
         residual_std=deviation,
         total_charges=dict(sorted(totals.items())),
         taken_for_neutral=sum(one.taken_for_neutral for one in known),
     )
-
-
-def _pool_statistics(parts: Sequence[LabelStatistics]) -> LabelStatistics:
-    """Return statistics of all numbers that the parts are about."""
-    numbers = sum(part.numbers for part in parts)
-    mean = sum(part.numbers * part.mean for part in parts) / max(numbers, 1)
-    squares = sum(part.numbers * (part.std**2 + (part.mean - mean) ** 2) for part in parts)
-    largest = max(part.largest for part in parts)
-    return LabelStatistics(numbers=numbers, mean=mean, std=(squares / max(numbers, 1)) ** 0.5, largest=largest)
-
-
-def _count_total_charges(shards: Sequence[Arrays]) -> tuple[Counter[int], int]:
-    """Count structures by total charge, rounded, and those of which nothing is known, where a source has such labels."""
-    counts: Counter[int] = Counter()
-    unknown = 0
-    for shard in shards:
-        given, charges = shard.get("total_charge"), shard.get("charges")
-        if given is None and charges is None:
-            continue
-        atoms = np.diff(shard["node_starts"])
-        found = total_charges(given, charges, np.repeat(np.arange(len(atoms)), atoms), len(atoms))
-        counts.update(np.rint(found[~np.isnan(found)]).astype(int).tolist())
-        unknown += int(np.isnan(found).sum())
-    return counts, unknown
 
 
 def _label_statistics(

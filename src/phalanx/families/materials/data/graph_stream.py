@@ -85,8 +85,18 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         self.branches = branches
         self._deal = assign_in_turn if share_by == "number" else assign_longest_first
         if budget is not None and not oversized_alone:
+            unit = order.cost.unit
             for source in order.sources:
-                _check_budget(source, order.cost, budget)
+                atoms, edges = source.sizes(np.arange(len(source), dtype=np.int64))
+                costs = order.cost.whole(atoms, edges)
+                largest = int(costs.argmax())
+                if costs[largest] * unit > budget:
+                    over = int((costs * unit > budget).sum())
+                    raise DataError(
+                        f"{source.name(largest)}: its {atoms[largest]} atoms and {edges[largest]} edges cost "
+                        f"{costs[largest] * unit:.6g}, more than data.microbatch_cost={budget:g} (so do {over} of "
+                        f"{len(source)} structures of that split); raise it to at least that, or set data.oversized: alone"
+                    )
 
     def batch(self, step: int) -> GraphBatch:
         """Return this rank's structures of optimizer step `step`, counted from 1; ordered by micro-batch, then sample
@@ -150,19 +160,6 @@ def graph_order(sources: Sequence[PreparedSource], data: GraphData, *, seed: int
     return GraphOrder(sources, weights, seed=seed, global_batch=global_batch, batch_by=data.batch_by, cost=cost)
 
 
-def _check_budget(source: PreparedSource, cost: CostModel, budget: float) -> None:
-    atoms, edges = source.sizes(np.arange(len(source), dtype=np.int64))
-    costs = cost.whole(atoms, edges)
-    largest = int(costs.argmax())
-    if costs[largest] * cost.unit > budget:
-        over = int((costs * cost.unit > budget).sum())
-        raise DataError(
-            f"{source.name(largest)}: its {atoms[largest]} atoms and {edges[largest]} edges cost "
-            f"{costs[largest] * cost.unit:.6g}, more than data.microbatch_cost={budget:g} (so do {over} of {len(source)} "
-            f"structures of that split); raise it to at least that, or set data.oversized: alone"
-        )
-
-
 _WINDOW = 2**13
 """Samples of a window, about: few enough to be cut in milliseconds."""
 _STEPS_A_WINDOW = 16
@@ -217,6 +214,7 @@ class GraphOrder:
         steps = min(math.floor(samples), math.floor(samples / self.global_batch + 0.5))
         self._epochs, self._windows, self._steps = epochs, windows, max(1, steps)
         self._cuts: OrderedDict[int, Int64Array] = OrderedDict()
+        """By window: where its batches begin, and where the last one ends [steps + 1], in samples from its first."""
         parts = [source.fingerprint for source in sources]
         # All that decides which structures a step holds, and nothing of ranks: a run may resume on any number of them.
         content = [ORDER_VERSION, seed, global_batch, batch_by, astuple(cost), self._mixture.weights, parts]
@@ -239,7 +237,14 @@ class GraphOrder:
         if not self._by_cost:
             return (step - 1) * self.global_batch, step * self.global_batch
         window, place = divmod(step - 1, self._steps)
-        first, cuts = self._window_start(window), self._window_cuts(window)
+        first = self._window_start(window)
+        if window not in self._cuts:
+            found = self.locate(np.arange(first, self._window_start(window + 1), dtype=np.int64))
+            self._cuts[window] = _equal_cuts(self.cost.whole(found.atoms, found.edges), self._steps)
+            # Steps are read one after another, so the last few windows are all that is asked for again.
+            while len(self._cuts) > _WINDOWS_KEPT:
+                self._cuts.popitem(last=False)
+        cuts = self._cuts[window]
         return first + int(cuts[place]), first + int(cuts[place + 1])
 
     def batch(self, step: int) -> Located:
@@ -250,17 +255,6 @@ class GraphOrder:
     def _window_start(self, window: int) -> int:
         """Return the global number of the first sample of a window; windows are of one size, but for one sample."""
         return window * self._epochs * self.epoch_samples // self._windows
-
-    def _window_cuts(self, window: int) -> Int64Array:
-        """Return where the batches of a window begin, and where its last ends [steps + 1], in samples from its first."""
-        if window not in self._cuts:
-            first, last = self._window_start(window), self._window_start(window + 1)
-            found = self.locate(np.arange(first, last, dtype=np.int64))
-            self._cuts[window] = _equal_cuts(self.cost.whole(found.atoms, found.edges), self._steps)
-            # Steps are read one after another, so the last few windows are all that is asked for again.
-            while len(self._cuts) > _WINDOWS_KEPT:
-                self._cuts.popitem(last=False)
-        return self._cuts[window]
 
 
 def _equal_cuts(costs: Int64Array, runs: int) -> Int64Array:

@@ -38,7 +38,13 @@ def find_edges(
     """
     # Both directions of every pair: messages go both ways.
     finder = vesin.NeighborList(cutoff=cutoff, full_list=True)
-    box = _complete_cell(np.asarray(cell, dtype=np.float64), periodic)
+    box = np.eye(3)
+    kept = [row for row in range(3) if periodic[row]]
+    if kept:
+        box = np.array(cell, dtype=np.float64)
+        # Directions that are not periodic get unit vectors at right angles to the others: the last right singular vectors.
+        _, _, directions = np.linalg.svd(box[kept])
+        box[[row for row in range(3) if not periodic[row]]] = directions[len(kept) :]
     source, target, images, distances = finder.compute(
         points=np.asarray(positions, dtype=np.float64), box=box, periodic=periodic, quantities="ijSd"
     )
@@ -51,30 +57,16 @@ def find_edges(
         images[order],
         distances.astype(np.float64)[order],
     )
-    return edges if max_neighbours is None else _nearest_edges(edges, max_neighbours)
-
-
-def _complete_cell(cell: npt.NDArray[np.float64], periodic: tuple[bool, bool, bool]) -> npt.NDArray[np.float64]:
-    """Return the cell with unit vectors at right angles to the others in the directions that are not periodic."""
-    box = cell.copy()
-    kept = [row for row in range(3) if periodic[row]]
-    if not kept:
-        return np.eye(3)
-    # The last right singular vectors are at right angles to all periodic ones.
-    _, _, directions = np.linalg.svd(box[kept])
-    for row, direction in zip((row for row in range(3) if not periodic[row]), directions[len(kept) :], strict=True):
-        box[row] = direction
-    return box
-
-
-def _nearest_edges(edges: Edges, limit: int) -> Edges:
-    order = np.lexsort((edges.distances, edges.target))
-    target, distances = edges.target[order], edges.distances[order]
-    starts = np.flatnonzero(np.diff(target, prepend=-1))
-    counts = np.diff(starts, append=len(target))
-    last = distances[starts + np.minimum(counts, limit) - 1]
-    kept = np.sort(order[distances <= np.repeat(last, counts) + TIE_A])
-    return Edges(edges.source[kept], edges.target[kept], edges.images[kept], edges.distances[kept])
+    if max_neighbours is None:
+        return edges
+    # By target, the nearest first: all up to the distance of the last one kept stay.
+    by_distance = np.lexsort((edges.distances, edges.target))
+    near_target, near = edges.target[by_distance], edges.distances[by_distance]
+    starts = np.flatnonzero(np.diff(near_target, prepend=-1))
+    counts = np.diff(starts, append=len(near_target))
+    last = near[starts + np.minimum(counts, max_neighbours) - 1]
+    chosen = np.sort(by_distance[near <= np.repeat(last, counts) + TIE_A])
+    return Edges(edges.source[chosen], edges.target[chosen], edges.images[chosen], edges.distances[chosen])
 
 
 TIE_A = 1e-3
@@ -173,7 +165,18 @@ def device_edges(
     bins_N3 = torch.minimum(bins_N3.clamp(min=0), grid.bins_G3[graph_N] - 1)
     found = _find_pairs(positions, graph_N, bins_N3, wraps_N3.long(), periodic_G3, grid, cutoff)
     edges = _edges_of(found, torch.where(periodic_G3[:, :, None], cells, 0.0), graph_N)
-    return edges if max_neighbours is None else _nearest_on_device(edges, positions, max_neighbours)
+    if max_neighbours is None:
+        return edges
+    source_E, target_E = edges.edges_2E
+    distance_E = (positions[target_E] + edges.shifts_E3 - positions[source_E]).norm(dim=1)
+    # By distance, then stably by target: one run for each target, the nearest first.
+    by_distance_E = distance_E.argsort(stable=True)
+    order_E = by_distance_E[target_E[by_distance_E].argsort(stable=True)]
+    count_N = torch.bincount(target_E, minlength=len(positions))
+    last_N = count_N.cumsum(0) - count_N + count_N.clamp(max=max_neighbours) - 1
+    farthest_E = distance_E[order_E[last_N[target_E]]]
+    kept = (distance_E <= farthest_E + TIE_A).nonzero().squeeze(1)
+    return DeviceEdges(edges.edges_2E[:, kept], edges.images_E3[kept], edges.shifts_E3[kept])
 
 
 def _edges_of(found_E5: Tensor, cells_G33: Tensor, graph_N: Tensor) -> DeviceEdges:
@@ -186,25 +189,21 @@ def _edges_of(found_E5: Tensor, cells_G33: Tensor, graph_N: Tensor) -> DeviceEdg
     return DeviceEdges(found_E5[:, :2].T.contiguous(), images_E3.contiguous(), shifts_E3)
 
 
-def _nearest_on_device(edges: DeviceEdges, positions_N3: Tensor, limit: int) -> DeviceEdges:
-    source_E, target_E = edges.edges_2E
-    distance_E = (positions_N3[target_E] + edges.shifts_E3 - positions_N3[source_E]).norm(dim=1)
-    # By distance, then stably by target: one run for each target, the nearest first.
-    by_distance_E = distance_E.argsort(stable=True)
-    order_E = by_distance_E[target_E[by_distance_E].argsort(stable=True)]
-    count_N = torch.bincount(target_E, minlength=len(positions_N3))
-    last_N = count_N.cumsum(0) - count_N + count_N.clamp(max=limit) - 1
-    farthest_E = distance_E[order_E[last_N[target_E]]]
-    kept = (distance_E <= farthest_E + TIE_A).nonzero().squeeze(1)
-    return DeviceEdges(edges.edges_2E[:, kept], edges.images_E3[kept], edges.shifts_E3[kept])
-
-
 def _make_grid(
     positions_N3: Tensor, cells_G33: Tensor, graph_N: Tensor, periodic_G3: Tensor, cutoff: float
 ) -> tuple[_Grid, Tensor]:
     """Return the bins, and each atom's place in its cell in units of the lattice vectors."""
     graphs = len(cells_G33)
-    cells = _complete_cells(cells_G33, periodic_G3)
+    # Directions that are not periodic get unit vectors at right angles to the periodic ones.
+    cells = torch.where(periodic_G3[:, :, None], cells_G33, 0.0)
+    for row in range(3):
+        others = cells[:, [(row + 1) % 3, (row + 2) % 3]]
+        # Of the three axes, the one whose part at right angles to the other vectors is the longest.
+        rest = torch.eye(3, dtype=cells.dtype, device=cells.device) - torch.linalg.pinv(others) @ others
+        longest = rest.norm(dim=2).argmax(1)
+        direction = rest[torch.arange(graphs, device=cells.device), longest]
+        direction = direction / direction.norm(dim=1, keepdim=True)
+        cells[:, row] = torch.where(periodic_G3[:, row, None], cells[:, row], direction)
     volumes_G = torch.linalg.det(cells).abs()
     # With a vector of zeros both sides are 0.
     flat = (volumes_G <= 1e-6 * cells.norm(dim=2).prod(1)).nonzero()
@@ -234,21 +233,6 @@ def _make_grid(
     return _Grid(cells, bins_G3, reach_G3, totals_G.cumsum(0) - totals_G, int(totals_G.sum())), fractions_N3
 
 
-def _complete_cells(cells_G33: Tensor, periodic_G3: Tensor) -> Tensor:
-    """Return cells with unit vectors at right angles to the periodic ones in the directions that are not periodic."""
-    cells = torch.where(periodic_G3[:, :, None], cells_G33, 0.0)
-    for row in range(3):
-        others = cells[:, [(row + 1) % 3, (row + 2) % 3]]
-        # Of the three axes, the one whose part at right angles to the other vectors is the longest.
-        basis = torch.linalg.pinv(others) @ others
-        rest = torch.eye(3, dtype=cells.dtype, device=cells.device) - basis
-        longest = rest.norm(dim=2).argmax(1)
-        direction = rest[torch.arange(len(cells), device=cells.device), longest]
-        direction = direction / direction.norm(dim=1, keepdim=True)
-        cells[:, row] = torch.where(periodic_G3[:, row, None], cells[:, row], direction)
-    return cells
-
-
 def _find_pairs(
     positions_N3: Tensor,
     graph_N: Tensor,
@@ -270,7 +254,11 @@ def _find_pairs(
     for start, stop in _split_runs(looks_N):
         atom_L, turn_L = _repeat_by_count(torch.arange(start, stop, device=graph_N.device), looks_N[start:stop])
         graph_L = graph_N[atom_L]
-        beside_L3 = bins_N3[atom_L] + _bin_offset(turn_L, width_N3[atom_L]) - grid.reach_G3[graph_L]
+        # The number of a look written in digits, one a direction: how many bins it lies beside the first.
+        width_L3 = width_N3[atom_L]
+        rest_L = turn_L.div(width_L3[:, 2], rounding_mode="floor")
+        offset_L3 = torch.stack((rest_L // width_L3[:, 1], rest_L % width_L3[:, 1], turn_L % width_L3[:, 2]), dim=1)
+        beside_L3 = bins_N3[atom_L] + offset_L3 - grid.reach_G3[graph_L]
         bins_L3 = grid.bins_G3[graph_L]
         image_L3 = beside_L3.div(bins_L3, rounding_mode="floor")
         there_L = ((image_L3 == 0) | periodic_G3[graph_L]).all(1)
@@ -312,9 +300,3 @@ def _repeat_by_count(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
 
 def _flat_bin(places: Tensor, sizes: Tensor) -> Tensor:
     return (places[:, 0] * sizes[:, 1] + places[:, 1]) * sizes[:, 2] + places[:, 2]
-
-
-def _bin_offset(numbers: Tensor, sizes: Tensor) -> Tensor:
-    rest = numbers.div(sizes[:, 2], rounding_mode="floor")
-    first = rest.div(sizes[:, 1], rounding_mode="floor")
-    return torch.stack((first, rest - first * sizes[:, 1], numbers - rest * sizes[:, 2]), dim=1)

@@ -9,21 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.prepared_folder import Progress, file_record, prepare_once
+from phalanx.data.prepared_folder import Progress, file_record, prepare_once, worker_processes
 from phalanx.errors import DataError
 from phalanx.families.materials.config import GraphData, GraphSource
 from phalanx.families.materials.data.array_files import Arrays, Int64Array, map_arrays, write_arrays
@@ -53,7 +46,6 @@ from phalanx.families.materials.data.structures import (
     convert_structure,
 )
 from phalanx.hardware.host import available_cores
-from phalanx.launch.parent import interrupts_ignored
 
 PIECE_STRUCTURES = 8192
 """Structures of a shard: some seconds of one worker."""
@@ -89,7 +81,17 @@ def _prepare_source(
     labels_of(source)
     length_factor(source)
     files = find_files(source.path)
-    plan = _hash_inputs(files, source, data, piece_structures)
+    # The plan hashes all that the result depends on, as far as can be told without reading all of the files.
+    described = []
+    for path in files:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            head = file.read(_SAMPLE_BYTES)
+            # Head, tail and size: data sets of terabytes are not read twice to notice a change.
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            described.append((path.name, size, hashlib.sha256(head + file.read()).hexdigest()))
+    content = json.dumps([settings_of(source, data), piece_structures, described])
+    plan = hashlib.sha256(content.encode()).hexdigest()
 
     def read_prepared(folder: Path) -> Manifest:
         manifest = read_manifest(folder)
@@ -125,19 +127,6 @@ def _prepare_source(
         otherwise="was prepared from other files",
         again="prepare again",
     )
-
-
-def _hash_inputs(files: list[Path], source: GraphSource, data: GraphData, piece_structures: int) -> str:
-    """Return a hash of all that the result depends on, as far as can be told without reading all of the files."""
-    described = []
-    for path in files:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            head = file.read(_SAMPLE_BYTES)
-            # Head, tail and size: data sets of terabytes are not read twice to notice a change.
-            file.seek(max(0, size - _SAMPLE_BYTES))
-            described.append((path.name, size, hashlib.sha256(head + file.read()).hexdigest()))
-    return hashlib.sha256(json.dumps([settings_of(source, data), piece_structures, described]).encode()).hexdigest()
 
 
 def _write_index(
@@ -214,28 +203,13 @@ def make_pieces(pieces: Sequence[Piece], job: Job, workers: int) -> Iterator[Pie
             make_piece(piece, job)
             yield piece
         return
-    # Only this process holds the writing end: workers wake and end when it closes, even if this process is killed.
-    held, leash = multiprocessing.Pipe(duplex=False)
-    # Not fork: threads of torch and numpy do not survive it.
-    context = multiprocessing.get_context("forkserver")
-    # Imported once by the server that all workers are forked from, where it does not run yet.
-    context.set_forkserver_preload([__name__])
-    with interrupts_ignored():
-        forkserver.ensure_running()
-    pool = ProcessPoolExecutor(min(workers, len(pieces)), context, _start_worker, (held,))
-    try:
+    count, again = min(workers, len(pieces)), "prepare again with fewer workers"
+    # This module, which takes seconds to import, is imported once, by the server that all workers are forked from.
+    with worker_processes(count, preload=[__name__], again=again) as pool:
         running: dict[Future[None], Piece] = {pool.submit(make_piece, piece, job): piece for piece in pieces}
         for future in as_completed(running):
             future.result()
             yield running[future]
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a worker process was killed, mostly for lack of memory; what is done is kept: prepare again with fewer workers"
-        ) from error
-    finally:
-        leash.close()
-        pool.shutdown(cancel_futures=True)
-        held.close()
 
 
 def make_piece(piece: Piece, job: Job) -> None:
@@ -279,15 +253,3 @@ def _choose_split(structure: Structure, job: Job) -> int:
         return SPLITS.index("test")
     held_out = share < job.data.test_fraction + job.data.validation_fraction
     return SPLITS.index("validation" if held_out else "train")
-
-
-def _start_worker(leash: Connection) -> None:
-    """Let a worker leave Ctrl-C to its parent, and end when the parent does, however that ends."""
-
-    def end_with_parent() -> None:
-        # Nothing is ever sent: this wakes when the parent's end is closed, however that came about.
-        leash.poll(None)
-        os._exit(1)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()

@@ -189,7 +189,17 @@ class NpzFile(StructureFile):
                 raise DataError(f"{path}: {name} holds {array.dtype}, numbers are expected")
         if self._periodic is not None and self._periodic.shape[1:] not in ((), (1,), (3,)):
             raise DataError(f"{path}: pbc has shape {list(self._periodic.shape)}, expected [{len(self)}, 3] flags")
-        self._per_atom = {key: self._rows_are_atoms(key) for key in wanted.keys if key in self._arrays}
+        self._per_atom: dict[str, bool] = {}
+        for key in wanted.keys:
+            if key not in self._arrays:
+                continue
+            array, atoms = self._arrays[key], len(self._species)
+            rows = len(array) if array.ndim else -1
+            per_atom = any(label.kind.per_atom for label in wanted.labels if label.key == key)
+            if rows != (atoms if per_atom else len(self)):
+                expected = f"{atoms} rows, one an atom" if per_atom else f"{len(self)} rows, one a structure"
+                raise DataError(f'{self.path}: "{key}" has shape {list(array.shape)}, expected {expected}')
+            self._per_atom[key] = per_atom
 
     def __len__(self) -> int:
         return len(self._ptr) - 1
@@ -264,16 +274,6 @@ class NpzFile(StructureFile):
         if array.ndim == 0 or len(array) != rows:
             raise DataError(f"{self.path}: {name} has shape {list(array.shape)}, expected {rows} rows")
 
-    def _rows_are_atoms(self, key: str) -> bool:
-        """Return whether the array has a row an atom, rather than a row a structure."""
-        array, atoms = self._arrays[key], len(self._species)
-        rows = len(array) if array.ndim else -1
-        expected = any(label.kind.per_atom for label in self.wanted.labels if label.key == key)
-        if rows == (atoms if expected else len(self)):
-            return expected
-        wanted = f"{atoms} rows, one an atom" if expected else f"{len(self)} rows, one a structure"
-        raise DataError(f'{self.path}: "{key}" has shape {list(array.shape)}, expected {wanted}')
-
 
 _ELEMENTS, _POSITIONS = "Elements", "XYZ_Ang"
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|NaN")
@@ -342,18 +342,18 @@ class Qm9Csv(StructureFile):
         positions = _parse_numbers(row[_POSITIONS])
         if len(positions) != 3 * len(symbols):
             raise DataError(f"{self.path}: {place}: {len(positions)} coordinates for {len(symbols)} atoms")
-        values = {key: self._value(key, row[key]) for key in self.wanted.keys if row.get(key, "").strip()}
+        values: dict[str, Any] = {}
+        for key in self.wanted.keys:
+            content = row.get(key, "")
+            if content.strip():
+                # Digits within words are no numbers: a SMILES string has some, too.
+                is_text = key == self.wanted.group_by or _WORD.search(_NUMBER.sub("", _plain_powers(content)))
+                values[key] = content if is_text else _parse_numbers(content)
         species = np.array([_NUMBERS[symbol] for symbol in symbols], dtype=np.int64)
         cell = np.zeros((3, 3))
         return RawStructure(
             str(self.path), place, number, species, positions.reshape(-1, 3), cell, (False, False, False), values
         )
-
-    def _value(self, key: str, text: str) -> Any:
-        if key == self.wanted.group_by:
-            return text
-        # Digits within words are no numbers: a SMILES string has some, too.
-        return text if _WORD.search(_NUMBER.sub("", _plain_powers(text))) else _parse_numbers(text)
 
 
 def _parse_numbers(text: str) -> FloatArray:

@@ -83,6 +83,12 @@ class MaterialsEnsemble:
     def summary(self) -> dict[str, Any]:
         """Return everything as plain values."""
         names = [member.name for member in self.candidates]
+        labels = []
+        for label in self.labels:
+            facts = asdict(label) | {"best_member": asdict(label.members[label.best])}
+            facts["calibration"] = label.fitted.calibration.model_dump()
+            facts["held_out_nll"] = facts.pop("fitted")["held_out_nll"]
+            labels.append(facts)
         return {
             "family": self.members[0].run.model.family,
             "candidates": [
@@ -107,7 +113,7 @@ class MaterialsEnsemble:
                 "by_score": [names[number] for number in self.by_score.members],
                 "by_score_validation_error": list(self.by_score.errors),
             },
-            "labels": [_label_facts(label) for label in self.labels],
+            "labels": labels,
             "untrained_elements": self.untrained,
         }
 
@@ -223,13 +229,6 @@ def _score_interval(fitted: Fitted, error_n: FloatArray, spread_n: FloatArray, l
     if half_n is None:
         return Interval(None, None)
     return Interval(float((np.abs(error_n) <= half_n).mean()), 2.0 * float(half_n.mean()))
-
-
-def _label_facts(label: LabelResult) -> dict[str, Any]:
-    plain = asdict(label) | {"best_member": asdict(label.members[label.best])}
-    plain["calibration"] = label.fitted.calibration.model_dump()
-    plain["held_out_nll"] = plain.pop("fitted")["held_out_nll"]
-    return plain
 
 
 def _require_same_predictions(members: Sequence[Member]) -> None:

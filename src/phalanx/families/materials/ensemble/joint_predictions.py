@@ -88,7 +88,13 @@ class LoadedEnsemble:
         for name, value in vars(found).items():
             if value is None:
                 continue
-            mean, spread = self._moments(value)
+            # Among members, in float64; see `residuals.weighted_moments`.
+            weights, wide = self.weights_K.view(-1, *[1] * (value.dim() - 1)), value.double()
+            mean = (weights * wide).sum(0)
+            variance = (weights * (wide - mean).square()).sum(0)
+            # The unbiased variance of weighted members (reliability weights); K/(K-1) where all weigh the same.
+            rest = 1.0 - float(self.weights_K.square().sum())
+            spread = (variance / rest).sqrt() if rest > 1e-12 else torch.zeros_like(mean)
             means[name] = mean.to(value.dtype)
             quantity = next((known for known, label in _LABELS.items() if label == name), None)
             if quantity is None:
@@ -103,16 +109,6 @@ class LoadedEnsemble:
                 std = torch.from_numpy(entry.calibration.std(share.numpy(force=True))).to(spread.device)
                 stds[quantity] = std * atoms_G if quantity == "energy" else std
         return Uncertain(Predictions(**means), stds, spreads)
-
-    def _moments(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation among members, float64; see `residuals.weighted_moments`."""
-        weights = self.weights_K.view(-1, *[1] * (values.dim() - 1))
-        wide = values.double()
-        mean = (weights * wide).sum(0)
-        # The unbiased variance of weighted members (reliability weights); K/(K-1) where all weigh the same.
-        rest = 1.0 - float(self.weights_K.square().sum())
-        variance = (weights * (wide - mean).square()).sum(0)
-        return mean, (variance / rest).sqrt() if rest > 1e-12 else torch.zeros_like(mean)
 
 
 _IN_TURN = ("dimenet++",)

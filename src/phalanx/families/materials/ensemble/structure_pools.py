@@ -71,38 +71,38 @@ class _PreparedPool(StructurePool):
         """See `StructurePool`."""
         for number in range(start, stop):
             place = int(np.searchsorted(self._starts, number, side="right")) - 1
-            yield self._read_item(self._splits[place], number - int(self._starts[place]))
-
-    def _read_item(self, split: PreparedSource, item: int) -> tuple[RawStructure, Edges | None]:
-        shard, row = (int(part[0]) for part in split.locate(np.array([item])))
-        arrays = split.shard(shard)
-        atoms, edges = (slice(*arrays[name][row : row + 2].tolist()) for name in ("node_starts", "edge_starts"))
-        file, number = arrays["origin"][row].tolist()
-        values = {
-            ELECTRON_LABELS[name]["key"]: float(arrays[name][row])
-            for name in ELECTRON_LABELS
-            if name in arrays and np.isfinite(arrays[name][row])
-        }
-        first, second, third = arrays["periodic"][row].astype(bool).tolist()
-        raw = RawStructure(
-            split.manifest.inputs[file],
-            f"structure {number}",
-            number,
-            arrays["species"][atoms],
-            arrays["positions"][atoms],
-            arrays["cells"][row],
-            (first, second, third),
-            values,
-        )
-        if not self._has_edges:
-            return raw, None
-        source, target = (arrays[name][edges].astype(np.int64) for name in ("source", "target"))
-        images = (
-            arrays["images"][edges].astype(np.int64) if "images" in arrays else np.zeros((len(source), 3), np.int64)
-        )
-        wide = raw.positions.astype(np.float64)
-        vectors = wide[target] + images @ raw.cell.astype(np.float64) - wide[source]
-        return raw, Edges(source, target, images, np.linalg.norm(vectors, axis=1))
+            split, item = self._splits[place], number - int(self._starts[place])
+            shard, row = (int(part[0]) for part in split.locate(np.array([item])))
+            arrays = split.shard(shard)
+            atoms, edges = (slice(*arrays[name][row : row + 2].tolist()) for name in ("node_starts", "edge_starts"))
+            file, origin = arrays["origin"][row].tolist()
+            values = {
+                ELECTRON_LABELS[name]["key"]: float(arrays[name][row])
+                for name in ELECTRON_LABELS
+                if name in arrays and np.isfinite(arrays[name][row])
+            }
+            first, second, third = arrays["periodic"][row].astype(bool).tolist()
+            raw = RawStructure(
+                split.manifest.inputs[file],
+                f"structure {origin}",
+                origin,
+                arrays["species"][atoms],
+                arrays["positions"][atoms],
+                arrays["cells"][row],
+                (first, second, third),
+                values,
+            )
+            if not self._has_edges:
+                yield raw, None
+                continue
+            source, target = (arrays[name][edges].astype(np.int64) for name in ("source", "target"))
+            images = np.zeros((len(source), 3), np.int64)
+            if "images" in arrays:
+                images = arrays["images"][edges].astype(np.int64)
+            # Distances are not stored: in float64, as reading structures anew gives them.
+            wide = raw.positions.astype(np.float64)
+            vectors = wide[target] + images @ raw.cell.astype(np.float64) - wide[source]
+            yield raw, Edges(source, target, images, np.linalg.norm(vectors, axis=1))
 
 
 def open_pools(pools: Sequence[str], cutoff: float, max_neighbours: int | None) -> list[StructurePool]:

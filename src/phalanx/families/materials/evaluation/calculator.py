@@ -123,8 +123,15 @@ class PhalanxCalculator(Calculator):
         asked = {name.removesuffix(_UNCERTAINTY) for name in properties}
         if "stress" in asked and not self.atoms.pbc.all():
             raise PropertyNotImplementedError("stress needs a cell that is periodic in all three directions")
-        if "dipole" in asked:
-            _require_dipole(self.atoms)
+        across = _components_across_cell(self.atoms)
+        if "dipole" in asked and not across.any():
+            charge = _total_charge(self.atoms)
+            charged = f" and a total charge of {charge:g} e" if abs(charge) >= _NEUTRAL_E else ""
+            raise PropertyNotImplementedError(
+                f"dipole: with pbc={self.atoms.pbc.tolist()}{charged} it depends on which periodic images the atoms are "
+                "written as; set atoms.pbc=False for a molecule in a box, or ask for that of a neutral slab whose surface "
+                "is normal to x, y or z"
+            )
         found, stds = self._predict(self.atoms)
         assert found.energy_G is not None and found.atom_energies_N is not None
         energy = float(found.energy_G)
@@ -137,9 +144,13 @@ class PhalanxCalculator(Calculator):
         if found.stress_G33 is not None:
             self.results["stress"] = full_3x3_to_voigt_6_stress(found.stress_G33[0].double().numpy(force=True))
         for name, std in stds.items():
-            self.results[f"{name}{_UNCERTAINTY}"] = _shape_as_ase(name, std.numpy(force=True))
+            values: Any = std.numpy(force=True)
+            if name == "stress":
+                values = full_3x3_to_voigt_6_stress(values[0])
+            elif name in ("energy", "dipole"):
+                values = float(values[0]) if name == "energy" else values[0]
+            self.results[f"{name}{_UNCERTAINTY}"] = values
         # Along the cell a dipole depends on which images the atoms are written as: nobody should read a number there.
-        across = _components_across_cell(self.atoms)
         for name in ("dipole", f"dipole{_UNCERTAINTY}"):
             dipole = self.results.pop(name, None)
             if dipole is not None and across.any():
@@ -183,30 +194,9 @@ def _components_across_cell(atoms: Atoms) -> npt.NDArray[np.bool_]:
     return across
 
 
-def _require_dipole(atoms: Atoms) -> None:
-    """Refuse a dipole that depends on how a periodic structure is written. Raises PropertyNotImplementedError."""
-    if _components_across_cell(atoms).any():
-        return
-    charge = _total_charge(atoms)
-    charged = f" and a total charge of {charge:g} e" if abs(charge) >= _NEUTRAL_E else ""
-    raise PropertyNotImplementedError(
-        f"dipole: with pbc={atoms.pbc.tolist()}{charged} it depends on which periodic images the atoms are written as; set "
-        "atoms.pbc=False for a molecule in a box, or ask for that of a neutral slab whose surface is normal to x, y or z"
-    )
-
-
 def _head_of(name: str) -> str:
     """Return the head that a property of ASE's comes from."""
     return "energy" if name in _OF_ENERGY else name
-
-
-def _shape_as_ase(name: str, std: npt.NDArray[np.float64]) -> Any:
-    """Return a standard deviation in the shape in which ASE has that property."""
-    if name == "energy":
-        return float(std[0])
-    if name == "stress":
-        return full_3x3_to_voigt_6_stress(std[0])
-    return std[0] if name == "dipole" else std
 
 
 def _total_charge(atoms: Atoms) -> float:

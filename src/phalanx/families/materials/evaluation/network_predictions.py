@@ -17,7 +17,6 @@ from phalanx.families.materials.data.trained_elements import trained_elements, u
 from phalanx.families.materials.evaluation.prediction_errors import GraphErrors, GraphEvaluator
 from phalanx.families.materials.inputs import columns_of
 from phalanx.families.materials.model.network import MaterialsNetwork
-from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
@@ -57,27 +56,26 @@ class LoadedNetwork:
         run = self.run
         if run.training.init_from is not None or len(run.model.branches) == 1:
             return {}
-        taught = [_taught_heads(run.model, set(source.labels)) for source in run.data.sources]
-        names = [one.name for one in run.model.branches]
-        return {
-            head: [name for name, heads in zip(names, taught, strict=True) if head in heads]
-            for head in ("energy", "charges", "dipole")
-            if getattr(run.model, head) is not None and not _is_shared(run.model, head) and head not in taught[branch]
-        }
-
-
-def _taught_heads(model: MaterialsModel, labels: set[str]) -> set[str]:
-    """Return the heads that these labels of a source teach."""
-    used = labels & learned_labels(model).keys()
-    by_charges = {"charges", "dipole"} if model.dipole is not None and model.dipole.from_charges else set[str]()
-    found = {"energy"} if used & {"energy", "forces", "stress"} else set[str]()
-    return found | (used & {"charges", "dipole"}) | (by_charges if used & by_charges else set())
-
-
-def _is_shared(model: MaterialsModel, head: str) -> bool:
-    from_charges = head == "dipole" and model.dipole is not None and model.dipole.from_charges
-    shared: bool = getattr(model, "charges" if from_charges else head).shared
-    return shared
+        model = run.model
+        from_charges = model.dipole is not None and model.dipole.from_charges
+        taught: list[set[str]] = []
+        for source in run.data.sources:
+            used: set[str] = set(source.labels) & learned_labels(model).keys()
+            heads = used & {"charges", "dipole"}
+            if used & {"energy", "forces", "stress"}:
+                heads.add("energy")
+            # A dipole that is summed from charges teaches these, and they teach it.
+            if from_charges and heads & {"charges", "dipole"}:
+                heads |= {"charges", "dipole"}
+            taught.append(heads)
+        names = [one.name for one in model.branches]
+        found = {}
+        for head in ("energy", "charges", "dipole"):
+            giving = getattr(model, "charges" if head == "dipole" and from_charges else head)
+            # A head that branches share is taught by all of them.
+            if getattr(model, head) is not None and not giving.shared and head not in taught[branch]:
+                found[head] = [name for name, heads in zip(names, taught, strict=True) if head in heads]
+        return found
 
 
 def load_network(path: Path, device: torch.device, dtype: torch.dtype | None = None) -> LoadedNetwork:

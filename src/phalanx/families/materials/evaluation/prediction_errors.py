@@ -18,18 +18,16 @@ from phalanx.errors import DataError
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.balance import (
     CostModel,
-    Division,
     assign_by_head_group,
     divide_by_cost,
     divide_within_budget,
 )
 from phalanx.families.materials.data.graph_batches import Collator, Columns
-from phalanx.families.materials.data.graph_shards import Located, PreparedSource, spread_evenly
+from phalanx.families.materials.data.graph_shards import PreparedSource, spread_evenly
 from phalanx.families.materials.model.losses import Labels, Predictions, learned_tasks
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.execute import Executor
-from phalanx.layout.spec import ResolvedLayout
 from phalanx.training.inputs import Finding
 
 
@@ -97,7 +95,14 @@ class GraphEvaluator:
     def errors(self, executor: Executor) -> GraphErrors:
         """Return the same, over at least one structure. Every rank calls it."""
         mesh, found = executor.mesh, spread_evenly(self.sources, self.samples)
-        division = self._division(found, executor.layout)
+        layout, data, model = executor.layout, self.run.data, CostModel.of(self.run.data.cost)
+        costs, ranks, groups = model.whole(found.atoms, found.edges), layout.data_ranks, branch_groups(layout)
+        deal = None if groups is None else assign_by_head_group(groups, found.source)
+        if data.microbatch_cost is not None:
+            budget = int(data.microbatch_cost * layout.cp / model.unit)
+            division = divide_within_budget(costs, ranks, costs, budget, deal)
+        else:
+            division = divide_by_cost(costs, ranks, -(-len(costs) // (ranks * layout.microbatch)), deal)
         mine = np.flatnonzero(division.rank == mesh.data_rank)
         mine = mine[np.argsort(division.part[mine], kind="stable")]
         parts = np.bincount(division.part[mine], minlength=division.loads.shape[1]).tolist()
@@ -135,18 +140,6 @@ class GraphEvaluator:
         losses, errors = sums[:size], sums[size:].view(len(self.sources), -1, SUMS)
         loss = float((losses / counts.clamp(min=1)).sum())
         return GraphErrors(loss, len(found.numbers), error_rows(self.run, errors))
-
-    def _division(self, found: Located, layout: ResolvedLayout) -> Division:
-        data = self.run.data
-        model = CostModel.of(data.cost)
-        costs = model.whole(found.atoms, found.edges)
-        groups = branch_groups(layout)
-        deal = None if groups is None else assign_by_head_group(groups, found.source)
-        if data.microbatch_cost is not None:
-            return divide_within_budget(
-                costs, layout.data_ranks, costs, int(data.microbatch_cost * layout.cp / model.unit), deal
-            )
-        return divide_by_cost(costs, layout.data_ranks, -(-len(costs) // (layout.data_ranks * layout.microbatch)), deal)
 
 
 def error_rows(run: MaterialsRun, errors: Tensor) -> list[ErrorRow]:

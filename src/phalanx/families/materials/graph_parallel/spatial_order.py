@@ -26,7 +26,20 @@ def spatial_order(positions_N3: npt.NDArray[Any], cells_G33: npt.NDArray[Any], g
     """
     if not len(graph_N):
         return np.zeros(0, dtype=np.int64)
-    places = _move_inside(positions_N3.astype(np.float64), cells_G33.astype(np.float64), graph_N)
+    positions, (a, b, c) = positions_N3.astype(np.float64), cells_G33.astype(np.float64).transpose(1, 0, 2)
+    # Into the cells, along lattice vectors at right angles to each other: by the inverse of the cell, formed by hand.
+    normals = [
+        np.stack([x[:, i - 2] * y[:, i - 1] - x[:, i - 1] * y[:, i - 2] for i in range(3)], axis=-1)
+        for x, y in ((b, c), (c, a), (a, b))
+    ]
+    volumes = _dot_product(a, normals[0])
+    lengths = np.stack([np.sqrt(_dot_product(x, x)) for x in (a, b, c)], axis=1)
+    solid = (np.abs(volumes) > 1e-6 * lengths.prod(1)) & (volumes != 0.0)
+    divisor = np.where(solid, volumes, 1.0)[:, None]
+    fractions = np.stack([_dot_product(positions, (normal / divisor)[graph_N]) for normal in normals], axis=1)
+    wrapped = (fractions - np.floor(fractions)) * lengths[graph_N]
+    # A flat or absent cell has no inside: its atoms stay where they are.
+    places = np.where(solid[graph_N, None], wrapped, positions)
     first_G = np.flatnonzero(np.diff(graph_N, prepend=-1))
     dense_N = np.cumsum(np.diff(graph_N, prepend=graph_N[0]) != 0)
     low = np.minimum.reduceat(places, first_G)
@@ -35,23 +48,6 @@ def spatial_order(positions_N3: npt.NDArray[Any], cells_G33: npt.NDArray[Any], g
     # Clipped: the farthest point would lie one step beyond the curve.
     steps = ((places - low[dense_N]) / extent[dense_N, None] * 2**_BITS).astype(np.int64).clip(max=2**_BITS - 1)
     return np.lexsort((hilbert_numbers(steps, _BITS), graph_N)).astype(np.int64)
-
-
-def _move_inside(positions_N3: Floats, cells_G33: Floats, graph_N: Int64Array) -> Floats:
-    """Return positions moved into their cells, along the lattice vectors at right angles to each other."""
-    normals = np.stack([_cross_product(cells_G33[:, i - 2], cells_G33[:, i - 1]) for i in range(3)], axis=1)
-    volumes = _dot_product(cells_G33[:, 0], normals[:, 0])
-    lengths = np.sqrt(_dot_product(cells_G33, cells_G33))
-    solid = np.abs(volumes) > 1e-6 * lengths.prod(1)
-    inverse = normals / np.where(solid, volumes, 1.0)[:, None, None]
-    fractions = np.stack([_dot_product(positions_N3, inverse[graph_N, i]) for i in range(3)], axis=1)
-    wrapped = (fractions - np.floor(fractions)) * lengths[graph_N]
-    # A flat or absent cell has no inside: its atoms stay where they are.
-    return np.where((solid & (volumes != 0.0))[graph_N, None], wrapped, positions_N3)
-
-
-def _cross_product(a: Floats, b: Floats) -> Floats:
-    return np.stack([a[..., i - 2] * b[..., i - 1] - a[..., i - 1] * b[..., i - 2] for i in range(3)], axis=-1)
 
 
 def _dot_product(a: Floats, b: Floats) -> Floats:
