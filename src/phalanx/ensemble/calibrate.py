@@ -66,7 +66,20 @@ def calibrate_residuals(residuals: Residuals, weights: Sequence[float], kind: Ki
             f"{LEAST_STRUCTURES}: prepare with a larger data.validation_fraction"
         )
     error_n, spread_n = residuals.combined(weights)
-    held_out = _held_out_nll(error_n, spread_n, residuals.structures_n)
+    # Mean negative log likelihood under calibrations that were fitted to other structures, by kind.
+    held_out = dict.fromkeys(("none", *KINDS), 0.0)
+    fold_n = assign_parts(residuals.structures_n, _FOLDS, "folds")
+    for fold in range(_FOLDS):
+        test_n = fold_n == fold
+        if not test_n.any() or test_n.all():
+            continue
+        # Members that agree exactly would make any error infinitely unlikely.
+        least = _least_std(error_n[~test_n])
+        held_out["none"] += float(normal_nll(error_n[test_n], np.maximum(spread_n[test_n], least)).sum())
+        for name in KINDS:
+            std_n = fit_calibration(name, error_n[~test_n], spread_n[~test_n]).std(spread_n[test_n])
+            held_out[name] += float(normal_nll(error_n[test_n], std_n).sum())
+    held_out = {name: value / len(error_n) for name, value in held_out.items()}
     chosen = min(KINDS, key=lambda name: held_out[name]) if kind is None else kind
     # Conformal quantiles hold only for numbers that the normaliser was not fitted to, hence two halves.
     first_n = conformal_part(residuals.structures_n)
@@ -114,23 +127,6 @@ def conformal_quantile(scores_n: FloatArray, structures_n: Int64Array, level: fl
     # Weights that add up to the level but for rounding do reach it.
     first = int(np.searchsorted(reached, level - 1e-12))
     return None if first >= len(order) else float(scores_n[order[first]])
-
-
-def _held_out_nll(error_n: FloatArray, spread_n: FloatArray, structures_n: Int64Array) -> dict[str, float]:
-    """Return the mean negative log likelihood of errors under calibrations that were fitted to other structures, by kind."""
-    fold_n = assign_parts(structures_n, _FOLDS, "folds")
-    total = dict.fromkeys(("none", *KINDS), 0.0)
-    for fold in range(_FOLDS):
-        test_n = fold_n == fold
-        if not test_n.any() or test_n.all():
-            continue
-        # Members that agree exactly would make any error infinitely unlikely.
-        least = _least_std(error_n[~test_n])
-        total["none"] += float(normal_nll(error_n[test_n], np.maximum(spread_n[test_n], least)).sum())
-        for kind in KINDS:
-            std_n = fit_calibration(kind, error_n[~test_n], spread_n[~test_n]).std(spread_n[test_n])
-            total[kind] += float(normal_nll(error_n[test_n], std_n).sum())
-    return {name: value / len(error_n) for name, value in total.items()}
 
 
 def _least_std(error_n: FloatArray) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -71,6 +71,20 @@ def require_one_family(members: Sequence[Member]) -> None:
             raise ConfigError(
                 f"{other.path} is of model.family={family}, {first.path} of {first.run.model.family}; members are of one"
             )
+
+
+def require_same(members: Sequence[Member], described: Sequence[Mapping[str, object]], why: str) -> None:
+    """Raise ConfigError for a member of which anything differs from the first one's.
+
+    described: what must be the same, by field, one a member. why: what members of an ensemble do, behind that subject.
+    """
+    for member, found in zip(members, described, strict=True):
+        for field, wanted in described[0].items():
+            if found[field] != wanted:
+                raise ConfigError(
+                    f"{member.path} differs from {members[0].path} in {field}: {found[field]}, not {wanted}; members of an "
+                    f"ensemble {why}"
+                )
 
 
 @dataclass(frozen=True)

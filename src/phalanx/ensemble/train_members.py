@@ -87,7 +87,19 @@ def train_side_by_side(
                 tell(f"{training.recipe.name}: trained")
             time.sleep(_POLL_S)
     finally:
-        _stop_trainings(list(running.values()))
+        left = list(running.values())
+        for training in left:
+            if training.process.poll() is None:
+                training.process.send_signal(signal.SIGTERM)
+        # All are told before any is waited for: they write their checkpoints at the same time.
+        deadline = time.monotonic() + _ORDERLY_S
+        for training in left:
+            try:
+                training.process.wait(max(0.0, deadline - time.monotonic()))
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                training.process.kill()
+                training.process.wait()
+            training.log.close()
         signal.signal(signal.SIGTERM, previous)
 
 
@@ -113,18 +125,3 @@ def _start_training(recipe: Recipe, device: int, threads: int) -> _Training:
         process_group=0,
     )
     return _Training(recipe, process, log)
-
-
-def _stop_trainings(running: Sequence[_Training]) -> None:
-    for training in running:
-        if training.process.poll() is None:
-            training.process.send_signal(signal.SIGTERM)
-    # All are told before any is waited for: they write their checkpoints at the same time.
-    deadline = time.monotonic() + _ORDERLY_S
-    for training in running:
-        try:
-            training.process.wait(max(0.0, deadline - time.monotonic()))
-        except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            training.process.kill()
-            training.process.wait()
-        training.log.close()

@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from phalanx.config.layers import AttentionConfig
 from phalanx.kernels.flash4 import flash4_attention
-from phalanx.nn.layers import Linear, Norm, build_norm, soft_cap
+from phalanx.nn.layers import Linear, build_norm, soft_cap
 from phalanx.nn.positions import alibi_slopes, rope_tables, rotate
 from phalanx.torch_compat import common as compat
 
@@ -114,7 +114,17 @@ def attention_context(
     length = past + len(positions_S)
     window = config.window_within(length)
     if kernel == "flex":
-        mask = _flex_mask(positions_S, document_ids_BS, window)
+        if document_ids_BS is None:
+            mask = causal_block_mask(length, positions_S.device, window)
+        else:
+            documents_BS, seen = document_ids_BS, length if window is None else window
+
+            def same_document(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                near = (query >= key) & (query - key < seen)
+                return near & (documents_BS[batch, query] == documents_BS[batch, key])
+
+            device = str(positions_S.device)
+            mask = create_block_mask(same_document, len(documents_BS), None, length, length, device=device)
         # A window too leaves queries without a key in blocks that others of their block meet.
         safe = document_ids_BS is None and window is None
         return AttentionContext(rope, None, slopes_H, mask, rows_safe=safe, softcap=config.softcap)
@@ -169,20 +179,6 @@ def dense_bias(
     return bias.masked_fill(forbidden, float("-inf"))
 
 
-def _flex_mask(positions_S: Tensor, document_ids_BS: Tensor | None, window: int | None) -> BlockMask:
-    length = len(positions_S)
-    if document_ids_BS is None:
-        return causal_block_mask(length, positions_S.device, window)
-    documents_BS = document_ids_BS
-    seen = length if window is None else window
-
-    def same_document(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        near = (query >= key) & (query - key < seen)
-        return near & (documents_BS[batch, query] == documents_BS[batch, key])
-
-    return create_block_mask(same_document, len(documents_BS), None, length, length, device=str(positions_S.device))
-
-
 @cache
 def causal_block_mask(length: int, device: torch.device, window: int | None = None) -> BlockMask:
     """Return FlexAttention's causal mask of `length` positions, made once for each length, device and window."""
@@ -202,7 +198,12 @@ def attend(query_BHSE: Tensor, key_BKSE: Tensor, value_BKSE: Tensor, context: At
     heads = query_BHSE.shape[1]
     if context.softcap is not None or context.sinks_H is not None:
         return attend_plainly(query_BHSE, key_BKSE, value_BKSE, context)
-    if context.repeated or not _heads_can_share(query_BHSE, context.bias):
+    # On accelerators only flash attention and cuDNN's kernel take keys and values that several query heads share, both of
+    # 16-bit numbers alone, and with a bias only cuDNN's. For others SDPA would write all scores, where the memory-efficient
+    # kernel needs no more than keys and values for every head.
+    fused = context.bias is None or not compat.is_rocm()
+    shares = query_BHSE.device.type == "cpu" or (query_BHSE.dtype in (torch.bfloat16, torch.float16) and fused)
+    if context.repeated or not shares:
         if query_BHSE.shape[2] == 1:
             return _attend_one_query(query_BHSE, key_BKSE, value_BKSE, context.bias)
         key_BKSE, value_BKSE = repeat_heads(key_BKSE, heads), repeat_heads(value_BKSE, heads)
@@ -256,17 +257,6 @@ def join_sinks(out_BHQE: Tensor, log_z_BHQ: Tensor, sinks_H: Tensor) -> Tensor:
     # The denominator grows by exp(sink): a query's weights shrink by the same factor.
     kept = torch.sigmoid(log_z_BHQ - sinks_H.to(log_z_BHQ.dtype)[:, None])
     return out_BHQE * kept[..., None].to(out_BHQE.dtype)
-
-
-def _heads_can_share(query: Tensor, bias: Tensor | None) -> bool:
-    """Return whether one of SDPA's fused kernels takes keys and values that several query heads share.
-
-    On accelerators flash attention and cuDNN's do, both of 16-bit numbers alone, and with a bias only cuDNN's. Of others
-    SDPA would write all scores, where the memory-efficient kernel needs no more than keys and values for every head.
-    """
-    if query.device.type == "cpu":
-        return True
-    return query.dtype in (torch.bfloat16, torch.float16) and (bias is None or not compat.is_rocm())
 
 
 def repeat_heads(x_BKSE: Tensor, heads: int) -> Tensor:
@@ -397,16 +387,13 @@ class Attention(CausalAttention):
         query = grouped[..., : self.group, :].flatten(2, 3)
         key, value = grouped[..., self.group, :], grouped[..., self.group + 1, :]
         if self.query_norm is not None and self.key_norm is not None:
-            query, key = (self._normalise(norm, x) for norm, x in ((self.query_norm, query), (self.key_norm, key)))
+            if self.joint_norm:
+                # All heads together.
+                query = self.query_norm(query.flatten(2)).view(query.shape)
+                key = self.key_norm(key.flatten(2)).view(key.shape)
+            else:
+                query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
-
-    def _normalise(self, norm: Norm, x_BSHE: Tensor) -> Tensor:
-        """Normalise each head, or all of them together."""
-        if not self.joint_norm:
-            each: Tensor = norm(x_BSHE)
-            return each
-        joint: Tensor = norm(x_BSHE.flatten(2))
-        return joint.view(x_BSHE.shape)
 
 
 def query_factor(scale: float | None, size: int) -> float:

@@ -55,7 +55,10 @@ class LatentAttention(CausalAttention):
     def forward(self, x_BSD: Tensor, context: RotaryContext, cache: KeyValueCache | None = None) -> Tensor:
         """Map [B, S, D] -> [B, S, D]. With `cache`, latents and rotary keys of earlier positions are attended to as well."""
         assert context.rope is not None
-        nope_BSHN, turned_BSHR = self._queries(x_BSD).split((self.sizes.nope_size, self.sizes.rope_size), dim=-1)
+        sizes = (self.sizes.nope_size, self.sizes.rope_size)
+        compressed = self.compresses_queries
+        query = self.query_up(self.query_norm(self.query_down(x_BSD))) if compressed else self.query(x_BSD)
+        nope_BSHN, turned_BSHR = query.unflatten(-1, (-1, sum(sizes))).split(sizes, dim=-1)
         turned_BSHR = rotate(turned_BSHR, *context.rope)
         down = self.key_value_down(x_BSD).split((self.sizes.key_value_rank, self.sizes.rope_size), dim=-1)
         latent_BSL = self.key_value_norm(down[0])
@@ -72,13 +75,6 @@ class LatentAttention(CausalAttention):
         mixed = self._mix(query.transpose(1, 2), key.transpose(1, 2), value_BSHV.transpose(1, 2), context)
         out: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return out
-
-    def _queries(self, x_BSD: Tensor) -> Tensor:
-        """Return queries [B, S, H, E]."""
-        compressed = self.compresses_queries
-        query = self.query_up(self.query_norm(self.query_down(x_BSD))) if compressed else self.query(x_BSD)
-        heads: Tensor = query.unflatten(-1, (-1, self.sizes.nope_size + self.sizes.rope_size))
-        return heads
 
     def _attend_latents(
         self,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.config.layers import AlibiConfig, RopeConfig, RopeScaling
+from phalanx.config.layers import AlibiConfig, RopeConfig
 
 
 class Positions(NamedTuple):
@@ -33,36 +33,27 @@ def rope_frequencies(rope: RopeConfig, device: torch.device) -> Tensor:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    keep = _kept_by_turns(scaling, frequencies) if scaling.kind == "llama3" else _kept_by_pair(rope, scaling, device)
-    return frequencies * (keep + (1.0 - keep) / scaling.factor)
-
-
-def _kept_by_turns(scaling: RopeScaling, frequencies: Tensor) -> Tensor:
-    """Return how far each frequency is kept, 0 to 1, [E/2]: linear in its turns within the original context (Llama 3.1)."""
-    turns = scaling.original_positions * frequencies / (2 * math.pi)
-    keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return keep.clamp(0.0, 1.0)
-
-
-def _kept_by_pair(rope: RopeConfig, scaling: RopeScaling, device: torch.device) -> Tensor:
-    """Return how far each frequency is kept, 0 to 1, [E/2]: linear in the number of its pair of features.
-
-    YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2), with the bounds of the published code: pairs are counted where
-    the paper has turns.
-    """
-
-    def pair_of(turns: float) -> float:
-        wavelength = scaling.original_positions / (turns * 2 * math.pi)
-        return rope.size * math.log(wavelength) / (2 * math.log(rope.theta))
-
-    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    # How far each frequency is kept, from 0 to 1; the rest of it is divided by the factor.
+    if scaling.kind == "llama3":
+        # Llama 3.1: linear in the turns within the original context.
+        turns = scaling.original_positions * frequencies / (2 * math.pi)
+        keep = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        keep = keep.clamp(0.0, 1.0)
+        return frequencies * (keep + (1.0 - keep) / scaling.factor)
+    # YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2), with the bounds of the published code: linear in the number of
+    # the pair of features, where the paper has turns.
+    first, last = (
+        rope.size * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        for turns in (scaling.beta_fast, scaling.beta_slow)
+    )
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rope.size - 1)
     # A blend of no width would divide by zero.
     width = last - first if last != first else 0.001
     pairs = torch.arange(rope.size // 2, dtype=torch.float32, device=device)
-    return 1.0 - ((pairs - first) / width).clamp(0.0, 1.0)
+    keep = 1.0 - ((pairs - first) / width).clamp(0.0, 1.0)
+    return frequencies * (keep + (1.0 - keep) / scaling.factor)
 
 
 def rope_tables(rope: RopeConfig, positions_S: Tensor) -> tuple[Tensor, Tensor]:

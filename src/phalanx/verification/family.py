@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, ClassVar
 
+from phalanx.config.families import sizes_of
 from phalanx.config.schema import Run
 from phalanx.data.batch_stream import Batch
 from phalanx.layout.layout_model import LayoutModel
@@ -43,9 +44,9 @@ class VerifiableModel(LayoutModel):
         """Return fields, by section, that the run file leaves to its data, as the samples have them; by default none."""
         return {}
 
-    @abstractmethod
     def in_words(self) -> str:
-        """Describe the model that runs, for a person."""
+        """Describe the model that runs, for a person; by default as the family's `Sizes` do."""
+        return sizes_of(self.model).in_words(self.model)
 
 
 _STAGES_PER_RANK = 2

@@ -17,7 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.ensemble.family import Progress
-from phalanx.ensemble.members import ALONE, EnsembleFile, Member, Share, member_entries, require_one_family
+from phalanx.ensemble.members import (
+    ALONE,
+    EnsembleFile,
+    Member,
+    Share,
+    member_entries,
+    require_one_family,
+    require_same,
+)
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.open_tokens import open_source
@@ -87,7 +95,16 @@ def build_language(
     require_one_family(members)
     runs = [member.run for member in members if isinstance(member.run, LanguageRun)]
     assert len(runs) == len(members)
-    _require_same_text(members, runs)
+    described = [
+        {
+            "data.sources": ", ".join(source.path for source in run.data.sources),
+            "data.sequence_length": run.data.sequence_length,
+            "data.document_mask": run.data.document_mask,
+            "model.vocab_size": run.model.vocab_size,
+        }
+        for run in runs
+    ]
+    require_same(members, described, "read the same text")
     models = [load_for_inference(member.checkpoint, device).model for member in members]
     opened = [open_source(Path(source.path), "validation") for source in runs[0].data.sources]
     sources = [source for source in opened if source is not None and source.tokens > 1]
@@ -156,23 +173,3 @@ def target_logs(model: Decoder, batch: TokenBatch) -> Tensor:
         picked_N1 = logits_NV.gather(1, targets_N1[start : start + size])
         parts.append(picked_N1[:, 0].double() - logits_NV.logsumexp(1).double())
     return torch.cat(parts)
-
-
-def _require_same_text(members: Sequence[Member], runs: Sequence[LanguageRun]) -> None:
-    """Raise ConfigError where members do not score the same tokens, given the same tokens before them."""
-    for member, run in zip(members, runs, strict=True):
-        for what, ours, theirs in (
-            ("data.sources", _source_paths(runs[0]), _source_paths(run)),
-            ("data.sequence_length", runs[0].data.sequence_length, run.data.sequence_length),
-            ("data.document_mask", runs[0].data.document_mask, run.data.document_mask),
-            ("model.vocab_size", runs[0].model.vocab_size, run.model.vocab_size),
-        ):
-            if ours != theirs:
-                raise ConfigError(
-                    f"{member.path} differs from {members[0].path} in {what}: {theirs}, not {ours}; members of an ensemble "
-                    f"read the same text"
-                )
-
-
-def _source_paths(run: LanguageRun) -> str:
-    return ", ".join(source.path for source in run.data.sources)

@@ -222,11 +222,19 @@ class TextEvaluator:
 
     def evaluate(self, executor: Executor) -> list[Finding]:
         """Return scores over `evaluation.samples` held-out samples, and what the model writes after `evaluation.prompt`."""
-        held_out, text, prompt = self._scores(executor), self._continue(executor), self.run.evaluation.prompt
+        held_out, prompt = self._scores(executor), self.run.evaluation.prompt
         found = []
         if held_out is not None:
             found.append(Finding("evaluation", dict(held_out.as_dict()), str(held_out)))
-        if text is not None:
+        # Generation reads whole parameters and positions one by one, which only a rank alone has.
+        if prompt is not None and self.tokenizer is not None and executor.layout.world_size == 1:
+            model = executor.applied.stages[0].part
+            ids = self.tokenizer.encode_prompt(prompt)
+            room = min(self.run.evaluation.prompt_tokens, model.config.max_positions - len(ids))
+            model.eval()
+            tokens = list(generate_tokens(model, ids, max_tokens=room, temperature=0.0))
+            model.train()
+            text = self.tokenizer.decode(ids + tokens)[len(self.tokenizer.decode(ids)) :]
             shown = shorten_blank_lines(text)
             found.append(Finding("sample", {"prompt": prompt, "text": text}, f"sample: {prompt}{shown}"))
         return found
@@ -253,16 +261,3 @@ class TextEvaluator:
                 sharing=Sharing(mesh.data_rank, executor.layout.data_ranks, counts=mesh.reads_first),
             )
         return total
-
-    def _continue(self, executor: Executor) -> str | None:
-        prompt = self.run.evaluation.prompt
-        # Generation reads whole parameters and positions one by one, which only a rank alone has.
-        if prompt is None or self.tokenizer is None or executor.layout.world_size > 1:
-            return None
-        model = executor.applied.stages[0].part
-        ids = self.tokenizer.encode_prompt(prompt)
-        room = min(self.run.evaluation.prompt_tokens, model.config.max_positions - len(ids))
-        model.eval()
-        tokens = list(generate_tokens(model, ids, max_tokens=room, temperature=0.0))
-        model.train()
-        return self.tokenizer.decode(ids + tokens)[len(self.tokenizer.decode(ids)) :]

@@ -64,18 +64,15 @@ class MaterialsStage(Stage):
             return self._measure_errors(x, source_G, sources, inputs)
         if self.capture is not None and training is not None and len(source_G):
             losses_of = self.capture.add_gradients if training.adds_gradients else self.capture.losses
-            return losses_of({"species_N": x, **inputs}, self._present_parameters(), training.scale)
+            # The parameters as they are now: FSDP2 puts gathered ones in the places of shards. Places stay, and are kept.
+            if self._places is None:
+                modules = self.part.modules()
+                own = [(p, (module, name)) for module in modules for name, p in module.named_parameters(recurse=False)]
+                self._places = list(dict(own).values())
+            parameters = [getattr(module, name) for module, name in self._places]
+            return losses_of({"species_N": x, **inputs}, parameters, training.scale)
         losses: Tensor = self.part(x, **inputs)
         return losses
-
-    def _present_parameters(self) -> list[nn.Parameter]:
-        """Return the network's parameters as they are now: FSDP2 puts gathered ones in the places of shards."""
-        # Places, not parameters: modules and names stay, while FSDP2 exchanges what stands there.
-        if self._places is None:
-            modules = self.part.modules()
-            own = [(p, (module, name)) for module in modules for name, p in module.named_parameters(recurse=False)]
-            self._places = list(dict(own).values())
-        return [getattr(module, name) for module, name in self._places]
 
     def _measure_errors(self, x: Tensor, source_G: Tensor, sources: int, inputs: dict[str, Any]) -> Tensor:
         config = self.part.config

@@ -16,7 +16,6 @@ from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
 from phalanx.families.materials.data.neighbours import device_edges
 from phalanx.families.materials.model.losses import learned_tasks
 from phalanx.families.materials.model_config import MaterialsModel
-from phalanx.families.materials.sizes import in_words
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.verification.family import VerifiableModel
@@ -102,10 +101,6 @@ class MaterialsVerification(VerifiableModel):
             return {}
         return {"model": {"mean_neighbors": _NEIGHBOURS}}
 
-    def in_words(self) -> str:
-        """Return backbone and sizes."""
-        return in_words(self.run.model)
-
 
 def _make_structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
     """Return structures with these global sample numbers."""
@@ -125,10 +120,20 @@ def _make_structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
     positions_N3 = positions_N3 + 0.1 * step_length * moves_GN[graph_N, in_graph_N]
     species = 1 + sample_bits("species", numbers, _LARGEST) % model.max_atomic_number
     edges = device_edges(positions_N3, cells_G33, model.cutoff, graph_N=graph_N)
-    labels = {
-        task.label: _make_label(task.label, run, numbers, graph_N, in_graph_N, cells_G33)
-        for task in learned_tasks(model)
-    }
+    labels = {}
+    heads = {"properties_GP": model.properties, "atom_properties_NP": model.atom_properties}
+    for name in (task.label for task in learned_tasks(model)):
+        shape: tuple[int, ...] = {"forces_N3": (3,), "stress_G33": (3, 3), "dipole_G3": (3,)}.get(name, ())
+        if name in heads:
+            head = heads[name]
+            shape = (len(head.names) if head else 0,)
+        rows = _LARGEST if "_N" in name else 1
+        values = sample_normals(name, numbers, rows * math.prod(shape)).view(graphs, rows, *shape)
+        # Missing in every fourth structure, another one for each label.
+        values[numbers % 4 == LABELS.index(name) % 4] = torch.nan
+        if name == "stress_G33":
+            values[cells_G33.abs().sum((1, 2)) == 0.0] = torch.nan
+        labels[name] = values[graph_N, in_graph_N] if "_N" in name else values[:, 0]
     per_graph = torch.zeros(graphs, dtype=torch.int64).index_add_(
         0, graph_N[edges.edges_2E[1]], torch.ones(edges.edges_2E.shape[1], dtype=torch.int64)
     )
@@ -150,21 +155,3 @@ def _make_structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
         graphs_by_part=(graphs,),
         tasks=tuple(task.label for task in learned_tasks(model)),
     )
-
-
-def _make_label(
-    name: str, run: MaterialsRun, numbers: Tensor, graph_N: Tensor, in_graph_N: Tensor, cells_G33: Tensor
-) -> Tensor:
-    """Return normal values in the shape of the label; NaN in every fourth structure, another one for each label."""
-    heads = {"properties_GP": run.model.properties, "atom_properties_NP": run.model.atom_properties}
-    if name in heads:
-        head = heads[name]
-        shape: tuple[int, ...] = (len(head.names) if head else 0,)
-    else:
-        shape = {"forces_N3": (3,), "stress_G33": (3, 3), "dipole_G3": (3,)}.get(name, ())
-    rows = _LARGEST if "_N" in name else 1
-    values = sample_normals(name, numbers, rows * math.prod(shape)).view(len(numbers), rows, *shape)
-    values[numbers % 4 == LABELS.index(name) % 4] = torch.nan
-    if name == "stress_G33":
-        values[cells_G33.abs().sum((1, 2)) == 0.0] = torch.nan
-    return values[graph_N, in_graph_N] if "_N" in name else values[:, 0]

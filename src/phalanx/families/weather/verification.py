@@ -11,7 +11,6 @@ from torch import Tensor
 from phalanx.counter_random import sample_bits, sample_normals
 from phalanx.families.weather.config import WeatherModel, WeatherRun
 from phalanx.families.weather.data.field_samples import FieldBatch
-from phalanx.families.weather.sizes import in_words
 from phalanx.verification.family import VerifiableModel, most_stages
 
 _HEAD_SIZE = 8
@@ -94,10 +93,6 @@ class WeatherVerification(VerifiableModel):
                 by_name = dict(zip(model.output_names, numbers, strict=True))
                 changes[field] = [by_name[name] for name in outputs]
         return {"model": WeatherModel.model_validate({**model.model_dump(), **changes}).model_dump()}
-
-    def in_words(self) -> str:
-        """Describe the shape of the forecaster."""
-        return in_words(self.run.model)
 
 
 def _random_fields(what: str, numbers: Tensor, count: int, model: WeatherModel) -> Tensor:

@@ -118,8 +118,23 @@ class SampleReader:
                 continue
             starts = sample[mine] * length
             # One token more than the inputs: the target of the last one.
-            rows[mine] = origin.read(starts, length + 1)
-            self._check_ids(origin, rows[mine], sample[mine])
+            read = origin.read(starts, length + 1)
+            rows[mine] = read
+            if self._vocab_size is not None:
+                wrong = (read < 0) | (read >= self._vocab_size)
+                # An id outside the table would read other memory on a GPU, or end the run there without a reason.
+                if wrong.any():
+                    row = int(np.flatnonzero(wrong.any(axis=1))[0])
+                    # A source that says how many ids it has was compared with the model's when it was opened.
+                    why = (
+                        ""
+                        if origin.vocab_size is None
+                        else "; the data are altered, phalanx data verify says which file"
+                    )
+                    raise DataError(
+                        f"{origin.path}: sample {int(sample[mine][row])} holds token id {int(read[row][wrong[row]][0])}, "
+                        f"outside model.vocab_size={self._vocab_size}{why}"
+                    )
             if documents is not None and self.documents:
                 # Attention compares ids within a sample only; counted from its first they fit into 32 bits.
                 ids = origin.document_of(starts[:, None] + np.arange(length))
@@ -143,21 +158,6 @@ class SampleReader:
             source.require_vocabulary(vocab_size)
 
     _vocab_size: int | None = None
-
-    def _check_ids(self, origin: TokenSource, rows: Int64Array, samples: Int64Array) -> None:
-        if self._vocab_size is None:
-            return
-        # An id outside the table would read other memory on a GPU, or end the run there without a reason.
-        wrong = (rows < 0) | (rows >= self._vocab_size)
-        if wrong.any():
-            row = int(np.flatnonzero(wrong.any(axis=1))[0])
-            found = int(rows[row][wrong[row]][0])
-            # A source that says how many ids it has was compared with the model's when it was opened.
-            why = "" if origin.vocab_size is None else "; the data are altered, phalanx data verify says which file"
-            raise DataError(
-                f"{origin.path}: sample {int(samples[row])} holds token id {found}, "
-                f"outside model.vocab_size={self._vocab_size}{why}"
-            )
 
 
 class TokenBatchStream(ReadAheadStream[TokenBatch]):

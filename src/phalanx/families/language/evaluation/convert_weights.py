@@ -27,7 +27,6 @@ from phalanx.families.language.evaluation.load_weights import (
 )
 from phalanx.families.language.huggingface.export_folder import (
     Export,
-    ReadRows,
     new_folder,
     refuse_used,
     write_folder,
@@ -99,7 +98,17 @@ def convert_weights(
         files = tokenizer_files(weights, tokenizer)
         if written is not None:
             chosen = dtype or weights.widest_format()
-            read = _report_reads(weights, progress)
+            # Those that Hugging Face has no counterpart for are never asked for.
+            total = sum(prod(shape) for name, shape in weights.shapes.items() if not LOADS.fullmatch(name))
+            done = 0
+
+            def read(name: str, rows: slice) -> Tensor:
+                nonlocal done
+                tensor = weights.read(name, rows)
+                done += tensor.numel()
+                progress(done, total)
+                return tensor
+
             write_folder(target, Export(weights.model, written, read, chosen, files, shard_bytes))
         else:
             chosen = dtype or torch.float32
@@ -113,22 +122,6 @@ def convert_weights(
         dtype=next(name for name, value in PRECISIONS.items() if value.compute_dtype == chosen),
         tokenizer=TOKENIZER in files.files,
     )
-
-
-def _report_reads(weights: Weights, progress: Progress) -> ReadRows:
-    """Return a reader of tensors that reports its progress."""
-    # Those that Hugging Face has no counterpart for are never asked for.
-    total = sum(prod(shape) for name, shape in weights.shapes.items() if not LOADS.fullmatch(name))
-    done = 0
-
-    def read(name: str, rows: slice) -> Tensor:
-        nonlocal done
-        tensor = weights.read(name, rows)
-        done += tensor.numel()
-        progress(done, total)
-        return tensor
-
-    return read
 
 
 def _write_checkpoint(

@@ -98,8 +98,7 @@ def generate_text(
     # Numbered seeds: continuation i is the same however many are asked for.
     seeds = [seed + index for index in range(rank, count, ranks)]
     streams = [TextStream(loaded.tokenizer, prompt_ids) for _ in seeds]
-    texts = [""] * len(seeds)
-    tokens: list[list[int]] = [[] for _ in seeds]
+    texts, tokens = [""] * len(seeds), [list[int]() for _ in seeds]
 
     def add(index: int, piece: str) -> None:
         texts[index] += piece
@@ -108,14 +107,8 @@ def generate_text(
 
     start = time.perf_counter()
     limit = max(1, min(DEFAULT_TOKENS, room)) if max_tokens is None else max_tokens
-    steps = generate_batch(
-        loaded.model,
-        prompt_ids,
-        max_tokens=limit,
-        sampling=sampling,
-        seeds=seeds,
-        ends=loaded.tokenizer.special.end,
-    )
+    ends = loaded.tokenizer.special.end
+    steps = generate_batch(loaded.model, prompt_ids, max_tokens=limit, sampling=sampling, seeds=seeds, ends=ends)
     # Shown only now: an error of the prompt comes first.
     for index in range(len(seeds)):
         show(index, prompt)
@@ -127,15 +120,11 @@ def generate_text(
     for index, stream in enumerate(streams):
         add(index, stream.finish())
     written = [Continuation(s, text, ids, len(ids) < limit) for s, text, ids in zip(seeds, texts, tokens, strict=True)]
-    everything = written if ranks == 1 else _gather_continuations(written, ranks)
-    return Generation(len(prompt_ids), everything, time.perf_counter() - start)
-
-
-def _gather_continuations(written: list[Continuation], ranks: int) -> list[Continuation]:
-    """Return the continuations of all ranks, in the order of their seeds."""
-    parts = [written] * ranks
-    dist.all_gather_object(parts, written)
-    return sorted(itertools.chain.from_iterable(parts), key=lambda continuation: continuation.seed)
+    if ranks > 1:
+        parts = [written] * ranks
+        dist.all_gather_object(parts, written)
+        written = sorted(itertools.chain.from_iterable(parts), key=lambda continuation: continuation.seed)
+    return Generation(len(prompt_ids), written, time.perf_counter() - start)
 
 
 def generate_tokens(

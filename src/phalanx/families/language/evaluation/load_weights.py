@@ -184,7 +184,18 @@ class PhalanxWeights(Weights):
         stored = {name: records[saved_as] for name, saved_as in self._names.items()}
         self._adapters = None if self.run is None else Adapters.of(self.run.training.lora)
         self._formats = {name: record.torch_dtype for name, record in stored.items()}
-        self._check_shapes({name: tuple(record.shape) for name, record in stored.items()})
+        # Before anything is built for each layer.
+        if self.model.n_layers > len(stored):
+            raise CheckpointError(f"{self.where}: {self.model.n_layers} layers, but {len(stored)} tensors of a model")
+        # A state.json and tensors of two models, copied together, would load into nonsense.
+        shapes = {name: tuple(record.shape) for name, record in stored.items()}
+        wrong = [name for name, shape in self.shapes.items() if shapes.get(name) != shape]
+        if wrong:
+            found = f"is {list(shapes[wrong[0]])}" if wrong[0] in shapes else "is missing"
+            raise CheckpointError(
+                f"{self.where}: {len(wrong)} tensors do not fit the model it describes; {wrong[0]} {found}, "
+                f"but should be {list(self.shapes[wrong[0]])}"
+            )
         stored_tokens = state.get("special_tokens")
         special = SpecialTokens.from_config(stored_tokens) if isinstance(stored_tokens, dict) else SpecialTokens()
         # The run's folder holds checkpoints/; a checkpoint that was copied elsewhere has its own parent.
@@ -224,20 +235,6 @@ class PhalanxWeights(Weights):
         """Let go of the tensors held and of the files."""
         self._held = None
         self._reader.close()
-
-    def _check_shapes(self, stored: dict[str, tuple[int, ...]]) -> None:
-        """Refuse tensors that are not those of the model that state.json describes."""
-        # Before anything is built for each layer
-        if self.model.n_layers > len(stored):
-            raise CheckpointError(f"{self.where}: {self.model.n_layers} layers, but {len(stored)} tensors of a model")
-        # A state.json and tensors of two models, copied together, would load into nonsense.
-        wrong = [name for name, shape in self.shapes.items() if stored.get(name) != shape]
-        if wrong:
-            found = f"is {list(stored[wrong[0]])}" if wrong[0] in stored else "is missing"
-            raise CheckpointError(
-                f"{self.where}: {len(wrong)} tensors do not fit the model it describes; {wrong[0]} {found}, "
-                f"but should be {list(self.shapes[wrong[0]])}"
-            )
 
 
 def imported_state(model: LanguageModel, special: SpecialTokens, source: Path) -> dict[str, Any]:

@@ -82,7 +82,13 @@ class TextTokenizer:
         for token, number in self.vocabulary.items():
             if number >= vocab_size or (number in added and added[number].special) or number in self.special.end:
                 continue
-            counts[number] = _bytes_of(token, byte_level=byte_level and number not in added)
+            if byte_level and number not in added:
+                counts[number] = len(token)  # its alphabet has one character a byte
+            elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+                # Byte fallback: the token <0x0A> stands for the one byte that it names.
+                counts[number] = 1
+            else:
+                counts[number] = len(token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode())
         return counts
 
 
@@ -114,12 +120,3 @@ class TextStream:
             return ""
         self._start, self._shown = self._shown, len(self._ids)
         return now[len(before) :]
-
-
-def _bytes_of(token: str, *, byte_level: bool) -> int:
-    if byte_level:
-        return len(token)  # its alphabet has one character a byte
-    # Byte fallback: the token <0x0A> stands for the one byte that it names.
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return 1
-    return len(token.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode())

@@ -39,7 +39,6 @@ from phalanx.families.materials.data.neighbours import find_edges
 from phalanx.families.materials.data.structure_files import find_files, open_structures
 from phalanx.families.materials.data.structures import (
     RawStructure,
-    Structure,
     bond_ratios,
     check_lengths,
     check_structure,
@@ -226,7 +225,20 @@ def make_piece(piece: Piece, job: Job) -> None:
         if len(edges):
             ratios.append((raw, float(np.median(bond_ratios(structure.species, edges)))))
         items.append(Prepared(structure, edges, piece.file))
-        splits.append(_choose_split(structure, job))
+        if source.group_by is None:
+            parts = (structure.species, structure.positions.astype("<f4"), structure.cell.astype("<f4"))
+            content = b"".join(part.tobytes() for part in parts)
+        else:
+            group = structure.raw.values.get(source.group_by)
+            if group is None:
+                raise structure.raw.wrong(f'it has no "{source.group_by}", which group_by asks for')
+            content = str(group).encode()
+        # The split follows from content, not from order: a source that grows keeps the splits of what it had, and duplicates
+        # stay together.
+        share = int.from_bytes(hashlib.sha256(content).digest()[:8], "little") / 2.0**64
+        held_out = data.test_fraction + data.validation_fraction
+        split: Split = "test" if share < data.test_fraction else "validation" if share < held_out else "train"
+        splits.append(SPLITS.index(split))
     if len(items) != piece.stop - piece.start:
         raise DataError(
             f"{piece.path}: {len(items)} structures found from {piece.start} on, {piece.stop - piece.start} expected; "
@@ -235,21 +247,3 @@ def make_piece(piece: Piece, job: Job) -> None:
     check_lengths(ratios, source)
     arrays = shard_arrays(items, source)
     write_arrays(piece.out, arrays | {"split": np.array(splits, dtype=np.uint8)})
-
-
-def _choose_split(structure: Structure, job: Job) -> int:
-    """Return which of SPLITS a structure belongs to: by the hash of its group, or of its atoms where it has none."""
-    if job.source.group_by is None:
-        parts = (structure.species, structure.positions.astype("<f4"), structure.cell.astype("<f4"))
-        text = b"".join(part.tobytes() for part in parts)
-    else:
-        group = structure.raw.values.get(job.source.group_by)
-        if group is None:
-            raise structure.raw.wrong(f'it has no "{job.source.group_by}", which group_by asks for')
-        text = str(group).encode()
-    # A function of content, not of order: a source that grows keeps the splits of what it had, and duplicates stay together.
-    share = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") / 2.0**64
-    if share < job.data.test_fraction:
-        return SPLITS.index("test")
-    held_out = share < job.data.test_fraction + job.data.validation_fraction
-    return SPLITS.index("validation" if held_out else "train")

@@ -244,25 +244,24 @@ class NpzFile(StructureFile):
                         f"{self.path}: {packed:,} bytes unpack to {unpacked:,}, more than {_UNPACKED_TIMES} times as many; "
                         "if that is meant, save it with numpy.savez instead of numpy.savez_compressed"
                     )
-                return {name: self._read(stored, info) for name, info in wanted.items()}
+                found: dict[str, npt.NDArray[Any]] = {}
+                for name, info in wanted.items():
+                    with stored.open(info) as member:
+                        version = npy.read_magic(member)
+                        read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                        shape, _, dtype = read_header(member)
+                        # numpy makes room for what the header says before it reads.
+                        declared, there = math.prod(shape) * dtype.itemsize, info.file_size - member.tell()
+                    if not dtype.hasobject and declared != there:
+                        raise DataError(
+                            f"{self.path}: {info.filename} declares {list(shape)} of {dtype}, {declared:,} bytes, and holds "
+                            f"{there:,}; it is damaged"
+                        )
+                    with stored.open(info) as member:
+                        found[name] = npy.read_array(member, allow_pickle=False)
+                return found
         except _BROKEN as error:
             raise DataError(f"{self.path}: it cannot be read as .npz ({error}); it may be truncated") from None
-
-    def _read(self, stored: zipfile.ZipFile, info: zipfile.ZipInfo) -> npt.NDArray[Any]:
-        with stored.open(info) as member:
-            version = npy.read_magic(member)
-            read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            shape, _, dtype = read_header(member)
-            # numpy makes room for what the header says before it reads.
-            declared, there = math.prod(shape) * dtype.itemsize, info.file_size - member.tell()
-        if not dtype.hasobject and declared != there:
-            raise DataError(
-                f"{self.path}: {info.filename} declares {list(shape)} of {dtype}, {declared:,} bytes, and holds {there:,}; "
-                "it is damaged"
-            )
-        with stored.open(info) as member:
-            found: npt.NDArray[Any] = npy.read_array(member, allow_pickle=False)
-            return found
 
     def _array(self, *names: str) -> npt.NDArray[Any]:
         for name in names:

@@ -12,7 +12,16 @@ import torch
 
 from phalanx.ensemble.calibrate import Fitted, calibrate_residuals, conformal_part
 from phalanx.ensemble.family import EnsembleOptions, Progress
-from phalanx.ensemble.members import ALONE, EnsembleFile, LabelEntry, Member, Share, member_entries, require_one_family
+from phalanx.ensemble.members import (
+    ALONE,
+    EnsembleFile,
+    LabelEntry,
+    Member,
+    Share,
+    member_entries,
+    require_one_family,
+    require_same,
+)
 from phalanx.ensemble.residuals import FloatArray, Residuals
 from phalanx.ensemble.scores import CURVE, LEVELS, Errors, Scores, mean_errors, score_predictions
 from phalanx.ensemble.select_members import Chosen, best_by_score, choose_members, fit_weights, relative_products
@@ -236,31 +245,20 @@ def _require_same_predictions(members: Sequence[Member]) -> None:
 
     Widths, backbones, depths, training and layouts may differ.
     """
-    first, *others = members
-    for other in others:
-        a, b = materials_run(first), materials_run(other)
-        compared: tuple[tuple[str, object, object], ...] = (
-            ("data.sources", [source.name for source in a.data.sources], [source.name for source in b.data.sources]),
-            (
-                "model.branches",
-                [branch.name for branch in a.model.branches],
-                [branch.name for branch in b.model.branches],
-            ),
-            (
-                "quantities",
-                [q.name for q in predicted_quantities(a.model)],
-                [q.name for q in predicted_quantities(b.model)],
-            ),
-            ("data.cutoff", a.data.cutoff, b.data.cutoff),
-            ("data.max_neighbours", a.data.max_neighbours, b.data.max_neighbours),
-        )
-        for what, mine, theirs in compared:
-            if mine != theirs:
-                found, wanted = (", ".join(map(str, one)) if isinstance(one, list) else one for one in (theirs, mine))
-                raise ConfigError(
-                    f"{other.path} differs from {first.path} in {what}: {found}, not {wanted}; "
-                    f"members of an ensemble predict the same of the same prepared data"
-                )
+    runs = [materials_run(member) for member in members]
+    described = [
+        {
+            "data.sources": ", ".join(source.name for source in run.data.sources),
+            "model.branches": ", ".join(branch.name for branch in run.model.branches),
+            "quantities": ", ".join(quantity.name for quantity in predicted_quantities(run.model)),
+            "data.cutoff": run.data.cutoff,
+            "data.max_neighbours": run.data.max_neighbours,
+        }
+        for run in runs
+    ]
+    require_same(members, described, "predict the same of the same prepared data")
+    first, a = members[0], runs[0]
+    for other, b in zip(members[1:], runs[1:], strict=True):
         for source, ours, stored in zip(
             a.data.sources, data_fingerprints(a.data), data_fingerprints(b.data), strict=True
         ):

@@ -12,7 +12,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from phalanx.ensemble.members import ALONE, Member, Share
 from phalanx.ensemble.residuals import Float32Array, Int64Array, Residuals
@@ -169,11 +168,25 @@ class _Collected:
 
     def add(self, predicted: Predictions, batch: GraphBatch, structures: Int64Array) -> None:
         """Add the errors of one batch. predicted: with a first dimension of members; structures: item of each graph."""
-        graphs = torch.from_numpy(structures).to(batch.graph_N.device)
+        structures_G = torch.from_numpy(structures).to(batch.graph_N.device)
         for (source, quantity), parts in zip(self.keys, self.groups[-1], strict=True):
-            found = _batch_errors(quantity, predicted, batch, batch.source_G == source, graphs)
-            if found is not None:
-                parts.append((found[0].float().cpu().numpy(), found[1].cpu().numpy()))
+            label, value = getattr(batch, quantity.label), getattr(predicted, quantity.label)
+            if label is None or value is None:
+                continue
+            if quantity.column is not None:
+                label, value = label[:, quantity.column], value[..., quantity.column]
+            error = value.double() - label.double()
+            if quantity.label == "energy_G":
+                # Energies count per atom.
+                error = error / torch.from_numpy(batch.atoms).to(error.device).clamp(min=1)
+            here, whose = batch.source_G == source, structures_G
+            if "_N" in quantity.label:
+                here, whose = (of_graph.index_select(0, batch.graph_N) for of_graph in (here, whose))
+            rows = label.reshape(len(label), -1)
+            there = ~rows.isnan() & here[:, None]
+            error_Mn = error.reshape(len(error), len(label), -1)[:, there]
+            structure_n = whose[:, None].expand_as(rows)[there]
+            parts.append((error_Mn.float().cpu().numpy(), structure_n.cpu().numpy()))
 
     def joined(self, key: int, share: Share) -> tuple[Float32Array, Int64Array]:
         """Return errors [M, n] and structures [n] of one key, of all ranks, ordered by structure."""
@@ -189,28 +202,6 @@ class _Collected:
             errors.append(mine[:, order])
             structures = whose[order]
         return np.concatenate(errors), structures
-
-
-def _batch_errors(
-    quantity: Quantity, predicted: Predictions, batch: GraphBatch, here_G: Tensor, structures_G: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """Return errors [K, n] of the numbers that are there in the graphs of one source, and the structure of each [n]."""
-    label, value = getattr(batch, quantity.label), getattr(predicted, quantity.label)
-    if label is None or value is None:
-        return None
-    if quantity.column is not None:
-        label, value = label[:, quantity.column], value[..., quantity.column]
-    error = value.double() - label.double()
-    if quantity.label == "energy_G":
-        atoms_G = torch.from_numpy(batch.atoms).to(error.device)
-        error = error / atoms_G.clamp(min=1)
-    by_atom = "_N" in quantity.label
-    here = here_G.index_select(0, batch.graph_N) if by_atom else here_G
-    whose = structures_G.index_select(0, batch.graph_N) if by_atom else structures_G
-    rows = label.reshape(len(label), -1)
-    there = ~rows.isnan() & here[:, None]
-    flat = error.reshape(len(error), len(label), -1)[:, there]
-    return flat, whose[:, None].expand_as(rows)[there]
 
 
 def _gather_columns(mine: Array, share: Share) -> Array:

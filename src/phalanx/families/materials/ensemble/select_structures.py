@@ -25,7 +25,6 @@ from phalanx.families.materials.data.trained_elements import trained_elements
 from phalanx.families.materials.ensemble.joint_predictions import LoadedEnsemble
 from phalanx.families.materials.ensemble.structure_pools import (
     ELECTRON_LABELS,
-    StructurePool,
     open_pools,
     pool_starts,
     shared_chunks,
@@ -175,31 +174,27 @@ class _Ranking:
         starts = pool_starts(opened)
         waiting: list[_Candidate] = []
         for number, first, stop in shared_chunks(opened, share.rank, share.ranks):
-            for candidate in self._read(opened[number], first, stop, int(starts[number])):
-                waiting.append(candidate)
+            pool, model = opened[number], self.run.model
+            labels = labels_of(pool.source)
+            for place, (raw, known_edges) in enumerate(pool.read(first, stop), int(starts[number]) + first):
+                strange = set(np.unique(raw.species).tolist()) - self._known
+                for element in strange:
+                    self.unknown[element] = self.unknown.get(element, 0) + 1
+                if strange:
+                    continue
+                structure = convert_structure(raw, labels, 1.0, missing_allowed=True)
+                edges = known_edges
+                if edges is None:
+                    cell, periodic = structure.cell, structure.periodic
+                    most = self.run.data.max_neighbours
+                    edges = find_edges(structure.positions, cell, periodic, model.cutoff, most)
+                check_structure(structure, edges, pool.source, model.cutoff)
+                waiting.append(_Candidate(structure, edges, place))
                 if sum(len(one.structure.species) for one in waiting) >= _BATCH_ATOMS:
                     yield from self._compare(waiting)
                     waiting = []
         if waiting:
             yield from self._compare(waiting)
-
-    def _read(self, pool: StructurePool, first: int, stop: int, before: int) -> Iterator[_Candidate]:
-        """Yield the structures first..stop-1 whose elements all members know. before: structures in earlier pools."""
-        model, labels = self.run.model, labels_of(pool.source)
-        for number, (raw, known_edges) in enumerate(pool.read(first, stop), before + first):
-            strange = set(np.unique(raw.species).tolist()) - self._known
-            for element in strange:
-                self.unknown[element] = self.unknown.get(element, 0) + 1
-            if strange:
-                continue
-            structure = convert_structure(raw, labels, 1.0, missing_allowed=True)
-            edges = known_edges
-            if edges is None:
-                edges = find_edges(
-                    structure.positions, structure.cell, structure.periodic, model.cutoff, self.run.data.max_neighbours
-                )
-            check_structure(structure, edges, pool.source, model.cutoff)
-            yield _Candidate(structure, edges, number)
 
     def _compare(self, candidates: Sequence[_Candidate]) -> Iterator[Spread]:
         """Yield the spreads of a batch."""

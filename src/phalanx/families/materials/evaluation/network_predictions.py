@@ -60,7 +60,7 @@ class LoadedNetwork:
         from_charges = model.dipole is not None and model.dipole.from_charges
         taught: list[set[str]] = []
         for source in run.data.sources:
-            used: set[str] = set(source.labels) & learned_labels(model).keys()
+            used = {str(label) for label in source.labels.keys() & learned_labels(model).keys()}
             heads = used & {"charges", "dipole"}
             if used & {"energy", "forces", "stress"}:
                 heads.add("energy")

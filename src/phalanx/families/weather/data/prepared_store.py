@@ -98,7 +98,17 @@ class PreparedStore(FieldStore):
         self._naming = Naming(_still_to_apply(source.names, self.manifest, folder))
         self._columns = [self._column(name, self.manifest.variables, "variable") for name in variables]
         static_columns = [self._column(name, self.manifest.statics, "static field") for name in statics]
-        arrays = _load_arrays(folder, self.manifest)
+        path = local_copy(check_size(folder, self.manifest.arrays))
+        # Times, grid and survey decide which frames are read, and are small: their checksum is compared at once.
+        check_content(path.parent, self.manifest.arrays)
+        try:
+            arrays: dict[str, Any] = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{path}: cannot be read ({error}); prepare the fields again") from error
+        expected = {"times", "latitudes", "longitudes", "static", *(field.name for field in fields(Survey))}
+        # Written by an older version, or by other tools.
+        if not expected <= set(arrays):
+            raise DataError(f"{path}: no {', '.join(sorted(expected - set(arrays)))}; prepare the fields again")
         self.grid = Grid(arrays["latitudes"], arrays["longitudes"])
         self.times = TimeAxis(self.manifest.calendar, arrays["times"])
         # Copies: conversion is in place, and the same column may serve under two names.
@@ -115,7 +125,17 @@ class PreparedStore(FieldStore):
             for shard, end in zip(self.manifest.shards, ends, strict=True)
         )
         self._starts = np.array([segment.first for segment in self.segments], dtype=np.int64)
-        self._shards = [self._map_shard(segment) for segment in self.segments]
+        # Mapped: ranks of a machine share the pages that they read. None where they are remote.
+        self._shards: list[Any] = []
+        for segment in self.segments:
+            shape = (segment.end - segment.first, len(self.manifest.variables), *self.grid.shape)
+            if remote_file(segment.path) is not None:
+                self._shards.append(None)
+                continue
+            size = segment.path.stat().st_size
+            if size != 4 * int(np.prod(shape)):
+                raise DataError(f"{segment.path}: {size} bytes do not hold {shape} float32 values")
+            self._shards.append(np.memmap(segment.path, np.dtype("<f4"), "r", 0, shape))
         self._remote_files = [remote_file(segment.path) for segment in self.segments]
         self.fingerprint = hash_of(
             [self.manifest.arrays.sha256, *(shard.file.sha256 for shard in self.manifest.shards)],
@@ -181,16 +201,6 @@ class PreparedStore(FieldStore):
             )
         return list(there).index(stored)
 
-    def _map_shard(self, segment: Segment) -> Any:
-        """Map a shard into memory: [frames, variables, H, W]; None where it is remote."""
-        shape = (segment.end - segment.first, len(self.manifest.variables), *self.grid.shape)
-        if remote_file(segment.path) is not None:
-            return None
-        if segment.path.stat().st_size != 4 * int(np.prod(shape)):
-            raise DataError(f"{segment.path}: {segment.path.stat().st_size} bytes do not hold {shape} float32 values")
-        # Mapped: ranks of a machine share the pages that they read.
-        return np.memmap(segment.path, np.dtype("<f4"), "r", 0, shape)
-
 
 def _still_to_apply(names: Sequence[FieldName], manifest: FieldsManifest, folder: Path) -> list[FieldName]:
     """Return the rules that preparing has not applied; a run file may still have those of the files that were prepared.
@@ -209,19 +219,3 @@ def _still_to_apply(names: Sequence[FieldName], manifest: FieldsManifest, folder
                 "out of names, or prepare the fields again"
             )
     return left
-
-
-def _load_arrays(folder: Path, manifest: FieldsManifest) -> dict[str, Any]:
-    """Read times, grid, static fields and survey. Raises DataError for an altered file or one without these."""
-    path = local_copy(check_size(folder, manifest.arrays))
-    # Times, grid and survey decide which frames are read, and are small: their checksum is compared at once.
-    check_content(path.parent, manifest.arrays)
-    try:
-        arrays: dict[str, Any] = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); prepare the fields again") from error
-    expected = {"times", "latitudes", "longitudes", "static", *(field.name for field in fields(Survey))}
-    # Written by an older version, or by other tools.
-    if not expected <= set(arrays):
-        raise DataError(f"{path}: no {', '.join(sorted(expected - set(arrays)))}; prepare the fields again")
-    return arrays
