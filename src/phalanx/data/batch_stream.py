@@ -164,6 +164,7 @@ class ReadAheadStream(SteppedStream[BatchT]):
         )
         self.rank, self.ranks = rank, ranks
         self.pin_memory = pin_memory
+        # Sizes of batches decide which samples a step reads, so they belong to what a resumed run compares.
         stages = "".join(f"/{samples} for {steps}" for steps, samples in self.sizes.stages)
         self.fingerprint = f"{reader.fingerprint}/{self.sizes.final}{stages}"
         self._reader = reader

@@ -248,6 +248,7 @@ def write_sample(
         make(work)
         manifest = SampleManifest(kind=kind, seed=seed, files=[file_record(work / name) for name in names])
         for name in names:
+            # The record comes last: files without it are of an interrupted call.
             (work / name).replace(folder / name)
         write_atomically(folder / SAMPLE, manifest.model_dump_json(indent=1) + "\n")
     except OSError as error:

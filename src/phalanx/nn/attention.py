@@ -175,6 +175,7 @@ def dense_bias(
     if slopes_H is not None:
         bias = (slopes_H[:, None, None] * distance_QS)[None].to(dtype)
     else:
+        # Masked below it takes the shape of the mask, which is often one for all heads.
         bias = torch.zeros((1, 1, 1, 1), dtype=dtype, device=queries_Q.device)
     return bias.masked_fill(forbidden, float("-inf"))
 

@@ -63,6 +63,7 @@ class LatentAttention(CausalAttention):
         down = self.key_value_down(x_BSD).split((self.sizes.key_value_rank, self.sizes.rope_size), dim=-1)
         latent_BSL = self.key_value_norm(down[0])
         shared_BS1R = rotate(self.shared_key(down[1]).unsqueeze(2), *context.rope)
+        # The prompt is computed with expanded heads, as training is: of many queries that costs less.
         if cache is not None and cache.length > 0:
             keys = cache.append(latent_BSL.unsqueeze(1), shared_BS1R.transpose(1, 2))
             return self._attend_latents(nope_BSHN, turned_BSHR, *keys, context)

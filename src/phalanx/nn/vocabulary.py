@@ -46,6 +46,7 @@ class TokenEmbedding(nn.Module):
         if learned_positions is not None:
             self.positions = nn.Parameter(torch.empty(learned_positions, width))
         else:
+            # None rather than no attribute, so that code may ask for it in either case.
             self.register_parameter("positions", None)
         self.dropout = CounterDropout(dropout, site=0)
 

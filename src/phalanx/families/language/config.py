@@ -165,6 +165,7 @@ def _check_mixture(run: LanguageRun) -> Iterator[Problem]:
     """Yield a problem for a change that names other sources, or comes before the one before it has ended."""
     known, free = len(run.data.sources), 0
     for number, source in enumerate(run.data.sources):
+        # A source of weight 0 may join by a later change.
         later = (change.weights[number] for change in run.data.mixture if number < len(change.weights))
         if not source.weight and not any(later):
             name = f"data.sources.{number}.weight"
@@ -184,6 +185,7 @@ def _check_mixture(run: LanguageRun) -> Iterator[Problem]:
                 f"{name}.after_step={change.after_step} comes before step {free}, at which the change before it ends",
                 f"{name}.after_step={free}",
             )
+        # A ramp must end before the next change begins.
         free = change.after_step + change.over_steps
 
 
@@ -212,6 +214,7 @@ def _check_attention(run: LanguageRun) -> Iterator[Problem]:
         },
         "flex": {f"layout.precision={precision}": precision == "fp64"},
     }
+    # Kernels that are not named here give way to another one where they must.
     for stated, present in unfit.get(kernel, {}).items():
         if present:
             yield Problem(

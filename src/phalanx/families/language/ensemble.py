@@ -119,6 +119,7 @@ def build_language(
         done += scored
         progress("validation", done, total)
 
+    # One pass over the tokens gives the loss of the mean and of every member.
     mean = _MeanOfProbabilities(models, device)
     each = [
         score_split(

@@ -109,6 +109,7 @@ class LanguageInputs(TrainableModel):
             prefetch=run.data.prefetch,
             pin_memory=device.type != "cpu",
         )
+        # Sources that come with a tokenizer were compared: it is the same.
         files = tokenizer_files(training)
         tokenizer = TextTokenizer.from_files(files, training[0].path) if files.files else None
         prompt, most = run.evaluation.prompt, run.model.max_positions

@@ -224,6 +224,7 @@ def _check_labels(run: MaterialsRun) -> Iterator[Problem]:
                 f"{field} learns {name}, which no source in data.sources has",
                 f"{name} under {'labels' if _is_label(field) else field.removeprefix('model.')} of a source, or no {field}",
             )
+    # A charge may be told as such, or follow from those of atoms.
     told = {"charge": ("total_charge", "charges"), "spin": ("multiplicity",)}
     for quantity in run.model.electronic_state:
         if not any(source.labels.keys() & set(told[quantity]) for source in run.data.sources):
@@ -250,6 +251,7 @@ def _check_training(run: MaterialsRun) -> Iterator[Problem]:
             "full computes again",
             "layout.recompute=full",
         )
+    # `auto` gives way where a step cannot be one program; true is refused.
     obstacle = one_program_obstacle(run)
     if run.training.compile is True and obstacle is not None:
         yield Problem(

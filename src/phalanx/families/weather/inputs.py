@@ -69,6 +69,7 @@ class WeatherInputs(TrainableModel):
         reader = fields.reader("train", seed=run.training.seed)
         if first:
             _report_left_out(reader)
+        # Pinned memory is what a device copies from while it computes.
         stream = FieldBatchStream(
             reader,
             global_batch=batch_sizes(run),

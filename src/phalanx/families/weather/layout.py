@@ -56,6 +56,7 @@ class WeatherStage(Stage):
         and targets_BVHW; without these the last stage gives whole predicted fields [B, V, H, W] on every rank of `tp`."""
         positions = self.share.positions(self.length, x.device)
         if self.rollout is not None:
+            # Only the last step learns: earlier ones are forecasts, and keep nothing for a backward pass.
             x = self._forecast_until_last_step(x, inputs["lead_hours_B"], positions, self.rollout)
             hours_B = torch.full_like(inputs["lead_hours_B"], self.rollout.hours)
             inputs = {**inputs, "fields_BVHW": x, "lead_hours_B": hours_B}

@@ -20,7 +20,6 @@ from phalanx.families.language.data.documents import (
     PYTHON_STDLIB,
     count_other_files,
     find_files,
-    read_documents,
     read_texts,
     sample_hash,
 )
@@ -30,7 +29,7 @@ GET_AGAIN = "; it is damaged or cut short: get it again, or leave it out"
 
 def documents(path: Path, text_field: str = "text") -> list[str]:
     (file,) = find_files([str(path)])
-    return list(read_documents(file, text_field))
+    return [text for text in read_texts(file, text_field) if text]
 
 
 def complaint(path: Path, text_field: str = "text") -> str:
@@ -64,7 +63,7 @@ def test_the_standard_library_is_there_and_large() -> None:
     assert sum(file.size for file in files) > 5_000_000
     assert not [file for file in files if "site-packages" in file.name]
     this = next(file for file in files if file.name.endswith("/json/decoder.py"))
-    (source,) = read_documents(this, "text")
+    (source,) = read_texts(this, "text")
     assert "class JSONDecoder" in source
 
 
@@ -137,7 +136,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
     path.write_text("text")
     (file,) = find_files([str(path)])
     path.unlink()
-    for reading in (lambda: list(read_documents(file, "text")), lambda: sample_hash(file)):
+    for reading in (lambda: list(read_texts(file, "text")), lambda: sample_hash(file)):
         with pytest.raises(DataError, match=r"t\.txt: No such file or directory; make it readable, or leave it out$"):
             reading()
 
@@ -265,7 +264,7 @@ def bounded_memory() -> Iterator[None]:
 def too_long(path: Path) -> str:
     (file,) = find_files([str(path)])
     with pytest.raises(DataError) as caught:
-        for _ in read_documents(file, "text", LIMIT):
+        for _ in read_texts(file, "text", LIMIT):
             pass
     return str(caught.value).removeprefix(f"{path}")
 
@@ -309,7 +308,7 @@ def test_parquet_rows_are_unpacked_a_few_at_a_time(tmp_path: Path, monkeypatch: 
     assert path.stat().st_size < 10_000
     (file,) = find_files([str(path)])
     held, count = 0, 0
-    for _ in read_documents(file, "text", LIMIT):
+    for _ in read_texts(file, "text", LIMIT):
         held, count = max(held, pa.total_allocated_bytes()), count + 1
     assert count == 300
     assert held < 2**26

@@ -18,7 +18,7 @@ import zstandard
 from phalanx.data.prepared_folder import MANIFEST
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.language.data import prepare_text as preparing
-from phalanx.families.language.data.documents import PYTHON_STDLIB, find_files, read_documents
+from phalanx.families.language.data.documents import PYTHON_STDLIB, find_files, read_texts
 from phalanx.families.language.data.prepare_text import Options, prepare_text
 from phalanx.families.language.data.token_shards import ShardSource, read_token_manifest
 from phalanx.families.language.data.tokenizer import load_tokenizer, text_share
@@ -306,5 +306,5 @@ SHARED = Path(__file__).parents[5] / "shared" / "data"
 def test_real_text_survives_the_round_trip(tmp_path: Path) -> None:
     path = SHARED / "text" / "us_speeches.jsonl.gz"
     prepare_text([str(path)], tmp_path / "out", Options(vocab_size=1000, validation_fraction=0.0), workers=2)
-    expected = list(read_documents(find_files([str(path)])[0], "text"))
+    expected = [text for text in read_texts(find_files([str(path)])[0], "text") if text]
     assert decoded(ShardSource(tmp_path / "out", "train")) == expected

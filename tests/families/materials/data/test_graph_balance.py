@@ -222,4 +222,3 @@ def test_the_report_says_what_ranks_wait() -> None:
     both = summarise_balance([first, second])
     assert (both.steps, both.imbalance_max, both.wait_seconds_mean) == (2, 1.5, 0.5)
     assert both.wait_mean == pytest.approx(1.0 / 5.0)
-    assert step_balance(divide_by_cost(np.array([3]), 4, 1)).idle_ranks == 3

@@ -119,11 +119,6 @@ def read_texts(file: InputFile, text_field: str, max_bytes: int = MAX_DOCUMENT_B
     return reader(file, text_field, max_bytes)
 
 
-def read_documents(file: InputFile, text_field: str, max_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
-    """Yield the documents of one file that are not empty; see `read_texts`."""
-    return (text for text in read_texts(file, text_field, max_bytes) if text)
-
-
 def _classify_file(path: Path, name: str) -> InputFile | None:
     suffixes = path.suffixes
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""

@@ -65,6 +65,7 @@ class _Encoding:
         if self.shaped:
             if at >= len(field):
                 raise ValueError("array without a shape")
+            # The header byte holds both: dims in its upper six bits, the logarithm of their width in its lower two.
             dims, width = int(field[at]) >> 2, 1 << (int(field[at]) & 3)
             shape_end = at + 1 + dims * width
             if shape_end > len(field):

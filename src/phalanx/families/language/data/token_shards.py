@@ -127,6 +127,7 @@ class ShardSource(TokenSource):
         self._stream = SegmentedStream(
             [TokenFile(check_size(folder, s.data), dtype) for s in self._split.shards if s.tokens]
         )
+        # Sizes of files were compared one by one; this is about the manifest itself.
         if self._stream.length != self._split.tokens:
             raise DataError(
                 f"{folder}: {split} shards hold {self._stream.length} tokens, {self._split.tokens} expected"

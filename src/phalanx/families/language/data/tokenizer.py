@@ -176,6 +176,7 @@ def _panics_explained(what: str) -> Iterator[None]:
 def _failing_component(tokenizer: Tokenizer, texts: Sequence[str]) -> str:
     """Say which component of the tokenizer fails on which of the texts."""
     for text in texts:
+        # Only its beginning, escaped: a text may be megabytes long and hold anything.
         shown = f"a text of {len(text):,} characters that begins with {text[:30]!a}"
         normalized = text
         try:

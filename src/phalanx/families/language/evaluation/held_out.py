@@ -103,6 +103,7 @@ def score_model(
         samples=total,
         samples_in_all=sum(sample_count(source, length) for source in sources),
         sources={str(source.path): scores for source, scores in zip(sources, each, strict=True)},
+        # Sums of nats and tokens, not means: sources differ in length.
         total=sum(each[1:], start=each[0]),
     )
 
@@ -230,6 +231,7 @@ def evaluate_split(
         loss: LossSum = model(batch.tokens, batch.targets, document_ids_BS=batch.document_ids)
         return loss.total
 
+    # Dropout would make the loss random; what the caller was doing goes on as before.
     was_training = model.training
     model.eval()
     result = score_split(

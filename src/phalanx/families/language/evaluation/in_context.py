@@ -171,6 +171,7 @@ def _score_candidates(
     places = [slice(end - len(group), end) for end, group in zip(ends, grouped, strict=True)]
     gold = [prompt.gold for prompt in prompts]
     losses = [float(nats_N[place][right]) for place, right in zip(places, gold, strict=True)]
+    # Beyond exp(709) float64 overflows.
     perplexity = math.exp(min(700.0, _mean(losses)))
     share = partial(TaskScore, task.name, task.kind, task.shots, len(prompts), perplexity=perplexity)
     if task.kind == "language_modeling":
@@ -193,6 +194,7 @@ def tokenize_candidates(tokenizer: TextTokenizer, prompt: Prompt, positions: int
     that begin with one. Raises DataError for a continuation that leaves no position for a prompt.
     """
     preamble = _tokenize_preamble(tokenizer, prompt.preamble)
+    # Tokenizers whose words begin with a space tell a continuation by it.
     spaced = len(tokenizer.encode(" a")) == 1
     found = []
     contexts = [preamble + tokenizer.encode(context) for context in prompt.contexts]

@@ -272,6 +272,7 @@ def tokenizer_files(weights: Weights, override: Path | None = None) -> Tokenizer
     where there is none at `override`, DataError where the run's data is there but damaged.
     """
     found = weights.tokenizer
+    # A checkpoint that was copied away has none beside it; the data that it was trained on have.
     if not found.files and weights.run is not None:
         folders = (token_path(source.path) for source in weights.run.data.sources)
         folder = next((folder for folder in folders if (folder / MANIFEST).is_file()), None)

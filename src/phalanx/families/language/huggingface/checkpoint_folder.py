@@ -177,6 +177,7 @@ class HuggingFaceFolder:
                     )
                 if stored not in FORMATS:
                     problems.append(f"{self.path}: tensor {name} is stored as {stored}; read are {', '.join(FORMATS)}")
+            # Constants, layers that predict further tokens and a second copy of a tied table may be there; nothing else may.
             elif not (self.architecture.passes_over(name, self.model) or (self.model.tied_head and name == _HEAD)):
                 problems.append(f"{self.path}: {self.architecture.name} has no tensor {name}")
         if problems:

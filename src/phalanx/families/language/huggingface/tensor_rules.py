@@ -106,6 +106,7 @@ class TensorRule:
             rest, turned = self._rotary_parts(tensor)
             pairs = turned.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
             parts = (torch.cat((rest, pairs), dim=1).flatten(0, 1),)
+        # Some architectures keep in one tensor what others split.
         if len(self.theirs) < len(parts):
             parts = (torch.cat(list(parts)),)
         return [self._transposed(part) for part in parts]

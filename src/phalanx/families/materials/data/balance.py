@@ -170,10 +170,6 @@ class StepBalance:
     """Cost of the heaviest rank: how long the step takes, in seconds, or in units of cost where costs are no seconds."""
     wait_seconds: float
     """Mean wait of a rank for the heaviest; same unit."""
-    heaviest_microbatch: float
-    """Cost of the heaviest micro-batch; same unit."""
-    idle_ranks: int
-    """Ranks without any structure."""
 
 
 def step_balance(division: Division, unit: float = 1.0) -> StepBalance:
@@ -184,8 +180,6 @@ def step_balance(division: Division, unit: float = 1.0) -> StepBalance:
         longest / mean,
         longest * unit,
         (longest - mean) * unit,
-        float(division.loads.max()) * unit,
-        int((ranks == 0).sum()),
     )
 
 

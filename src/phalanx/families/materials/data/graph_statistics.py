@@ -126,6 +126,7 @@ def _label_statistics(
     numbers = sum(len(part) for part in parts())
     if numbers == 0:
         return LabelStatistics(numbers=0, mean=0.0, std=0.0, largest=0.0)
+    # Each pass reads all shards again: they need not fit into memory together.
     mean = sum(float(part.sum()) for part in parts()) / numbers
     variance = sum(float(((part - mean) ** 2).sum()) for part in parts()) / numbers
     largest = max(float(np.abs(part).max(initial=0.0)) for part in parts())

@@ -141,6 +141,7 @@ def _write_index(
         raise DataError(
             f"{source.path}: every structure fell into validation or test; lower data.validation_fraction and test_fraction"
         )
+    # Members of splits lie in the index, so that opening a split reads no shard.
     lists: Arrays = dict(members.items())
     write_arrays(work / INDEX, {"atoms": atoms.astype("i4"), "edges": edges.astype("i4")} | lists)
     return Manifest(

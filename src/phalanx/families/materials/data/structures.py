@@ -83,6 +83,7 @@ def convert_structure(raw: RawStructure, labels: Sequence[Label], length: float,
     values: dict[str, FloatArray] = {}
     for label in labels:
         values[label.name] = _convert_label(raw, label, atoms, missing_allowed=missing_allowed)
+    # A stress is an energy over a volume, which a slab or a molecule has not.
     if not all(raw.periodic) and np.isfinite(values.get("stress", np.nan)).any():
         raise raw.wrong(
             f"it has a stress, but pbc={list(raw.periodic)}: without a volume there is none; take the label out, or make it "
@@ -266,6 +267,7 @@ def check_charges(structure: Structure, source: GraphSource) -> None:
     charges = structure.labels.get("charges")
     if charges is None or source.charge_sum == "any" or np.isnan(charges).any():
         return
+    # In the unit of e: units were converted before.
     found, label = float(charges.sum()), structure.labels.get("total_charge")
     given = None if label is None or np.isnan(label) else float(label)
     if agreed_total(found, given) is not None:

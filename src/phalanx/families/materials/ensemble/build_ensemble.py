@@ -210,6 +210,7 @@ def _label_result(
 ) -> LabelResult:
     """Calibrate and score one kind of number. validation: errors of the members; test: of all candidates in `shown`."""
     fitted = calibrate_residuals(validation, chosen.weights, options.calibration)
+    # Scored on the test split, which neither chose members nor fitted anything.
     ours = test.of_members([shown.index(number) for number in chosen.members])
     error_n, spread_n = ours.combined(chosen.weights)
     other: Errors | None = None

@@ -116,12 +116,14 @@ class _Reader:
         self._collate = Collator(sources, columns_of(runs[0], open_prepared(runs[0].data, "train")))
         self._found = found
         self._device = device
+        # All members predict each structure, so the one that knows fewest elements decides.
         self._heaviest = min(run.model.max_atomic_number for run in runs)
         self._split = split
         data = runs[0].data
         self._cost = CostModel.of(data.cost)
         self._costs = self._cost.whole(found.atoms, found.edges)
         mean = float(self._costs.mean()) * self._cost.unit
+        # Runs without a budget hold a micro-batch of structures of mean cost.
         self._budget = min(run.data.microbatch_cost or mean * one_rank_microbatch(bind(run)) for run in runs)
         self._members = len(runs)
 

@@ -190,6 +190,7 @@ class _Ranking:
                     edges = find_edges(structure.positions, cell, periodic, model.cutoff, most)
                 check_structure(structure, edges, pool.source, model.cutoff)
                 waiting.append(_Candidate(structure, edges, place))
+                # Batched by atoms, not by structures: pools mix molecules and large cells.
                 if sum(len(one.structure.species) for one in waiting) >= _BATCH_ATOMS:
                     yield from self._compare(waiting)
                     waiting = []

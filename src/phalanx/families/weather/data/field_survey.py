@@ -319,6 +319,7 @@ def require_whole_axis(store: FieldStore, *, skip_gaps: bool, tolerance_hours: f
         return
     times = store.times
     steps = np.diff(times.seconds)
+    # Both ends of a step may be off by the tolerance, hence twice.
     for index in np.flatnonzero(np.abs(steps - times.step) > 2 * round(tolerance_hours * HOUR)).tolist():
         if store.allows_gap(index):
             continue

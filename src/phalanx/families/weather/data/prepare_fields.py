@@ -47,6 +47,7 @@ def prepare_fields(
     store = open_store(source, variables, statics, BlockCache(cache_mb * 2**20))
     require_whole_axis(store, skip_gaps=skip_gaps, tolerance_hours=time_tolerance_hours)
     with whole_folder(out) as folder:
+        # Surveyed in the same pass: files are read once.
         shards, survey = _write_shards(store, folder, max(1, shard_bytes // store.frame_bytes), progress)
         if check_units:
             require_one_quantity(store, survey)
@@ -76,6 +77,7 @@ def prepare_fields(
             arrays=file_record(folder / FIELDS),
             shards=shards,
         )
+        # Last: a folder with a manifest is complete.
         write_manifest(folder, manifest)
     return manifest
 

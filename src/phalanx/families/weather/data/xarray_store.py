@@ -209,6 +209,7 @@ def _require_same_times(
     )
     index = int(first.nearest(np.array([time]))[0]) if only_first.size else int(axis.nearest(np.array([time]))[0])
     text = (first if only_first.size else axis).text(index)
+    # The file that has the time of the other variable is the one to look into.
     holders = [file.path for file in files if file.times is not None and time in file.times.seconds]
     where = f"{holders[0]}: " if holders else ""
     raise DataError(

@@ -98,6 +98,7 @@ class Comparison:
     def rows(self) -> list[ScoreRow]:
         """Return one row for each lead time and variable."""
         known = self.climatologies is not None
+        # All three scored the same cases, so their rows come in one order.
         both = zip(self._model.results(), self._persistence.results(), self._climatology.results(), strict=True)
         return [
             ScoreRow(

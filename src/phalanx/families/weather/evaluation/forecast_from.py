@@ -97,6 +97,7 @@ def _read_starts(run: WeatherRun, store: FieldStore, starts: Int64Array, leads: 
     windows = Windows(
         split="test",
         starts=starts,
+        # No truth is looked up: it may not have happened yet.
         targets=np.full((len(starts), len(leads)), -1, dtype=np.int64),
         frames=starts,
         without_input=0,

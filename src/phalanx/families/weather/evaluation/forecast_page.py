@@ -87,6 +87,7 @@ SEEPS_COLUMNS: tuple[Column[ScoreRow], ...] = (
 
 def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
     """Return the page as text."""
+    # Only lead times of several steps are made by rolling out.
     made = [f"{hours} h = {' + '.join(map(str, parts))}" for hours, parts in found.steps.items() if len(parts) > 1]
     steps = f"Roll-outs: {'; '.join(made)}. Other lead times are one step of the model."
     known_rain = any(row.seeps is not None for row in found.rows)
@@ -115,6 +116,7 @@ def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
             {"this model": lambda row: row.seeps, "persistence": lambda row: row.persistence_seeps},
             from_zero=True,
         )
+        # SEEPS is there for precipitation alone, the correlation only with a climatology.
         curves[name] = [drawing for drawing in (errors, correlations, rain) if drawing is not None]
     return render_page(
         "forecast.html",

@@ -269,6 +269,7 @@ class EnsembleScores(_ScoreSums):
         found = []
         for means in self._means():
             rmse, spread = math.sqrt(means.mean("squared")), math.sqrt(means.mean("variance"))
+            # Spread and error of the mean are of one size only for infinitely many members, hence the factor.
             ratio = spread / rmse * math.sqrt((self.members + 1) / self.members) if rmse else math.nan
             found.append(
                 EnsembleScore(

@@ -187,6 +187,7 @@ def _open_file(
             f'data.sources=["{loaded.run.data.sources[0].path}"]'
         )
     source = reader.sources[0]
+    # Of all ranks: the file has the starts of all, of which each rank writes its own.
     starting = source.windows.starts[chosen[0]]
     layout = FileLayout.of(source.store, reader.outputs, source.store.times.seconds[starting], list(steps))
     return open_forecast_file(out, layout, f"{loaded.where}, step {loaded.step}", rank, ranks)
