@@ -14,7 +14,7 @@ from phalanx.config.load import load_run
 from phalanx.errors import ConfigError
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.data.open_tokens import open_training
-from phalanx.families.language.inputs import _open_reader
+from phalanx.families.language.inputs import open_reader
 from phalanx.families.registry import bind
 from phalanx.layout.execute import Executor
 from phalanx.layout.resolve import resolve_layout
@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> LanguageRun:
 def exact_scale(run: LanguageRun) -> float:
     """Trace of the covariance of a sample's gradient over the squared norm of the mean, by all samples."""
     applied = laid_out(run, ResolvedLayout(1))
-    reader = _open_reader(run, open_training(run))
+    reader = open_reader(run, open_training(run))
     executor, squares, mean = Executor(applied), 0.0, torch.zeros(())
     for number in range(SAMPLES):
         for parameter in applied.parameters.values():

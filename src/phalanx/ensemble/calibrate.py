@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import isotonic_regression, minimize
 
-from phalanx.ensemble.intervals import KINDS, Calibration, Conformal, Kind
+from phalanx.ensemble.members import KINDS, Calibration, Conformal, Kind
 from phalanx.ensemble.residuals import FloatArray, Int64Array, Residuals, assign_parts
 from phalanx.ensemble.scores import CURVE, LEVELS, normal_nll
 from phalanx.errors import DataError

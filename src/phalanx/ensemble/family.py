@@ -13,8 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from phalanx.ensemble.intervals import Kind
-from phalanx.ensemble.members import EnsembleFile, Member, Share
+from phalanx.ensemble.members import EnsembleFile, Kind, Member, Share
 from phalanx.families.family import BoundModel
 
 Progress = Callable[[str, int, int], None]

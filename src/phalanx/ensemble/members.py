@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from phalanx.config.schema import Run
-from phalanx.ensemble.intervals import Calibration, Conformal
+from phalanx.ensemble.residuals import FloatArray
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.files import replace_nonfinite, write_atomically
 from phalanx.training.checkpointing import find_trained_run
@@ -99,6 +100,9 @@ ALONE = Share()
 
 
 ENSEMBLE = "ensemble.json"
+Kind = Literal["factor", "floor", "isotonic"]
+KINDS: tuple[Kind, ...] = ("factor", "floor", "isotonic")
+"""Kinds of calibration, the simplest first."""
 
 
 class _FilePart(BaseModel):
@@ -116,6 +120,46 @@ class MemberEntry(_FilePart):
     weight: float = Field(ge=0.0, le=1.0)
     score: float | None = None
     """Score in the study; None where the run comes from no study."""
+
+
+class Calibration(_FilePart):
+    """Standard deviation as a function of how far members lie apart."""
+
+    kind: Kind
+    factor: float
+    """a of `factor` and `floor`; 1 for `isotonic`."""
+    floor: float
+    """b of `floor`; for the other kinds the least standard deviation. In the unit of the numbers."""
+    spreads: tuple[float, ...] = ()
+    """Spreads at the knots of `isotonic`, rising."""
+    stds: tuple[float, ...] = ()
+    """Standard deviations at the knots of `isotonic`, never falling."""
+
+    def std(self, spread_n: FloatArray) -> FloatArray:
+        """Return calibrated standard deviations for spreads of any shape. Beyond the last knot they grow with the spread."""
+        if self.kind != "isotonic":
+            return np.sqrt(np.square(self.factor * spread_n) + self.floor**2)
+        inside = np.interp(spread_n, self.spreads, self.stds)
+        # Beyond the last knot nothing was seen: its ratio of deviation to spread goes on.
+        beyond = np.maximum(spread_n / max(self.spreads[-1], np.finfo(np.float64).tiny), 1.0)
+        return np.maximum(inside * beyond, self.floor)
+
+
+class Conformal(_FilePart):
+    """Intervals that cover a number of a new structure as often as they promise, if structures are exchangeable."""
+
+    calibration: Calibration
+    """Calibration fitted to other structures than the quantiles."""
+    quantiles: dict[str, float | None]
+    """Half widths in standard deviations, by level; None where there are too few structures for that level."""
+
+    def half_widths(self, spread_n: FloatArray, level: float) -> FloatArray | None:
+        """Return half the width of the interval of a level around each mean [n]; None where the interval has no end.
+
+        spread_n: spreads of the members. level: one of `LEVELS` or `CURVE`.
+        """
+        quantile = self.quantiles[str(level)]
+        return None if quantile is None else quantile * self.calibration.std(spread_n)
 
 
 class LabelEntry(_FilePart):

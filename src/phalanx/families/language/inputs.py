@@ -99,7 +99,7 @@ class LanguageInputs(TrainableModel):
         """See `TrainableModel`."""
         run = self.run
         training = open_training(run)
-        reader = _open_reader(run, training)
+        reader = open_reader(run, training)
         tasks = load_run_tasks(run)
         stream = TokenBatchStream(
             reader,
@@ -158,7 +158,7 @@ class LanguageInputs(TrainableModel):
         return ExpectedEvaluation(dict(fields), frozenset(("loss", "perplexity", "bits_per_byte")))
 
 
-def _open_reader(run: LanguageRun, training: list[TokenSource]) -> SampleReader:
+def open_reader(run: LanguageRun, training: list[TokenSource]) -> SampleReader:
     """Return what reads samples of the opened sources."""
     weights = [source.weight for source in run.data.sources]
     reader = SampleReader(
@@ -223,15 +223,31 @@ class TextEvaluator:
 
     def evaluate(self, executor: Executor) -> list[Finding]:
         """Return scores over `evaluation.samples` held-out samples, and what the model writes after `evaluation.prompt`."""
-        held_out, prompt = self._scores(executor), self.run.evaluation.prompt
-        found = []
-        if held_out is not None:
+        run, mesh, found = self.run, executor.mesh, []
+        if self.sources:
+            length, held_out = run.data.sequence_length, HeldOut(0.0, 0, 0)
+            chosen = spread_samples(self.sources, length, run.evaluation.samples)
+            for source, numbers in zip(self.sources, chosen, strict=True):
+                held_out += score_split(
+                    lambda batch: executor.evaluate(batch).sum(),
+                    source,
+                    vocab_size=run.model.vocab_size,
+                    sequence_length=length,
+                    device=self.device,
+                    numbers=numbers,
+                    microbatch=executor.layout.microbatch,
+                    document_mask=run.data.document_mask,
+                    # Of a source that comes without a tokenizer, nobody knows what text its tokens stand for.
+                    byte_counts=None if source.tokenizer is None else self.token_bytes_V,
+                    sharing=Sharing(mesh.data_rank, executor.layout.data_ranks, counts=mesh.reads_first),
+                )
             found.append(Finding("evaluation", dict(held_out.as_dict()), str(held_out)))
+        prompt = run.evaluation.prompt
         # Generation reads whole parameters and positions one by one, which only a rank alone has.
         if prompt is not None and self.tokenizer is not None and executor.layout.world_size == 1:
             model = executor.applied.stages[0].part
             ids = self.tokenizer.encode_prompt(prompt)
-            room = min(self.run.evaluation.prompt_tokens, model.config.max_positions - len(ids))
+            room = min(run.evaluation.prompt_tokens, model.config.max_positions - len(ids))
             model.eval()
             tokens = list(generate_tokens(model, ids, max_tokens=room, temperature=0.0))
             model.train()
@@ -239,26 +255,3 @@ class TextEvaluator:
             shown = shorten_blank_lines(text)
             found.append(Finding("sample", {"prompt": prompt, "text": text}, f"sample: {prompt}{shown}"))
         return found
-
-    def _scores(self, executor: Executor) -> HeldOut | None:
-        if not self.sources:
-            return None
-        length = self.run.data.sequence_length
-        total = HeldOut(0.0, 0, 0)
-        mesh = executor.mesh
-        chosen = spread_samples(self.sources, length, self.run.evaluation.samples)
-        for source, numbers in zip(self.sources, chosen, strict=True):
-            total += score_split(
-                lambda batch: executor.evaluate(batch).sum(),
-                source,
-                vocab_size=self.run.model.vocab_size,
-                sequence_length=length,
-                device=self.device,
-                numbers=numbers,
-                microbatch=executor.layout.microbatch,
-                document_mask=self.run.data.document_mask,
-                # Of a source that comes without a tokenizer, nobody knows what text its tokens stand for.
-                byte_counts=None if source.tokenizer is None else self.token_bytes_V,
-                sharing=Sharing(mesh.data_rank, executor.layout.data_ranks, counts=mesh.reads_first),
-            )
-        return total

@@ -56,26 +56,22 @@ def _choose_units(run: MaterialsRun, run_dir: Path, unstated: list[str]) -> Unit
     if start is not None:
         # Weights mean something in the units that they were trained in.
         units["mean_neighbors"] = start.mean_neighbors
-        for branch, before in zip(units["branches"], _branches_before(run, start), strict=True):
+        known = {branch.name: branch for branch in start.branches}
+        shared = run.model.energy is not None and run.model.energy.shared
+        one_head = shared or len(known) == len(run.model.branches) == 1
+        for fields, branch in zip(units["branches"], run.model.branches, strict=True):
+            if one_head:
+                # One head serves whatever the branches are called.
+                before: Branch | None = known.get(branch.name, start.branches[0])
+            else:
+                # By the name of the head that is taken: `head.energy.copies.NAME.0.weight`.
+                head = run.training.transfer.source_of(f"head.energy.copies.{branch.name}.0.weight")
+                before = known.get(head.split(".")[3])
             if before is not None:
-                branch["energy_scale"] = before.energy_scale
+                fields["energy_scale"] = before.energy_scale
     words = "; ".join(units_in_words(with_units(run.model, units), unstated))
     write_stderr(f"the run file leaves to the training data: {words}")
     return units
-
-
-def _branches_before(run: MaterialsRun, start: MaterialsModel) -> list[Branch | None]:
-    """Return the branch of the weights' model whose energy head each branch of `run` begins with; None for a new head."""
-    before = {branch.name: branch for branch in start.branches}
-    shared = run.model.energy is not None and run.model.energy.shared
-    if shared or len(before) == len(run.model.branches) == 1:
-        # One head serves whatever the branches are called.
-        return [before.get(branch.name, start.branches[0]) for branch in run.model.branches]
-    # By the name of the head that is taken: `head.energy.copies.NAME.0.weight`.
-    heads = [
-        run.training.transfer.source_of(f"head.energy.copies.{branch.name}.0.weight") for branch in run.model.branches
-    ]
-    return [before.get(head.split(".")[3]) for head in heads]
 
 
 def _trained_model(path: Path) -> MaterialsModel | None:

@@ -61,7 +61,16 @@ class MaterialsStage(Stage):
             # A single head takes all data sets, whatever their numbers.
             inputs["source_G"] = torch.zeros_like(source_G)
         if sources is not None:
-            return self._measure_errors(x, source_G, sources, inputs)
+            config, units, graph_N, branch_G = self.part.config, self.part.units, inputs["graph_N"], inputs["source_G"]
+            labels, seen = split_labels(inputs)
+            forces, stress = labels.forces_N3 is not None, labels.stress_G33 is not None
+            found = self.part.predict(x, **seen, forces=forces, stress=stress)
+            # Over `cp` a rank holds some atoms of a structure; an error per atom needs the number of all.
+            atoms_G = inputs["exchange"].atoms_by_graph(graph_N, len(source_G))
+            atoms = {"graph_N": graph_N, "atoms_G": atoms_G}
+            losses = summed_losses(config, units, found, labels, branch_G=branch_G, **atoms)
+            errors = error_sums(config, found, labels, source_G=source_G, sources=sources, **atoms)
+            return torch.cat((losses, errors.flatten()))
         if self.capture is not None and training is not None and len(source_G):
             losses_of = self.capture.add_gradients if training.adds_gradients else self.capture.losses
             # The parameters as they are now: FSDP2 puts gathered ones in the places of shards. Places stay, and are kept.
@@ -71,29 +80,8 @@ class MaterialsStage(Stage):
                 self._places = list(dict(own).values())
             parameters = [getattr(module, name) for module, name in self._places]
             return losses_of({"species_N": x, **inputs}, parameters, training.scale)
-        losses: Tensor = self.part(x, **inputs)
-        return losses
-
-    def _measure_errors(self, x: Tensor, source_G: Tensor, sources: int, inputs: dict[str, Any]) -> Tensor:
-        config = self.part.config
-        labels, seen = split_labels(inputs)
-        forces, stress = labels.forces_N3 is not None, labels.stress_G33 is not None
-        predicted = self.part.predict(x, **seen, forces=forces, stress=stress)
-        graph_N = inputs["graph_N"]
-        atoms_G = inputs["exchange"].atoms_by_graph(graph_N, len(source_G))
-        losses = summed_losses(
-            config,
-            self.part.units,
-            predicted,
-            labels,
-            branch_G=inputs["source_G"],
-            graph_N=graph_N,
-            atoms_G=atoms_G,
-        )
-        errors = error_sums(
-            config, predicted, labels, source_G=source_G, sources=sources, graph_N=graph_N, atoms_G=atoms_G
-        )
-        return torch.cat((losses, errors.flatten()))
+        trained: Tensor = self.part(x, **inputs)
+        return trained
 
     def cut(self, batch: Batch, microbatches: int) -> Batch:
         """Return, over `cp`, this rank's atoms of every structure (`graph_parallel.cut_batches`), unless it was cut on

@@ -131,7 +131,27 @@ def _write_checkpoint(
     with new_folder(target) as folder:
         scratch = folder / ".weights"
         # A checkpoint is written by one call that takes all tensors, which may be more than fits into memory.
-        tensors = _in_scratch_file(scratch, weights, dtype, progress)
+        # What routers count is never rounded.
+        formats = {name: torch.float32 if name in weights.state else dtype for name in weights.shapes}
+        sizes = {name: prod(shape) * formats[name].itemsize for name, shape in weights.shapes.items()}
+        # Aligned, so that tensors of different formats lie where their numbers may.
+        total = sum(map(_aligned, sizes.values()))
+        with scratch.open("wb") as file:
+            # Without the blocks reserved, a full disk would end the process instead of raising.
+            reserve = getattr(os, "posix_fallocate", lambda descriptor, _start, size: os.truncate(descriptor, size))
+            reserve(file.fileno(), 0, total)
+        # Shared memory of a file: the system writes it back under pressure instead of running out.
+        memory = torch.from_file(str(scratch), shared=True, size=total, dtype=torch.uint8)
+        tensors: dict[str, Tensor] = {}
+        numbers = sum(map(prod, weights.shapes.values()))
+        start = done = 0
+        for name, shape in weights.shapes.items():
+            tensor = memory[start : start + sizes[name]].view(formats[name]).view(shape)
+            weights.read_into(name, tensor)
+            tensors[MODEL + name] = tensor
+            start += _aligned(sizes[name])
+            done += tensor.numel()
+            progress(done, numbers)
         state = imported_state(weights.model, files.special, weights.where)
         with CheckpointStore(folder / "checkpoints", keep_last=1) as store:
             store.save(0, tensors, state)
@@ -145,35 +165,6 @@ def _write_checkpoint(
             "# The model section of a run file. To train from these weights, put it into one and add\n"
             f"#   training: {{init_from: {target}}}\n" + yaml.safe_dump({"model": given}, sort_keys=False)
         )
-
-
-def _in_scratch_file(scratch: Path, weights: Weights, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
-    """Read all tensors into memory that the system may move to the file `scratch`: parameters in `dtype`."""
-    sizes = {name: prod(shape) * _format_of(weights, name, dtype).itemsize for name, shape in weights.shapes.items()}
-    # Aligned, so that tensors of different formats lie where their numbers may.
-    total = sum(map(_aligned, sizes.values()))
-    with scratch.open("wb") as file:
-        # Without the blocks reserved, a full disk would end the process instead of raising.
-        reserve = getattr(os, "posix_fallocate", lambda descriptor, _start, size: os.truncate(descriptor, size))
-        reserve(file.fileno(), 0, total)
-    # Shared memory of a file: the system writes it back under pressure instead of running out.
-    memory = torch.from_file(str(scratch), shared=True, size=total, dtype=torch.uint8)
-    tensors: dict[str, Tensor] = {}
-    numbers = sum(map(prod, weights.shapes.values()))
-    start = done = 0
-    for name, shape in weights.shapes.items():
-        tensor = memory[start : start + sizes[name]].view(_format_of(weights, name, dtype)).view(shape)
-        weights.read_into(name, tensor)
-        tensors[MODEL + name] = tensor
-        start += _aligned(sizes[name])
-        done += tensor.numel()
-        progress(done, numbers)
-    return tensors
-
-
-def _format_of(weights: Weights, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the format that the tensor `name` gets in a checkpoint in `dtype`: what routers count is never rounded."""
-    return torch.float32 if name in weights.state else dtype
 
 
 def _aligned(size: int) -> int:

@@ -73,21 +73,22 @@ class PhalanxLM(TemplateLM):
         """Return the likeliest text after each prompt, up to the first of its stop texts.
 
         Raises ConfigError for a task that wants drawn text."""
-        return [self._write(*request.args) for request in requests]
-
-    def _write(self, prompt: str, settings: dict[str, Any]) -> str:
-        if settings.get("do_sample") and float(settings.get("temperature", 1.0)) > 0.0:
-            raise ConfigError("only greedy text is generated for the harness; set do_sample: false in the task")
-        until = settings.get("until") or []
-        stops = [until] if isinstance(until, str) else list(until)
-        limit = int(settings.get("max_gen_toks", _GENERATED))
-        if limit >= self._positions:
-            raise ConfigError(f"max_gen_toks={limit} must be under the model's {self._positions} positions")
-        ids, written, text = self.tok_encode(prompt)[limit - self._positions :], [], ""
-        ends = self._tokenizer.special.end
-        for token in generate_tokens(self._model, ids, max_tokens=limit, temperature=0.0, eod=ends):
-            written.append(token)
-            text = self._tokenizer.decode(written)
-            if any(stop in text for stop in stops):
-                break
-        return min((text.split(stop)[0] for stop in stops), key=len, default=text)
+        found = []
+        for prompt, settings in (request.args for request in requests):
+            if settings.get("do_sample") and float(settings.get("temperature", 1.0)) > 0.0:
+                raise ConfigError("only greedy text is generated for the harness; set do_sample: false in the task")
+            until = settings.get("until") or []
+            stops = [until] if isinstance(until, str) else list(until)
+            limit = int(settings.get("max_gen_toks", _GENERATED))
+            if limit >= self._positions:
+                raise ConfigError(f"max_gen_toks={limit} must be under the model's {self._positions} positions")
+            # Long prompts lose their beginning: what is asked stands at the end.
+            ids, written, text = self.tok_encode(prompt)[limit - self._positions :], [], ""
+            ends = self._tokenizer.special.end
+            for token in generate_tokens(self._model, ids, max_tokens=limit, temperature=0.0, eod=ends):
+                written.append(token)
+                text = self._tokenizer.decode(written)
+                if any(stop in text for stop in stops):
+                    break
+            found.append(min((text.split(stop)[0] for stop in stops), key=len, default=text))
+        return found

@@ -59,7 +59,25 @@ class Export:
 def write_folder(path: Path, export: Export) -> None:
     """Write `export` as the new folder `path`. Raises as `new_folder` does."""
     with new_folder(path) as folder:
-        _write_weights(folder, export)
+        shards: list[list[TensorRule]] = []
+        room = total = 0
+        for rule in export.architecture.rules(export.model):
+            size = torch.Size(rule.shape).numel() * rule.dtype(export.dtype).itemsize
+            # A tensor that is larger than the limit gets a file of its own.
+            if not shards or size > room:
+                shards.append([])
+                room = export.shard_bytes
+            shards[-1].append(rule)
+            room, total = room - size, total + size
+        weight_map: dict[str, str] = {}
+        # Hugging Face's own names, by which its libraries find the files.
+        for number, rules in enumerate(shards, start=1):
+            name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            _write_safetensors(folder / name, rules, export)
+            weight_map |= {theirs: name for rule in rules for theirs in rule.theirs}
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            _write_json(folder / INDEX, index)
         special_tokens = export.tokenizer.special.as_config()
         config = {
             **export.architecture.config_json(export.model),
@@ -93,28 +111,6 @@ def refuse_used(path: Path) -> None:
     """Raise ConfigError if there is something at `path` that could be lost."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ConfigError(f"{path} already exists and is not an empty folder; give another name, or remove it first")
-
-
-def _write_weights(folder: Path, export: Export) -> None:
-    shards: list[list[TensorRule]] = []
-    room = 0
-    for rule in export.architecture.rules(export.model):
-        size = _rule_bytes(rule, export.dtype)
-        # A tensor that is larger than the limit gets a file of its own.
-        if not shards or size > room:
-            shards.append([])
-            room = export.shard_bytes
-        shards[-1].append(rule)
-        room -= size
-    weight_map: dict[str, str] = {}
-    # Hugging Face's own names, by which its libraries find the files.
-    for number, rules in enumerate(shards, start=1):
-        name = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        _write_safetensors(folder / name, rules, export)
-        weight_map |= {theirs: name for rule in rules for theirs in rule.theirs}
-    if len(shards) > 1:
-        total = sum(_rule_bytes(rule, export.dtype) for rules in shards for rule in rules)
-        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
 
 
 def _write_safetensors(file: Path, rules: Sequence[TensorRule], export: Export) -> None:
@@ -154,8 +150,3 @@ def _flush_to_disk(stream: BinaryIO) -> None:
     stream.flush()
     # On disk before the folder gets its name: a crash must not leave a whole folder with empty files.
     os.fsync(stream.fileno())
-
-
-def _rule_bytes(rule: TensorRule, dtype: torch.dtype) -> int:
-    """Return the bytes of the tensors that a rule writes."""
-    return torch.Size(rule.shape).numel() * rule.dtype(dtype).itemsize

@@ -86,7 +86,22 @@ class ExtendedXyzFile(StructureFile):
                 file.seek(int(self._starts[number]))
                 text = file.read(int(self._starts[number + 1] - self._starts[number])).decode("utf-8", "replace")
                 place = f"frame {number} (line {self._lines[number]})"
-                _check_columns(text, f"{self.path}: {place}")
+                rows = text.split("\n", 3)
+                announced = _PROPERTIES.search(rows[1])
+                columns, there = 0, len(rows[2].split())
+                # Refused before ase reads it, which makes room for all announced columns first.
+                for count in [] if announced is None else announced.group(1).split(":")[2::3]:
+                    # As many digits as a number of columns can have.
+                    if not (count.isascii() and count.isdecimal() and len(count) <= 6):
+                        raise DataError(
+                            f"{self.path}: {place}: Properties has {count[:40]!r} where a number of columns is expected"
+                        )
+                    columns += int(count)
+                if columns > there:
+                    raise DataError(
+                        f"{self.path}: {place}: Properties announces {columns} columns, the line of its first atom has "
+                        f"{there}"
+                    )
                 try:
                     atoms = next(iter(ase.io.iread(io.StringIO(text), index=0, format="extxyz")))
                 # ase raises whatever its parser stumbled over.
@@ -205,26 +220,6 @@ def _row_structure(row: Any, path: Path, number: int, wanted: Wanted) -> RawStru
 def _first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its type where it says nothing."""
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _check_columns(text: str, place: str) -> None:
-    """Refuse a frame that announces more columns than its atoms have: ase makes room for all before it reads any.
-
-    Raises DataError.
-    """
-    lines = text.split("\n", 3)
-    announced = _PROPERTIES.search(lines[1])
-    if announced is None:
-        return
-    counts = announced.group(1).split(":")[2::3]
-    columns, there = 0, len(lines[2].split())
-    for count in counts:
-        # As many digits as a number of columns can have.
-        if not (count.isascii() and count.isdecimal() and len(count) <= 6):
-            raise DataError(f"{place}: Properties has {count[:40]!r} where a number of columns is expected")
-        columns += int(count)
-    if columns > there:
-        raise DataError(f"{place}: Properties announces {columns} columns, the line of its first atom has {there}")
 
 
 def _to_raw_structure(

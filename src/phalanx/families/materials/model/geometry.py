@@ -211,7 +211,17 @@ def find_triplets(geometry: Geometry) -> Triplets:
     """Return all pairs of edges that meet at an atom. Their number depends on the data, so the device is waited for."""
     exchange, vector_E3 = geometry.exchange, geometry.vector_E3.detach()
     target_F, atoms = exchange.edge_targets(geometry.target_E), exchange.senders(geometry.atoms)
-    incoming_T, outgoing_T = _meeting_edges(geometry.source_E, target_F, atoms)
+    # All pairs of an edge k -> j and an edge j -> i. Edges sorted by where they end: those that arrive at one atom are a
+    # run, found by its first place.
+    source_E, device = geometry.source_E, geometry.source_E.device
+    order_F = torch.argsort(target_F, stable=True)
+    arriving_N = torch.zeros(atoms, dtype=torch.int64, device=device).index_add_(0, target_F, torch.ones_like(target_F))
+    first_N = arriving_N.cumsum(0) - arriving_N
+    pairs_E = arriving_N.index_select(0, source_E)
+    outgoing_T = torch.repeat_interleave(torch.arange(len(source_E), device=device), pairs_E)
+    before_T = torch.repeat_interleave(pairs_E.cumsum(0) - pairs_E, pairs_E)
+    within_T = torch.arange(len(outgoing_T), device=device) - before_T
+    incoming_T = order_F.index_select(0, first_N.index_select(0, source_E.index_select(0, outgoing_T)) + within_T)
     # An edge and its own reverse enclose no angle: k and i are one atom at one place.
     closed_T3 = exchange.edges(vector_E3).index_select(0, incoming_T) + vector_E3.index_select(0, outgoing_T)
     # By position, not by index: in a crystal k and i may be one atom in different cells, which is a real angle.
@@ -220,21 +230,3 @@ def find_triplets(geometry: Geometry) -> Triplets:
     unit_F3 = exchange.edges(geometry.unit_E3)
     cosine_T = -(unit_F3.index_select(0, incoming_T) * geometry.unit_E3.index_select(0, outgoing_T)).sum(1)
     return Triplets(incoming_T, outgoing_T, cosine_T[:, None])
-
-
-def _meeting_edges(source_E: Tensor, target_F: Tensor, atoms: int) -> tuple[Tensor, Tensor]:
-    """Return all pairs (edge k -> j, edge j -> i), those with k = i included. target_F: where the edges k -> j end."""
-    # Edges sorted by where they end: those that arrive at one atom are a run, found by its first place.
-    order_F = torch.argsort(target_F, stable=True)
-    arriving_N = torch.zeros(atoms, dtype=torch.int64, device=source_E.device).index_add_(
-        0, target_F, torch.ones_like(target_F)
-    )
-    first_N = arriving_N.cumsum(0) - arriving_N
-    pairs_E = arriving_N.index_select(0, source_E)
-    edges_E = torch.arange(len(source_E), device=source_E.device)
-    outgoing_T = torch.repeat_interleave(edges_E, pairs_E)
-    within_T = torch.arange(len(outgoing_T), device=source_E.device) - torch.repeat_interleave(
-        pairs_E.cumsum(0) - pairs_E, pairs_E
-    )
-    incoming_T = order_F.index_select(0, first_N.index_select(0, source_E.index_select(0, outgoing_T)) + within_T)
-    return incoming_T, outgoing_T

@@ -68,7 +68,22 @@ class ClimaxStore(FieldStore):
         self.grid, self._orientation = orient_grid(latitudes, longitudes, f"{folder}/lat.npy and lon.npy")
         self._files = _in_order(folder)
         # Times follow from the lengths of all shards before, so each is looked at as the store is opened.
-        lengths = [self._count_frames(path) for _, _, path in self._files]
+        lengths = []
+        for _, _, path in self._files:
+            frames: dict[str, int] = {}
+            for name in (*self.variables, *self.statics):
+                array = self._array(Segment(path, 0, 0), name)
+                if array.ndim != 4 or array.shape[1:] != (1, *self.grid.shape):
+                    raise DataError(
+                        f"{path}: {name} has the shape {array.shape}; "
+                        f"(frames, 1, {', '.join(map(str, self.grid.shape))}) expected, as lat.npy and lon.npy say"
+                    )
+                frames[name] = len(array)
+            first = self.variables[0]
+            for name in self.variables:
+                if frames[name] != frames[first] or frames[name] == 0:
+                    raise DataError(f"{path}: {name} has {frames[name]} frames, {first} has {frames[first]}")
+            lengths.append(frames[first])
         ends = np.cumsum(lengths)
         self.segments = tuple(
             Segment(path, int(end) - length, int(end))
@@ -104,23 +119,6 @@ class ClimaxStore(FieldStore):
         hours = int(self.times.seconds[frame + 1] - self.times.seconds[frame]) / HOUR
         last = any(segment.end == frame + 1 for segment in self.segments)
         return last and hours <= _LOST_HOURS
-
-    def _count_frames(self, path: Path) -> int:
-        """Return the number of frames of a shard, after a check of every array of the run in it."""
-        lengths: dict[str, int] = {}
-        for name in (*self.variables, *self.statics):
-            array = self._array(Segment(path, 0, 0), name)
-            if array.ndim != 4 or array.shape[1:] != (1, *self.grid.shape):
-                raise DataError(
-                    f"{path}: {name} has the shape {array.shape}; (frames, 1, {', '.join(map(str, self.grid.shape))}) "
-                    f"expected, as lat.npy and lon.npy say"
-                )
-            lengths[name] = len(array)
-        frames = lengths[self.variables[0]]
-        for name in self.variables:
-            if lengths[name] != frames or frames == 0:
-                raise DataError(f"{path}: {name} has {lengths[name]} frames, {self.variables[0]} has {frames}")
-        return frames
 
     def _array(self, segment: Segment, name: str) -> Any:
         """Return the array of a variable: mapped where the shard is not compressed, else read whole and kept for a while."""
