@@ -188,6 +188,7 @@ def worker_processes(
     pool = ProcessPoolExecutor(count, context, _start_worker, (held, start))
     try:
         yield pool
+        pool.shutdown()
     except BrokenProcessPool as error:
         raise DataError(
             f"a worker process was killed, mostly for lack of memory; what is done is kept: {again}"
