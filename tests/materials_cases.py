@@ -41,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "energy": ENERGY,
         "dipole": {},
     },
+    "nequip": {**SIZE, "body": "nequip", "nequip": {"degree": 2, "radial_width": 8}, "energy": ENERGY, "dipole": {}},
     "dimenet++": {
         **SIZE,
         "body": "dimenet++",
@@ -96,6 +97,6 @@ def cases(model: str, world: int, precision: str = "fp64") -> list[ResolvedLayou
     All for PaiNN, and on two ranks for what is sharded block by block; how gradients are summed and shards are gathered does
     not depend on the body, nor on the precision.
     """
-    few = model in ("mace", "dimenet++", "schnet") or precision == "fp32"
+    few = model in ("mace", "nequip", "dimenet++", "schnet") or precision == "fp32"
     chosen = [LAYOUTS[world][0], LAYOUTS[world][-1]] if few else LAYOUTS[world]
     return [resolve_layout(bind(run_of(model, world, **fields)), world) for fields in chosen]

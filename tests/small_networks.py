@@ -17,6 +17,7 @@ from phalanx.families.materials.model_config import (
     EnergyHead,
     MaceOptions,
     MaterialsModel,
+    NequipOptions,
     PropertyHead,
 )
 from phalanx.layout.initial_values import initialise_parameters
@@ -44,6 +45,8 @@ def small_model(body: str, **changes: Any) -> MaterialsModel:
             Branch(name="second", energy_scale=2.0, properties_shift=[1.0, -2.0], properties_scale=[3.0, 0.5]),
         ],
     }
+    if body == "nequip":
+        fields["nequip"] = NequipOptions(degree=2, radial_width=8)
     if body == "mace":
         fields["mace"] = MaceOptions(degree=2, hidden_degree=1, correlation=3, radial_width=8)
     return MaterialsModel.model_validate({**fields, **changes})

@@ -144,6 +144,8 @@ def train(run_file: Path, run_dir: Path, *words: str) -> list[float]:
 def test_training_and_errors_are_those_of_the_cpu(run_file: Path, tmp_path: Path, body: str) -> None:
     """Steps are captured where they can be; the weights are then measured on either device."""
     words = [f"model.body={body}"]
+    if body == "nequip":
+        words.append("model.nequip={degree: 2, radial_width: 8}")
     if body == "mace":
         words.append("model.mace={degree: 2, hidden_degree: 1, correlation: 2, radial_width: 8}")
     found = train(run_file, tmp_path / "device", *words)

@@ -440,6 +440,7 @@ LATENT = {"key_value_rank": 14, "rope_size": 4, "nope_size": 6, "value_size": 8}
 BODIES = (
     "painn",
     "mace",
+    "nequip",
     "dimenet++",
     "gatv2",
     "schnet",

@@ -29,6 +29,7 @@ LIMITS = {"fp64": 1e-10, "fp32": 1e-4}
 RUNS = [
     (2, "painn", "fp64"),
     (2, "mace", "fp64"),
+    (2, "nequip", "fp64"),
     (2, "dimenet++", "fp64"),
     (2, "gatv2", "fp64"),
     (2, "schnet", "fp64"),

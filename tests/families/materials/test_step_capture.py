@@ -24,7 +24,7 @@ from phalanx.nn.splits import ModelChunk
 from phalanx.torch_compat.compiler import SizedProgram
 from phalanx.verification.family import VerifiableModel
 
-BODIES = ("gin", "sage", "mfc", "pna", "pna+", "pnaeq", "gatv2", "cgcnn", "schnet", "egnn", "painn", "mace")
+BODIES = ("gin", "sage", "mfc", "pna", "pna+", "pnaeq", "gatv2", "cgcnn", "schnet", "egnn", "painn", "nequip", "mace")
 
 
 def run_of(

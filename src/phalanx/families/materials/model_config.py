@@ -26,6 +26,7 @@ BackboneName = Literal[
     "dimenet++",
     "egnn",
     "painn",
+    "nequip",
     "mace",
 ]
 Loss = Literal["mse", "mae", "huber"]
@@ -60,6 +61,15 @@ class DimeNetOptions(Section):
     """Width of the messages that triplets of atoms see."""
     basis_width: Width = 8
     """Width in between the geometric basis and the messages."""
+
+
+class NequipOptions(Section):
+    """What only the body nequip has."""
+
+    degree: Annotated[int, Field(ge=1, le=3)] = 2
+    """Largest degree of the spherical harmonics of bonds and of what atoms keep: 1 vectors, 2 tensors too."""
+    radial_width: Width = 64
+    """Hidden width of the network that gives the radial weights."""
 
 
 class MaceOptions(Section):
@@ -227,6 +237,8 @@ class MaterialsModel(Model):
     """Options of the body mfc."""
     dimenet: DimeNetOptions = DimeNetOptions()
     """Options of the body dimenet++."""
+    nequip: NequipOptions = NequipOptions()
+    """Options of the body nequip."""
     mace: MaceOptions = MaceOptions()
     """Options of the body mace."""
     electronic_state: list[ElectronicQuantity] = Field(default=[])
@@ -270,7 +282,13 @@ class MaterialsModel(Model):
 
     @model_validator(mode="after")
     def _options_have_an_effect(self) -> MaterialsModel:
-        for name, body in (("gatv2", "gatv2"), ("mfc", "mfc"), ("dimenet", "dimenet++"), ("mace", "mace")):
+        for name, body in (
+            ("gatv2", "gatv2"),
+            ("mfc", "mfc"),
+            ("dimenet", "dimenet++"),
+            ("nequip", "nequip"),
+            ("mace", "mace"),
+        ):
             options = getattr(self, name)
             if self.body != body and options != type(options)():
                 raise ValueError(f"{name} has no effect with body={self.body}; leave it out or set body={body}")

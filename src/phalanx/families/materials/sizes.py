@@ -135,6 +135,8 @@ def block_piece(config: MaterialsModel, number: int) -> Piece:
     width, angles = config.d_model, config.dimenet
     if config.body == "mace":
         piece = _mace_piece(config, number)
+    elif config.body == "nequip":
+        piece = _nequip_piece(config, number)
     else:
         other = {"gin": 1} | dict.fromkeys(("gatv2", "pna", "pna+", "pnaeq"), width)
         # DimeNet++ sends what edges say of each other, all others what atoms say: EGNN where they moved, too.
@@ -178,7 +180,7 @@ def head_piece(config: MaterialsModel) -> Piece:
         copies = 1 if head.shared else len(config.branches)
         matmuls += [Matmul("atom", a, b) for a, b in pairwise(sizes)] * copies
     of_mace = width if config.mace.hidden_degree else 0
-    channels = {"painn": width, "pnaeq": width, "egnn": 1, "mace": of_mace}.get(config.body, 0)
+    channels = {"painn": width, "pnaeq": width, "nequip": width, "egnn": 1, "mace": of_mace}.get(config.body, 0)
     if config.dipole is not None and channels:
         matmuls.append(Matmul("atom", width, channels))
     return Piece(tuple(matmuls))
@@ -278,16 +280,42 @@ def _dimenet_matmuls(config: MaterialsModel) -> tuple[Matmul, ...]:
     )
 
 
+def _nequip_piece(config: MaterialsModel, number: int) -> Piece:
+    c, options = config.d_model, config.nequip
+    inside = 0 if number == 0 else options.degree
+    outside = 0 if number == config.n_layers - 1 and config.dipole is None else options.degree
+    kept = min(inside, outside) + 1
+    paths = _count_paths(inside, options.degree, outside)
+    components = sum(count * (2 * ell + 1) for ell, count in enumerate(paths))
+    gates = (Matmul("atom", c, outside * c),) if outside else ()
+    matmuls = (
+        *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(inside + 1)),
+        Matmul("edge", config.n_radial, options.radial_width),
+        Matmul("edge", options.radial_width, sum(paths) * c),
+        *(Matmul("atom", count * c, c, bias=False, times=2 * ell + 1) for ell, count in enumerate(paths)),
+        *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(kept)),
+        *gates,
+    )
+    width = (inside + 1) ** 2
+    coupled = 2.0 * components * width * ((options.degree + 1) ** 2 + c)
+    tables = (config.max_atomic_number + 1) * c * kept
+    return Piece(matmuls, tables, edge_products=coupled, atom_columns=width * c)
+
+
+def _count_paths(inside: int, harmonics: int, outside: int) -> list[int]:
+    """Count, by resulting degree, the ways to couple features with harmonics that keep parity."""
+    degrees = [(a, b) for a in range(inside + 1) for b in range(harmonics + 1)]
+    return [
+        sum(abs(a - ell) <= b <= a + ell and (a + b + ell) % 2 == 0 for a, b in degrees) for ell in range(outside + 1)
+    ]
+
+
 def _mace_piece(config: MaterialsModel, number: int) -> Piece:
     c, options, rows = config.d_model, config.mace, config.max_atomic_number + 1
     inside = 0 if number == 0 else options.hidden_degree
     outside = 0 if number == config.n_layers - 1 and config.dipole is None else options.hidden_degree
     kept = min(inside, outside) + 1
-    degrees = [(a, b) for a in range(inside + 1) for b in range(options.degree + 1)]
-    paths = [
-        sum(abs(a - ell) <= b <= a + ell and (a + b + ell) % 2 == 0 for a, b in degrees)
-        for ell in range(options.degree + 1)
-    ]
+    paths = _count_paths(inside, options.degree, options.degree)
     polynomials = [
         [_polynomial_count(options.degree, order, degree) for degree in range(outside + 1)]
         for order in range(1, options.correlation + 1)

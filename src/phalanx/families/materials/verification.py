@@ -84,6 +84,8 @@ class MaterialsVerification(VerifiableModel):
                 "triplet_width": 6,
                 "basis_width": 4,
             }
+        if model.body == "nequip":
+            changes["nequip"] = {"degree": min(model.nequip.degree, 2), "radial_width": 8}
         if model.body == "mace":
             degree = min(model.mace.degree, 2)
             hidden = min(model.mace.hidden_degree, degree)

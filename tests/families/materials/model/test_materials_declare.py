@@ -25,6 +25,7 @@ from phalanx.families.materials.model_config import (
     GlobalAttention,
     MaceOptions,
     MaterialsModel,
+    NequipOptions,
     PropertyHead,
 )
 from phalanx.families.materials.sizes import block_flops, head_flops, matmul_parameters, model_flops, parameter_count
@@ -41,6 +42,9 @@ MODELS += [
     ("mace", {"mace": MaceOptions(degree=3, hidden_degree=2, correlation=2, radial_width=6), "n_layers": 3}),
     ("mace", {"mace": MaceOptions(degree=1, hidden_degree=0, correlation=3)}),
     ("mace", {"mace": MaceOptions(degree=2, hidden_degree=0, correlation=1), "dipole": None, "n_layers": 1}),
+    ("nequip", {"dipole": None, "n_layers": 3}),
+    ("nequip", {"nequip": NequipOptions(degree=3, radial_width=6), "n_layers": 1}),
+    ("nequip", {"nequip": NequipOptions(degree=1), "attention": GlobalAttention(heads=2)}),
     ("egnn", {"dipole": DipoleHead(from_charges=True)}),
     ("painn", {"electronic_state": ["charge", "spin"]}),
     ("painn", {"electrostatics": Electrostatics(layers=3, shared=True)}),

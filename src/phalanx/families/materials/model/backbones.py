@@ -59,29 +59,32 @@ class Backbone(NamedTuple):
 
 def backbone_of(config: MaterialsModel) -> Backbone:
     """Return the backbone that `config.body` names. Raises ConfigError where a package that it needs is missing."""
-    return _mace_backbone() if config.body == "mace" else _BACKBONES[config.body]
+    return _spherical_backbone(config.body) if config.body in ("mace", "nequip") else _BACKBONES[config.body]
 
 
 def _embed_scalars(config: MaterialsModel) -> nn.Module:
     return AtomEmbedding(config, 0)
 
 
-def _mace_backbone() -> Backbone:
-    # Its constants come from e3nn, which is an optional extra.
+def _spherical_backbone(body: str) -> Backbone:
+    # Their constants come from e3nn, which is an optional extra.
     try:
         from phalanx.families.materials.model.mace import MaceBlock, outgoing_degree, spherical_harmonics  # noqa: PLC0415
+        from phalanx.families.materials.model.nequip import NequipBlock, nequip_outgoing_degree  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f'model.body=mace needs the package {error.name}; pip install "phalanx-train[materials]"'
+            f'model.body={body} needs the package {error.name}; pip install "phalanx-train[materials]"'
         ) from None
+    outgoing = outgoing_degree if body == "mace" else nequip_outgoing_degree
 
     def vectors(config: MaterialsModel) -> int:
-        return config.d_model if outgoing_degree(config, config.n_layers - 1) else 0
+        return config.d_model if outgoing(config, config.n_layers - 1) else 0
 
     def prepare(config: MaterialsModel, geometry: Geometry) -> Geometry:
-        return geometry._replace(harmonics_ES=spherical_harmonics(config.mace.degree, geometry.unit_E3))
+        degree = config.mace.degree if body == "mace" else config.nequip.degree
+        return geometry._replace(harmonics_ES=spherical_harmonics(degree, geometry.unit_E3))
 
-    return Backbone(MaceBlock, _embed_scalars, vectors, prepare)
+    return Backbone(MaceBlock if body == "mace" else NequipBlock, _embed_scalars, vectors, prepare)
 
 
 _BACKBONES: dict[str, Backbone] = {

@@ -47,7 +47,7 @@ class MaceBlock(nn.Module):
         self.outside = outgoing_degree(config, number)
         self.scale = 1.0 / config.mean_neighbors
         self.paths = coupling_paths(inside, options.degree, options.degree)
-        self.couplings = _stack_couplings(tuple(self.paths), count_components(inside), count_components(options.degree))
+        self.couplings = stack_couplings(tuple(self.paths), count_components(inside), count_components(options.degree))
         self.inward = DegreeLinear([width] * (inside + 1), width)
         self.radial = Mlp(config.n_radial, options.radial_width, len(self.paths) * width)
         counts = [sum(path.result == degree for path in self.paths) for degree in range(options.degree + 1)]
@@ -70,16 +70,14 @@ class MaceBlock(nn.Module):
         edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1, geometry.harmonics_ES)
         given_NSC = self.inward(features_NSC) * self.scale
         shared = (geometry.exchange.atoms(given_NSC), *layer_values(self.radial))
-        message = partial(_mace_message, couplings.on(device, dtype), path_Q.on(device, torch.int64))
+        message = partial(couple_messages, couplings.on(device, dtype), path_Q.on(device, torch.int64))
         # Q components of all paths, those of one degree together.
         sums_NQC = sum_messages(message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         products_NSC = self.mix(self.contraction(self.outward.paths(sums_NQC), geometry.species_N))
         kept_NSC = self.skip(features_NSC[:, : count_components(len(self.skip) - 1)])
         element_NLC = self.skip_element(geometry.species_N, kept_NSC.dtype)
         count = kept_NSC.shape[1]
-        # Degree l begins at component l^2, so a component's degree is the root of its number, rounded down.
-        degree_S = torch.arange(count, device=kept_NSC.device).sqrt().long()
-        kept_NSC = kept_NSC * element_NLC.index_select(1, degree_S)
+        kept_NSC = kept_NSC * by_component(element_NLC)
         joined = torch.cat((products_NSC[:, :count] + kept_NSC, products_NSC[:, count:]), dim=1)
         return Atoms(joined[:, 0], joined[:, 1:] if self.outside else None)
 
@@ -163,8 +161,15 @@ def outgoing_degree(config: MaterialsModel, number: int) -> int:
     return 0 if last and config.dipole is None else config.mace.hidden_degree
 
 
+def by_component(x_NLC: Tensor) -> Tensor:
+    """Map numbers of each degree, [N, L, C], to all components of the degrees, [N, L^2, C]."""
+    # Degree l begins at component l^2, so a component's degree is the root of its number, rounded down.
+    degree_S = torch.arange(x_NLC.shape[1] ** 2, device=x_NLC.device).sqrt().long()
+    return x_NLC.index_select(1, degree_S)
+
+
 @cache
-def _stack_couplings(paths: tuple[Path, ...], inside: int, harmonics: int) -> tuple[Constant, Constant]:
+def stack_couplings(paths: tuple[Path, ...], inside: int, harmonics: int) -> tuple[Constant, Constant]:
     """Return coefficients [harmonics, Q * inside] of all paths at once, and the path of each of the Q components."""
     blocks, path_of = [], []
     for number, path in enumerate(paths):
@@ -177,7 +182,7 @@ def _stack_couplings(paths: tuple[Path, ...], inside: int, harmonics: int) -> tu
     return Constant(joined), Constant(torch.tensor(path_of, device="cpu"))
 
 
-def _mace_message(
+def couple_messages(
     couplings: Tensor,
     path_Q: Tensor,
     source_E: Tensor,
@@ -190,6 +195,7 @@ def _mace_message(
     weight_2: Tensor,
     bias_2: Tensor,
 ) -> Tensor:
+    """Return messages of all paths, [E, Q, C]: features of the sources coupled with directions, weighed by distance."""
     # The envelope fades the weights, not the products: one narrow multiplication instead of a wide one.
     weights_EK = cast_linear(silu(cast_linear(radial_ER, weight_1, bias_1)), weight_2, bias_2) * envelope_E1
     weights_EKC: Tensor = weights_EK.unflatten(-1, (-1, features_NSC.shape[-1]))
