@@ -121,7 +121,7 @@ class MeasuredBound:
     """The bound of float32 and less: for each tensor, what other runs of one rank differ by, times what a layout adds."""
 
     formula: ErrorBound
-    """For what follows from counts and choices, for the rounding of the format, and the least bound in float32."""
+    """For what follows from counts, for the rounding of the format, and the least bound of choices and in float32."""
     noise: Mapping[tuple[str, str, int], float]
     """Largest error of any perturbed one-rank run, by kind, name and step of the check."""
     parts: int = 1
@@ -129,11 +129,12 @@ class MeasuredBound:
 
     def of(self, what: str, name: str, step: int, gain: float) -> float:
         """See `Bound`."""
-        if what in ("choices", "state"):
+        if what == "state":
             return self.formula.of(what, name, step, gain)
         factor = _MARGIN * math.sqrt(self.parts)
         noise = self.noise[what, name, step]
-        if not self.formula.in_16_bits:
+        # The formula knows the format of the activations, and not that products may be of 8-bit numbers.
+        if what == "choices" or not self.formula.in_16_bits:
             return max(self.formula.of(what, name, step, gain), factor * noise)
         least = _LEAST_NOISE * self.formula.eps
         if what == "loss":
