@@ -135,7 +135,7 @@ def test_small_structures_stay_whole_where_they_can() -> None:
 
 
 def test_batches_without_atoms_have_shares_too() -> None:
-    batch = next(iter(graph_batch(STRUCTURES, EVERYTHING).split(1)))._run(0, 0)
+    batch = next(iter(graph_batch(STRUCTURES, EVERYTHING).split(1))).take_graphs(0, 0)
     share = cut_batch(batch, 1, cutting_for(EVERYTHING, 1, 2))
     (x, named), halo = share.inputs(), share.parts[0].halo
     assert len(x) == named["edges_2E"].shape[1] == halo.own == halo.largest == 0 and halo.atoms is None

@@ -114,23 +114,28 @@ class GraphBatch:
             counts = np.diff(np.concatenate(([0], cuts, [len(sizes)]))).tolist()
         first = 0
         for count in counts:
-            graphs = slice(first, first + count)
-            first_atom, first_edge = int(self.atoms[:first].sum()), int(self.edges[:first].sum())
-            atoms = slice(first_atom, first_atom + int(self.atoms[graphs].sum()))
-            edges = slice(first_edge, first_edge + int(self.edges[graphs].sum()))
-            changed: dict[str, Any] = {}
-            # Views of the same memory where numbers need not change.
-            for name, value in self._tensors():
-                if name == "counts":
-                    changed[name] = None
-                elif name == "edges_2E":
-                    changed[name] = value[:, edges] - first_atom
-                elif name == "graph_N":
-                    changed[name] = value[atoms] - first
-                else:
-                    changed[name] = value[atoms if name in PER_ATOM else edges if name in _PER_EDGE else graphs]
-            yield replace(self, **changed, atoms=self.atoms[graphs], edges=self.edges[graphs], graphs_by_part=(count,))
+            yield self.take_graphs(first, first + count)
             first += count
+
+    def take_graphs(self, first: int, last: int) -> GraphBatch:
+        """Return structures first..last-1, as views of the same memory where numbers need not change."""
+        graphs = slice(first, last)
+        first_atom, first_edge = int(self.atoms[:first].sum()), int(self.edges[:first].sum())
+        atoms = slice(first_atom, first_atom + int(self.atoms[graphs].sum()))
+        edges = slice(first_edge, first_edge + int(self.edges[graphs].sum()))
+        changed: dict[str, Any] = {}
+        for name, value in self._tensors():
+            if name == "counts":
+                changed[name] = None
+            elif name == "edges_2E":
+                changed[name] = value[:, edges] - first_atom
+            elif name == "graph_N":
+                changed[name] = value[atoms] - first
+            else:
+                changed[name] = value[atoms if name in PER_ATOM else edges if name in _PER_EDGE else graphs]
+        return replace(
+            self, **changed, atoms=self.atoms[graphs], edges=self.edges[graphs], graphs_by_part=(last - first,)
+        )
 
     def target_counts(self) -> Tensor:
         """Return the numbers that are there for each of `tasks`: int64 [T]; 3 a force, 9 a stress."""
