@@ -177,12 +177,27 @@ def suggest_deephyper(ranges: Mapping[str, Range], history: Sequence[Observation
     # DeepHyper takes no dots in names.
     names = {name: f"p{number}" for number, name in enumerate(ranges)}
     for name, given in ranges.items():
-        problem.add_hyperparameter(_deephyper_range(given), names[name])
+        if isinstance(given, Choices):
+            # Indices rather than values: values may be of any type, and none must be mistaken for a number.
+            problem.add_hyperparameter([str(index) for index in range(len(given.values))], names[name])
+        else:
+            bounds = (given.low, given.high)
+            problem.add_hyperparameter((*bounds, "log-uniform") if given.log else bounds, names[name])
+    # DeepHyper knows no parameters that do not apply: these are the first value or the lowest.
+    rows = [
+        {
+            names[name]: str(given.values.index(one.values[name]) if name in one.values else 0)
+            if isinstance(given, Choices)
+            else one.values.get(name, given.low)
+            for name, given in ranges.items()
+        }
+        for one in history
+    ]
     # DeepHyper always writes a log folder, by default into the working directory.
     with tempfile.TemporaryDirectory(prefix="phalanx-deephyper-") as folder:
         search = hpo.CBO(problem, random_state=seed, log_dir=folder, n_initial_points=_FIRST_TRIALS)
         if history:
-            search.tell(list(zip(_deephyper_rows(ranges, names, history), deephyper_goals(history), strict=True)))
+            search.tell(list(zip(rows, deephyper_goals(history), strict=True)))
         (suggested,) = search.ask(1)
     found: dict[str, Scalar] = {}
     for name, given in ranges.items():
@@ -205,30 +220,6 @@ def deephyper_goals(history: Sequence[Observation]) -> list[float | str]:
     positive = all(one.score > 0 for one in history if one.score is not None)
     return [
         f"F_{one.cause}" if one.score is None else -(math.log(one.score) if positive else one.score) for one in history
-    ]
-
-
-def _deephyper_range(given: Range) -> object:
-    """Return a range as DeepHyper writes it: names of choices, or (low, high[, log-uniform])."""
-    if isinstance(given, Choices):
-        # Indices rather than values: values may be of any type, and none must be mistaken for a number.
-        return [str(index) for index in range(len(given.values))]
-    bounds = (given.low, given.high)
-    return (*bounds, "log-uniform") if given.log else bounds
-
-
-def _deephyper_rows(
-    ranges: Mapping[str, Range], names: Mapping[str, str], history: Sequence[Observation]
-) -> list[dict[str, object]]:
-    """Return each trial's values as DeepHyper wants them: those that did not apply are the first or lowest."""
-    return [
-        {
-            names[name]: str(given.values.index(one.values[name]) if name in one.values else 0)
-            if isinstance(given, Choices)
-            else one.values.get(name, given.low)
-            for name, given in ranges.items()
-        }
-        for one in history
     ]
 
 

@@ -87,7 +87,15 @@ class StudyStore:
 
     def trials(self) -> list[Trial]:
         """Return the trials in the order in which they began, without those whose choice another process claimed first."""
-        found = [_read_trial(frozen) for frozen in self._frozen_trials()]
+        found: list[Trial] = []
+        for frozen in self._frozen_trials():
+            known = frozen.user_attrs
+            # The outcome is written before the state: with it alone a process was killed in between.
+            ended = frozen.state.is_finished() and "outcome" in known
+            outcome = Outcome.from_dict(known["outcome"]) if ended else None
+            found.append(
+                Trial(frozen.number, known["key"], dict(frozen.params), known["engine"], outcome, known.get("note", {}))
+            )
         owner: dict[str, int] = {}
         for trial in found:
             if not trial.interrupted:
@@ -179,7 +187,12 @@ class StudyStore:
         """End running trials whose process is gone, with the outcome they left or as interrupted; return their numbers."""
         ended = []
         for frozen in self._frozen_trials():
-            if frozen.state != TrialState.RUNNING or _is_alive(frozen):
+            if frozen.state != TrialState.RUNNING:
+                continue
+            worker = Worker(**frozen.user_attrs["worker"])
+            # Another host's processes cannot be asked: its trials have the time that they were given.
+            given = time.time() < frozen.user_attrs["deadline"] + _OTHER_HOST_S
+            if worker.alive() if worker.host == socket.gethostname() else given:
                 continue
             left, file = frozen.user_attrs.get("outcome"), self.folder / str(frozen.number) / _OUTCOME_FILE
             if left is None and file.exists():
@@ -247,21 +260,3 @@ def _final_state(outcome: Outcome) -> tuple[TrialState, list[float] | None]:
     if outcome.cause != OK:
         return TrialState.FAIL, None
     return TrialState.COMPLETE, None if outcome.value is None else [outcome.value]
-
-
-def _is_alive(frozen: FrozenTrial) -> bool:
-    worker = Worker(**frozen.user_attrs["worker"])
-    if worker.host == socket.gethostname():
-        return worker.alive()
-    # Another host's processes cannot be asked: its trials have the time that they were given.
-    return bool(time.time() < frozen.user_attrs["deadline"] + _OTHER_HOST_S)
-
-
-def _read_trial(frozen: FrozenTrial) -> Trial:
-    attributes = frozen.user_attrs
-    # The attribute is written before the state: with the one alone a process was killed in between.
-    ended = frozen.state.is_finished() and "outcome" in attributes
-    outcome = Outcome.from_dict(attributes["outcome"]) if ended else None
-    return Trial(
-        frozen.number, attributes["key"], dict(frozen.params), attributes["engine"], outcome, attributes.get("note", {})
-    )

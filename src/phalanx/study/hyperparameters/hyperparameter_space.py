@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
-from phalanx.config.studies import Tune, TuneRange
+from phalanx.config.studies import Tune
 from phalanx.errors import ConfigError
 from phalanx.study.space import Choices, Integers, Range, Reals, Scalar, Values, condition_holds, format_override
 from phalanx.study.trial import key_of
@@ -119,9 +119,28 @@ def build_hyperparameter_space(run: Run) -> HyperparameterSpace:
             "tune.parameters is empty; name fields to choose, as in optimizer.lr: {low: 1e-4, high: 1e-2}"
         )
     own = _flatten_fields(run.model_dump(mode="json"))
+    found: list[Parameter] = []
     for name, given in section.parameters.items():
-        _check_name(run, name, given)
-    parameters = tuple(Parameter(name, _parse_range(given), given.when) for name, given in section.parameters.items())
+        if name in _FIXED or name.partition(".")[0] in _NOT_CHOSEN:
+            why = _FIXED.get(name, "trials do not depend on it, or are judged by it")
+            raise ConfigError(f"tune.parameters.{name} cannot be chosen: {why}")
+        values, low, high = given.values, given.low, given.high
+        try:
+            parse_run(dump_run(run), "the run file", [format_override(name, low if values is None else values[0])])
+        except ConfigError as error:
+            # A value may well be wrong beside others of the run file; a name is wrong beside any.
+            if any(said in str(error) for said in _NO_FIELD):
+                raise ConfigError(f"tune.parameters.{name}: {error}") from None
+        if values is not None:
+            found.append(Parameter(name, Choices(tuple(values)), given.when))
+        elif isinstance(low, int) and isinstance(high, int):
+            # steps end at or below the high end
+            last = low + (high - low) // given.step * given.step
+            found.append(Parameter(name, Integers(low, last, given.log, given.step), given.when))
+        else:
+            assert low is not None and high is not None
+            found.append(Parameter(name, Reals(float(low), float(high), given.log), given.when))
+    parameters = tuple(found)
     space = HyperparameterSpace(run, parameters, section.constraints)
     # Conditions are tried out now: one that is no condition is found before anything runs.
     space.drop_inapplicable({one.name: own.get(one.name) for one in parameters})
@@ -135,29 +154,6 @@ def build_hyperparameter_space(run: Run) -> HyperparameterSpace:
             "widen tune.parameters, or drop one of them"
         )
     return space
-
-
-def _check_name(run: Run, name: str, given: TuneRange) -> None:
-    if name in _FIXED or name.partition(".")[0] in _NOT_CHOSEN:
-        why = _FIXED.get(name, "trials do not depend on it, or are judged by it")
-        raise ConfigError(f"tune.parameters.{name} cannot be chosen: {why}")
-    value = given.values[0] if given.values is not None else given.low
-    try:
-        parse_run(dump_run(run), "the run file", [format_override(name, value)])
-    except ConfigError as error:
-        # A value may well be wrong beside others of the run file; a name is wrong beside any.
-        if any(said in str(error) for said in _NO_FIELD):
-            raise ConfigError(f"tune.parameters.{name}: {error}") from None
-
-
-def _parse_range(given: TuneRange) -> Range:
-    if given.values is not None:
-        return Choices(tuple(given.values))
-    low, high = given.low, given.high
-    if isinstance(low, int) and isinstance(high, int):
-        return Integers(low, low + (high - low) // given.step * given.step, given.log, given.step)
-    assert low is not None and high is not None
-    return Reals(float(low), float(high), given.log)
 
 
 def _flatten_fields(values: Any, prefix: str = "") -> dict[str, Scalar]:

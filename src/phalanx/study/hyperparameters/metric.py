@@ -31,16 +31,16 @@ def evaluation_at(run_dir: Path, step: int) -> dict[str, Any] | None:
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
     """Return the events of a run; damaged lines, and a last one torn by a kill, are left out."""
-    return _read_sound_lines(run_dir / "events.jsonl", _event_problem)
+
+    def event_problem(record: dict[str, Any]) -> str | None:
+        return require_step(record) or (None if isinstance(record.get("kind"), str) else "has no kind")
+
+    return _read_sound_lines(run_dir / "events.jsonl", event_problem)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the steps of a run; damaged lines, and a last one torn by a kill, are left out."""
     return _read_sound_lines(run_dir / "metrics.jsonl", step_problem)
-
-
-def _event_problem(record: dict[str, Any]) -> str | None:
-    return require_step(record) or (None if isinstance(record.get("kind"), str) else "has no kind")
 
 
 def step_problem(record: dict[str, Any]) -> str | None:

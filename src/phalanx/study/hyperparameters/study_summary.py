@@ -31,7 +31,7 @@ from phalanx.study.hyperparameters.packing import (
 from phalanx.study.hyperparameters.tuner import load_study
 from phalanx.study.hyperparameters.tuning_job import training_span
 from phalanx.study.importance import summarise_importance
-from phalanx.study.trial import INTERRUPTED, Trial, count_failures
+from phalanx.study.trial import INTERRUPTED, count_failures
 
 _LEAST_TRIALS = 6
 """Measured trials below which no study without packing is simulated."""
@@ -51,7 +51,10 @@ def summarise_study(folder: Path, *, quick: bool = False) -> Row:
     rungs: list[int] = store.about["rungs"]
     standings = {one.number: one.standing() for one in known}
     rows = [_summarise_configuration(one, folder, rungs) for one in known]
-    scored = sorted((row for row in rows if row["score"] is not None and row["failed"] is None), key=_by_score)
+    scored = sorted(
+        (row for row in rows if row["score"] is not None and row["failed"] is None),
+        key=lambda row: (row["score"], row["number"]),
+    )
     default = space.default()
     # How many configurations reached each rung, and how many of these stay there.
     stopped = []
@@ -92,14 +95,13 @@ def unfinished_words(rows: list[Row], rungs: list[int], eta: int | None) -> str:
     return f"no trial reached step {rungs[-1]}, the longest got to step {longest}: the best is best so early{promotion}"
 
 
-def _by_score(row: Row) -> tuple[float, int]:
-    return row["score"], row["number"]
-
-
 def _summarise_configuration(one: Configuration, folder: Path, rungs: list[int]) -> Row:
     standing = one.standing()
     rung = max(standing.scores, default=None)
     failed = one.failure
+    state = "running" if one.running else "scored" if standing.scores else INTERRUPTED
+    if failed is not None and failed.outcome is not None:
+        state = failed.outcome.cause
     seconds = sum(part.outcome.seconds for part in one.parts if part.outcome is not None)
     memories = [part.outcome.memory_bytes for part in one.parts if part.outcome and part.outcome.memory_bytes]
     return {
@@ -109,22 +111,13 @@ def _summarise_configuration(one: Configuration, folder: Path, rungs: list[int])
         "score": None if rung is None else standing.scores[rung],
         "steps": 0 if rung is None else rungs[rung],
         "scores": {str(rungs[at]): score for at, score in sorted(standing.scores.items())},
-        "state": _describe_state(one),
+        "state": state,
         "failed": None if failed is None or failed.outcome is None else failed.outcome.cause,
         "said": "" if failed is None or failed.outcome is None else failed.outcome.words,
         "seconds": seconds,
         "memory_bytes": max(memories, default=None),
         "run_dir": str(run_dir(folder, one.number)),
     }
-
-
-def _describe_state(one: Configuration) -> str:
-    failed = one.failure
-    if failed is not None and failed.outcome is not None:
-        return failed.outcome.cause
-    if one.running:
-        return "running"
-    return "scored" if one.standing().scores else INTERRUPTED
 
 
 def _summarise_importance(
@@ -145,17 +138,27 @@ def _summarise_importance(
 
 def _summarise_devices(folder: Path, known: list[Configuration]) -> Row:
     sessions = [json.loads(file.read_text()) for file in sorted((folder / SESSIONS).glob("*.json"))]
-    windows = [Window(tuple(one["devices"]), one["begin"], one["end"]) for one in sessions]
-    spans = [span for one in known for part in one.parts for span in _read_spans(folder, one.number, part)]
+    windows = [Window(tuple(each["devices"]), each["begin"], each["end"]) for each in sessions]
+    spans: list[Span] = []
+    for number, part in [(one.number, part) for one in known for part in one.parts]:
+        if part.outcome is not None:
+            ended = part.outcome.more.get("spans", [])
+            spans += [Span(device, begin, end, str(number)) for device, begin, end in ended]
+            continue
+        # a part that still runs has been busy up to its last step
+        log = run_dir(folder, number) / "metrics.jsonl"
+        if log.exists() and "device" in part.note:
+            found = training_span(log.parent, 0.0, log.stat().st_mtime)
+            spans += [] if found is None else [Span(part.note["device"], *found, label=str(number))]
     uses = device_use(windows, spans)
     lines = write_busy_bars(windows, spans)
     # Seconds from the study's beginning: a page has no use for the epoch.
-    begin = min((window.begin for window in windows), default=0.0)
+    began = min((window.begin for window in windows), default=0.0)
     return {
         "idle": idle_share(uses),
         "sessions": len(sessions),
-        "packing": [one["packing"] for one in sessions],
-        "slots": max((one["slots"] for one in sessions), default=0),
+        "packing": [session["packing"] for session in sessions],
+        "slots": max((session["slots"] for session in sessions), default=0),
         "seconds": sum(window.end - window.begin for window in windows),
         "each": [
             {
@@ -169,19 +172,9 @@ def _summarise_devices(folder: Path, known: list[Configuration]) -> Row:
             }
             for use in uses
         ],
-        "windows": [[window.begin - begin, window.end - begin, list(window.devices)] for window in windows],
-        "spans": [[span.device, span.begin - begin, span.end - begin, span.label] for span in spans],
+        "windows": [[window.begin - began, window.end - began, list(window.devices)] for window in windows],
+        "spans": [[span.device, span.begin - began, span.end - began, span.label] for span in spans],
     }
-
-
-def _read_spans(folder: Path, number: int, part: Trial) -> list[Span]:
-    """Return when a part computed; of one that still runs, up to its last step."""
-    if part.outcome is not None:
-        spans = part.outcome.more.get("spans", [])
-        return [Span(device, begin, end, str(number)) for device, begin, end in spans]
-    log = run_dir(folder, number) / "metrics.jsonl"
-    found = training_span(log.parent, 0.0, log.stat().st_mtime) if log.exists() and "device" in part.note else None
-    return [] if found is None else [Span(part.note["device"], *found, label=str(number))]
 
 
 def _summarise_costs(known: list[Configuration]) -> Row | None:

@@ -245,7 +245,18 @@ class Tuner(StudyLoop[TuningJob]):
             ]
             # What is refused, or turns out to be another process's, makes room for others.
             again = bool(refused)
-            for action in decide_actions(self.devices, self._running_jobs(), ready, packing):
+            running: list[Running] = []
+            for job in (job for job in self.jobs if job.process is not None):
+                assert job.slot is not None
+                left = job.seconds_left(sum(one.slot is job.slot for one in self.jobs), self.start_s)
+                # A process that has not got far has nothing that is worth a checkpoint.
+                far = time.time() - job.began > 2 * self.start_s
+                movable = far and not job.asked and job.moving_to is None
+                device = (job.moving_to or job.slot).name
+                running.append(
+                    Running(job.trial.key, device, left, job.expected_bytes, job.alone, movable, job.backfill)
+                )
+            for action in decide_actions(self.devices, running, ready, packing):
                 slot = self.slots[action.device]
                 if action.key in candidates and not isinstance(action, Move):
                     again = not self._begin(candidates[action.key], slot) or again
@@ -300,18 +311,6 @@ class Tuner(StudyLoop[TuningJob]):
         if self.settings.sampler == "random":
             return self.queue.trials
         return _DRAWN_PER_SLOT * sum(device.slots for device in self.devices)
-
-    def _running_jobs(self) -> list[Running]:
-        found = []
-        for job in (job for job in self.jobs if job.process is not None):
-            assert job.slot is not None
-            left = job.seconds_left(sum(one.slot is job.slot for one in self.jobs), self.start_s)
-            # A process that has not got far has nothing that is worth a checkpoint.
-            far = time.time() - job.began > 2 * self.start_s
-            movable = far and not job.asked and job.moving_to is None
-            device = (job.moving_to or job.slot).name
-            found.append(Running(job.trial.key, device, left, job.expected_bytes, job.alone, movable, job.backfill))
-        return found
 
     def _begin(self, candidate: Candidate, slot: DeviceSlot) -> bool:
         """Claim a part and start it. Returns whether this process got it."""

@@ -179,6 +179,14 @@ class SearchResult:
         """Return all figures as plain values, with units in the names: `--json` prints them, text and page show them."""
         posterior = Surrogate(self.space, self.prior).posterior(observe_trials(self.trials))
         best = self.best
+        measured = {trial.key for trial in self.trials}
+        # Measured points compete by the surrogate's mean, too: the noise of one lucky trial makes no best point.
+        seconds = np.where(posterior.fits >= _LIKELY, posterior.log_seconds, np.inf)
+        pairs = [(self.space.find(trial.values), trial.value) for trial in self.trials if trial.good]
+        # other searches of the study may have measured what this space does not have
+        good = [(point, value) for point, value in pairs if point is not None]
+        names = [one.name for one in self.space.parameters]
+        codes, logarithms = self.space.codes[[point for point, _ in good]], np.log([value for _, value in good])
         return {
             "model": self.task.run.model.preset or "model",
             "cluster": self.machine.name,
@@ -192,9 +200,18 @@ class SearchResult:
             "trials": [self._summarise_trial(trial) for trial in self.trials],
             "failures": count_failures(self.trials),
             "best": None if best is None else self._summarise_trial(best),
-            "next": self._best_points(posterior),
+            "next": [
+                {
+                    "words": self.space.describe(point),
+                    "believed_s": float(np.exp(posterior.log_seconds[point])),
+                    "spread": float(posterior.spread[point]),
+                    "p_fits": float(posterior.fits[point]),
+                    "measured": self.space.key(point) in measured,
+                }
+                for point in np.argsort(seconds, kind="stable")[:_SHOWN_POINTS].tolist()
+            ],
             "planned": _summarise_effects(self.space, posterior),
-            "measured": self._measured_importance(),
+            "measured": summarise_importance(names, codes, logarithms, "logarithm of a step's time"),
         }
 
     def best_run_text(self) -> str:
@@ -216,29 +233,6 @@ class SearchResult:
         if point is None:
             return summarise_trial(trial, trial.key, None)
         return summarise_trial(trial, self.space.describe(point), float(self.prior.seconds[point]))
-
-    def _best_points(self, posterior: Posterior) -> list[Row]:
-        """Return the points with the least expected time, measured or not."""
-        measured = {trial.key for trial in self.trials}
-        # Measured points compete by the surrogate's mean, too: the noise of one lucky trial makes no best point.
-        seconds = np.where(posterior.fits >= _LIKELY, posterior.log_seconds, np.inf)
-        return [
-            {
-                "words": self.space.describe(point),
-                "believed_s": float(np.exp(posterior.log_seconds[point])),
-                "spread": float(posterior.spread[point]),
-                "p_fits": float(posterior.fits[point]),
-                "measured": self.space.key(point) in measured,
-            }
-            for point in np.argsort(seconds, kind="stable")[:_SHOWN_POINTS].tolist()
-        ]
-
-    def _measured_importance(self) -> Row | None:
-        pairs = [(self.space.find(trial.values), trial.value) for trial in self.trials if trial.good]
-        good = [(point, value) for point, value in pairs if point is not None]
-        names = [one.name for one in self.space.parameters]
-        codes = self.space.codes[[point for point, _ in good]]
-        return summarise_importance(names, codes, np.log([value for _, value in good]), "logarithm of a step's time")
 
 
 def _summarise_effects(space: LayoutSpace, posterior: Posterior) -> Row | None:

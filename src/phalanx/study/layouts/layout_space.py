@@ -180,8 +180,15 @@ def build_layout_space(layouts: LayoutTable, search: Search) -> LayoutSpace:
     columns = {name: layout_column(layouts, name) for name in CHOSEN}
     # A model without experts has no choice of `ep`: its trials keep the names that studies gave them before there was one.
     names = [name for name in LAYOUT if name not in ("ep", "expert_tp") or (columns[name] > 1).any()]
-    parameters = [Parameter(name, _distinct_values(columns[name], name)) for name in names]
-    codes = np.stack([_code_values(columns[one.name], one.values) for one in parameters], axis=1)
+    parameters, positions = [], []
+    for name in names:
+        found = np.unique(columns[name]).tolist()
+        # Numbers ascend and names stand as the planner lists them: general samplers take neighbours for alike.
+        values = tuple(word for word in _NAMED[name] if word in found) if name in _NAMED else tuple(found)
+        order = np.argsort(np.asarray(values))
+        parameters.append(Parameter(name, values))
+        positions.append(order[np.searchsorted(np.asarray(values)[order], columns[name])])
+    codes = np.stack(positions, axis=1).astype(np.int64)
     space = LayoutSpace(tuple(parameters), codes, layouts, np.arange(len(layouts)))
     for name, tunable in search.knobs.items():
         space = _add_tunable(space, name, tunable)
@@ -221,18 +228,6 @@ def check_layout(search: Search) -> None:
         if not given or wrong:
             words = ", ".join(known) if known else f"numbers from {least} on"
             raise ConfigError(f"search.layout.{name}={list(given)}: give a list of one or more of {words}")
-
-
-def _distinct_values(column: npt.NDArray[Any], name: str) -> tuple[Scalar, ...]:
-    """Return the values in a column: numbers ascending, names in the order in which the planner lists them."""
-    # General samplers take neighbours in this order for alike.
-    found = np.unique(column).tolist()
-    return tuple(word for word in _NAMED[name] if word in found) if name in _NAMED else tuple(found)
-
-
-def _code_values(column: npt.NDArray[Any], values: tuple[Scalar, ...]) -> Ints:
-    order = np.argsort(np.asarray(values))
-    return np.asarray(order[np.searchsorted(np.asarray(values)[order], column)], np.int64)
 
 
 def _condition_columns(space: LayoutSpace) -> dict[str, npt.NDArray[Any]]:

@@ -22,7 +22,10 @@ def read_search(path: Path) -> Row:
     """
     store = StudyStore(path, STUDY, None)
     trials, about = store.trials(), store.about
-    varying = _varying_names(trials)
+    # without the planner a choice is told by the parameters that differ among trials, or by all where none does
+    choices = [trial.values for trial in trials]
+    seen = {name: {repr(values.get(name)) for values in choices} for name in {name for one in choices for name in one}}
+    varying = {name for name, found in seen.items() if len(found) > 1} or set(seen)
     rows = {
         one.number: summarise_trial(
             one, format_choice({name: value for name, value in one.values.items() if name in varying}), None
@@ -76,12 +79,3 @@ def list_devices(trials: Iterable[Trial]) -> list[str]:
     """Return the kinds of devices that trials ran on; none where no trial ended well, and of a simulation."""
     outcomes = [trial.outcome for trial in trials if trial.outcome is not None]
     return sorted({outcome.more[DEVICE] for outcome in outcomes if DEVICE in outcome.more})
-
-
-def _varying_names(trials: Iterable[Trial]) -> set[str]:
-    """Return the parameters that differ among trials; all where none does."""
-    seen: dict[str, set[str]] = {}
-    choices = [trial.values for trial in trials]
-    for name in {name for values in choices for name in values}:
-        seen[name] = {repr(values.get(name)) for values in choices}
-    return {name for name, found in seen.items() if len(found) > 1} or set(seen)

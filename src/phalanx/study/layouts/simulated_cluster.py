@@ -66,8 +66,12 @@ def draw_truth(
     random = np.random.default_rng(seed)
     own = 1 - errors.constants - errors.choices
     assert own >= 0
+    names = [name for name in CONSTANTS if spread_of(name) > 0]
+    factors = np.exp(random.standard_normal(len(names)) * [spread_of(name) for name in names])
+    changed = with_constants(models, dict(zip(names, factors.tolist(), strict=True)))
+    before, after = (one.bound_times(model, space.layouts).total for one in (models, changed))
     shift = _mix_parts(
-        (errors.constants, _constant_errors(space, models, model, random)),
+        (errors.constants, np.asarray(np.log(after / before)[space.layout_of])),
         (errors.choices, _choice_errors(space, SHARED_CHOICES, random)),
         (own, random.standard_normal(len(space))),
     )
@@ -88,15 +92,6 @@ def _mix_parts(*parts: tuple[float, Floats]) -> Floats:
             total += np.sqrt(share) * values / size
     # Parts that happen to go together, or against each other, must not change how far the whole is off.
     return np.asarray(total / np.sqrt(np.square(total).mean()))
-
-
-def _constant_errors(space: LayoutSpace, models: CostModels, model: TracedModel, random: np.random.Generator) -> Floats:
-    """Return the logarithm of the time with other constants of the device over the time with those of the profile."""
-    names = [name for name in CONSTANTS if spread_of(name) > 0]
-    factors = np.exp(random.standard_normal(len(names)) * [spread_of(name) for name in names])
-    changed = with_constants(models, dict(zip(names, factors.tolist(), strict=True)))
-    before, after = (one.bound_times(model, space.layouts).total for one in (models, changed))
-    return np.asarray(np.log(after / before)[space.layout_of])
 
 
 def _choice_errors(space: LayoutSpace, groups: Sequence[Sequence[str]], random: np.random.Generator) -> Floats:

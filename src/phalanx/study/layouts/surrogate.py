@@ -106,13 +106,6 @@ class Surrogate:
         good = [(point, one.score) for point, one in found if one.score is not None]
         shifts = [math.log(score / self.prior.seconds[point]) for point, score in good]
         error, spread = self._errors("time").posterior([point for point, _ in good], shifts)
-        need, uncertain = self._memory_need(found)
-        return Posterior(
-            np.log(self.prior.seconds) + error, spread, np.asarray(ndtr((self.prior.margin - need) / uncertain))
-        )
-
-    def _memory_need(self, found: Sequence[tuple[int, Observation]]) -> tuple[Floats, Floats]:
-        """Return (mean, standard deviation) of the logarithm of needed over expected memory, [points]."""
         errors = self._errors("memory")
         known = [
             (point, math.log(one.memory_bytes / self.prior.peak[point]))
@@ -121,16 +114,18 @@ class Surrogate:
         ]
         points, values = [point for point, _ in known], [value for _, value in known]
         noise = [errors.noise**2] * len(points)
-        need, spread = errors.posterior(points, values, noise)
+        # mean and standard deviation of the logarithm of needed over expected memory
+        need, uncertain = errors.posterior(points, values, noise)
         # One by one: how much is missing at a point depends on what the failures before it taught.
         for point in (point for point, one in found if one.cause == "out_of_memory" and one.score is None):
             # The trial needed more than there is: an observation that leaves the normal distribution cut off there.
             value, variance = censored_observation(
-                float(need[point]), float(spread[point]), float(self.prior.margin[point])
+                float(need[point]), float(uncertain[point]), float(self.prior.margin[point])
             )
             points, values, noise = [*points, point], [*values, value], [*noise, variance]
-            need, spread = errors.posterior(points, values, noise)
-        return need, spread
+            need, uncertain = errors.posterior(points, values, noise)
+        fits = np.asarray(ndtr((self.prior.margin - need) / uncertain))
+        return Posterior(np.log(self.prior.seconds) + error, spread, fits)
 
     def _errors(self, figure: str) -> ErrorProcess:
         # No constant of the profile governs memory: what is common to all layouts takes the constants' place.

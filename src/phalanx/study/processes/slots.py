@@ -197,7 +197,14 @@ def find_devices(where: str, device: str, devices: int | None, machine: Machine 
         return _find_slurm_devices(devices, machine)
     if where != "local":
         raise ConfigError(f"--where {where} is not known; give one of local, slurm")
-    found: dict[str, Any] = {"kind": "cpu"} if device == "cpu" else _query_devices(device)
+    found: dict[str, Any] = {"kind": "cpu"}
+    if device != "cpu":
+        # Asked of another process: one that looks at an accelerator keeps some of its memory for good.
+        done = subprocess.run([*MODULE, "devices", device], capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:]
+            raise PhalanxError(f"the devices of this machine cannot be found out: {last}")
+        found = json.loads(done.stdout)
     if found["kind"] == "cpu":
         return _split_cpu(devices)
     memories = found["memory"]
@@ -273,12 +280,3 @@ def _machine_env(machine: Machine, nodes: int) -> dict[str, str]:
 
 def _single_rank(index: int) -> dict[str, str]:
     return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": str(index), "LOCAL_WORLD_SIZE": "1"}
-
-
-def _query_devices(device: str) -> dict[str, Any]:
-    """Ask another process for the devices: a process that looks at an accelerator keeps some of its memory for good."""
-    done = subprocess.run([*MODULE, "devices", device], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise PhalanxError(f"the devices of this machine cannot be found out: {done.stderr.strip().splitlines()[-1:]}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
