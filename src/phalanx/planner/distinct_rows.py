@@ -35,11 +35,13 @@ def distinct_rows(columns: Sequence[npt.NDArray[Any]]) -> tuple[Ints, Ints]:
 
 def _distinct_numbers(column: npt.NDArray[Any]) -> tuple[Ints, Ints]:
     highest = int(column.max(initial=0))
+    # a table over so many numbers would take longer than sorting them
     if highest > _TABLE:
         _, first, which = np.unique(column, return_index=True, return_inverse=True)
         return first, which
     place = np.full(highest + 1, -1, np.int64)
     column = column.astype(np.int64, copy=False)
+    # of equal numbers the last position stays, and stands for all of them
     place[column] = np.arange(len(column))
     used = np.flatnonzero(place >= 0)
     first = place[used]

@@ -247,6 +247,7 @@ def _draw_loss(run: RunFigures, room: Room, tall: int) -> list[Text]:
     scale = fit_scale(values, logarithmic=chart.starts_logarithmic)
     # An evaluation may come after the last recorded step.
     ends = float(log.steps[0]), max(float(one.positions.step[-1]) for one in series)
+    # A single step needs some width, too.
     across = Scale(*ends) if ends[1] > ends[0] else Scale(ends[0] - 0.5, ends[0] + 0.5)
     raster = Raster(room, tall, scale)
     for one, style in zip(series, ("cyan", "magenta"), strict=False):

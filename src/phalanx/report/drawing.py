@@ -272,6 +272,7 @@ def draw_bars(bars: Sequence[Bar], words: str, *, left: float = 230, behind: flo
     most = max([1e-9, *(bar.start + bar.length for bar in bars), *(mark for bar in bars for mark in bar.marks)])
     parts = []
     for place, bar in enumerate(bars):
+        # A bar of nothing is a hair wide, so that its row is not taken for an empty one.
         y, x, wide = row * place, left + room * bar.start / most, max(room * bar.length / most, 1.0)
         marks = [left + room * mark / most for mark in bar.marks]
         parts += [

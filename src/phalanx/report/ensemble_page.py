@@ -35,6 +35,7 @@ CURVE = [round(0.05 * step, 2) for step in range(1, 20)]
 def render_ensemble(summary: Row) -> str:
     """Return the page as text. summary: what `phalanx ensemble --json` prints of the ensemble."""
     family = summary["family"]
+    # Columns that members of every family have.
     members: tuple[Column[Row], ...] = (
         Column("run", lambda row: row["name"], "left"),
         Column("steps", lambda row: f"{row['step']:,}"),
@@ -42,6 +43,7 @@ def render_ensemble(summary: Row) -> str:
     page: dict[str, Any] = {"tiles": [], "tables": [], "curves": None, "selection": None}
     if family == "weather":
         rows = summary["forecasts"]
+        # In the order of the summary, each variable once.
         variables = list(dict.fromkeys(row["variable"] for row in rows))
         mine = {name: [row for row in rows if row["variable"] == name] for name in variables}
         by_lead = [(name, [draw_by_lead(found), draw_ranks(found[-1])]) for name, found in mine.items()]
@@ -264,6 +266,7 @@ def draw_calibration(label: Row) -> Drawing:
         (1, label["scores"]["curve"], "strong"),
     )
     for number, shares, style in curves:
+        # Too few structures leave no conformal interval at high levels.
         known = [(level, share) for level, share in zip(CURVE, shares, strict=True) if share is not None]
         plot.add_curve([level for level, _ in known], [share for _, share in known], number, style)
     error, raw = label["scores"]["calibration_error"], label["raw"]["calibration_error"]

@@ -100,6 +100,7 @@ def _read_layers(record: Any) -> list[tuple[int, FloatArray, Mapping[str, float]
         if not isinstance(entry, dict) or not isinstance(entry.get("layer"), int):
             continue
         load = entry.get("load")
+        # A layer with fewer than two experts has no balance to tell of.
         numbers = load if isinstance(load, list) and len(load) > 1 else [math.nan]
         if not all(isinstance(share, int | float) and 0.0 <= share <= 1.0 for share in numbers):
             continue

@@ -58,6 +58,7 @@ def render_page(
         # files of text end with a line break
         keep_trailing_newline=True,
     )
+    # Style sheets are ours: they go into the page as they are.
     style = Markup("".join(map(read_template, ("page.css", *styles))))
     allowed = []
     for name in (*scripts, *([] if live is None else ["live.js"])):

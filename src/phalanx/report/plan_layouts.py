@@ -171,6 +171,7 @@ def list_rows(plan: Plan, listed: LayoutList) -> list[Row]:
     columns: dict[str, list[Any]] = {name: getattr(listed.layouts, name).tolist() for name in CHOSEN}
     columns |= {name: [NAMED[name][place] for place in columns[name]] for name in NAMED}
     columns |= {"memory_bytes": listed.memory_bytes.tolist(), "p_fits": listed.p_fits.tolist()}
+    # Layouts that do not fit have no times.
     columns |= {name: [*values.tolist(), *[None] * (len(listed) - timed)] for name, values in figures.items()}
     bounds = zip(listed.bounded.tolist(), listed.exact.tolist(), strict=True)
     columns["bounds"] = [[*["memory"] * bounded, *["time"] * (not exact)] for bounded, exact in bounds]

@@ -216,6 +216,7 @@ def draw_memory(stages: Sequence[Mapping[str, float]], device_bytes: float) -> D
     for causes in stages:
         for name, size in causes.items():
             totals[name] = totals.get(name, 0.0) + size
+    # As many causes as there are colours, what takes most first.
     names = [name for name, size in sorted(totals.items(), key=lambda item: -item[1]) if size > 0][:COLOURS]
     needs = [sum(causes.values()) for causes in stages]
     up = Scale(0.0, 1.08 * max(device_bytes, *needs) / GIB)

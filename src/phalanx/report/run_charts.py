@@ -61,6 +61,7 @@ def chart_run(log: RunLog) -> RunCharts:
         *_chart_columns(log, positions),
     ]
     resumed, saved = ({event.step for event in log.of_kind(kind)} for kind in ("resume", "checkpoint"))
+    # Events behind the last record have no place on the charts.
     marks = Marks(
         *(
             positions.at_steps(np.asarray(sorted(step for step in steps if step <= log.steps[-1]), dtype=np.float64))

@@ -378,6 +378,7 @@ def summarise_run(log: RunLog) -> Summary:
     loss, seconds = log.columns["loss"], log.columns["step_seconds"]
     finite = loss[np.isfinite(loss)]
     evaluations = log.of_kind("evaluation")
+    # The furthest step: a run that went back evaluates earlier ones again.
     last = max(evaluations, key=lambda event: event.step, default=None)
     # evaluations, samples and warnings do not say whether the run came to its end
     states = [event.kind for event in log.events if event.kind in ("start", "resume", "checkpoint", "end")]

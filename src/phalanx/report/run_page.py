@@ -89,6 +89,7 @@ def write_page(log: RunLog, out: Path | None = None) -> Path:
 
 def render_run(log: RunLog, live: str | None = None) -> str:
     """Return the page as text. live: see `render_page`."""
+    # Each is computed once: logs of long runs are large.
     run, summary = chart_run(log), summarise_run(log)
     figures, experts, widths = read_out(run), describe_experts(log.experts), describe_widths(log.run_dir)
     headline = [f"loss {format_number(summary.final_loss)}"]
@@ -389,6 +390,7 @@ EVENT_COLUMNS: tuple[Column[Event], ...] = (
 def list_machine(log: RunLog) -> list[tuple[str, str]]:
     """Return rows of label and value, the known ones first and in order."""
     machine = log.machine or {}
+    # Later versions may record what no label is known for.
     names = [*(name for name in _MACHINE_LABELS if name in machine), *(n for n in machine if n not in _MACHINE_LABELS)]
     return [(_MACHINE_LABELS.get(name, name.replace("_", " ")), _clip(_format_plain(machine[name]))) for name in names]
 

@@ -266,6 +266,7 @@ def draw_interaction(pair: Row) -> Drawing:
     """Draw the mean time for each pair of values of two parameters, the darker the faster."""
     (down, across), (rows, columns) = pair["of"], pair["values"]
     cells = [cell for times in pair["mean_s"] for cell in times if cell is not None]
+    # One scale for all pairs of the drawing: a darker cell is faster than any lighter one.
     low, high = min(cells), max(cells)
     left, top, tall = 170, 48, 30
     wide = min(90.0, (WIDTH - left - 10) / len(columns))
@@ -353,6 +354,7 @@ def list_tune_tiles(summary: Row) -> list[Tile]:
 def rank_tuned(summary: Row) -> list[Row]:
     """Return the trials that have a score, the best first, then the others as they began."""
     by_number = {row["number"]: row for row in summary["trials"]}
+    # Trials without a score cannot be ranked.
     rest = [row for row in summary["trials"] if row["number"] not in summary["order"]]
     return [*(by_number[number] for number in summary["order"]), *rest]
 

@@ -54,6 +54,7 @@ def write_text_table(
         folded: whether cells of the last column are broken into several lines where the table is too wide still.
         cut: whether lines end at `width`; then other columns give way only to the beginning of the last one.
     """
+    # Numbers of rows are a column like any other, without a head.
     first = [["", *(str(number + 1) for number in range(len(rows)))]] if numbered else []
     # from the whole table to the narrowest: the first that fits, or else the narrowest
     for limit in sorted({column.gives_way for column in columns}, reverse=True):

@@ -98,6 +98,7 @@ def describe_tasks(log: RunLog) -> TaskSection | None:
     last = max(evaluated)
     first: dict[str, float] = {}
     for tasks in evaluated.values():
+        # What an earlier evaluation says stays: tasks may be added while a run goes on.
         first = tasks | first
     # A step that was done again has its later event.
     event = next(event for event in reversed(log.of_kind("tasks")) if event.step == last)

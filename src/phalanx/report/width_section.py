@@ -58,6 +58,7 @@ def describe_widths(run_dir: Path) -> WidthSection | None:
 
 def _require_positive(value: Any) -> float:
     """Return a number above 0. Raises ValueError for anything else."""
+    # To Python true is a number.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30 or math.isnan(value):
         raise ValueError(f"{value!r:.40} is no number above 0")
     return float(value)

@@ -358,22 +358,22 @@ def test_exchanged_heads_travel_as_queries_keys_values_and_results(compiled: boo
 )
 def test_derived_costs_are_the_traced_ones(changes: dict[str, Any], compiled: bool) -> None:
     chosen = setting(compile=compiled, **{"model": WIDE, **changes})
-    traced = parts._part_costs(parts._trace_part(parts._Trace("block", chosen, 4)), Scale())
-    derived = part_costs("block", chosen, 4)
-    assert derived.costs == traced.costs
-    assert derived.costs.operations == traced.costs.operations
-    assert derived.shared == traced.shared
+    traced = parts._trace_part(parts._Trace("block", chosen, 4))
+    costs, derived = traced.timeline.costs(Scale()), part_costs("block", chosen, 4)
+    assert derived.costs == costs
+    assert derived.costs.operations == costs.operations
+    assert derived.shared == parts._kept_together(traced, Scale())
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_compiled_loss_of_any_number_of_tokens_is_the_traced_one(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # 512 tokens in chunks of 192: two whole ones, and one of 128.
     chosen = setting(compile=True, tp=tp, chunk_tokens=192)
-    derived = parts._part_costs(parts._trace_part(parts._Trace("head", chosen, 2)), Scale())
+    derived = parts._trace_part(parts._Trace("head", chosen, 2)).timeline.costs(Scale())
     monkeypatch.setattr("phalanx.planner.trace.compiled_block._unlike_rows", lambda tensors: len(tensors[0]))
-    traced = parts._part_costs(parts._trace_part(parts._Trace("head", chosen, 2)), Scale())
-    assert derived.costs == traced.costs
-    assert derived.costs.operations == traced.costs.operations
+    traced = parts._trace_part.__wrapped__(parts._Trace("head", chosen, 2)).timeline.costs(Scale())
+    assert derived == traced
+    assert derived.operations == traced.operations
 
 
 # --- parameters --------------------------------------------------------------------------------------------------------

@@ -160,7 +160,13 @@ class StepTrace(TorchDispatchMode):
         found: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         for allocation in (*self._ended, *self._allocations.values()):
             if allocation.made <= self.peak_time and (allocation.freed is None or allocation.freed > self.peak_time):
-                found[self._category(allocation)] += allocation.size
+                category = allocation.category or "other"
+                end = self._unit_end.get(allocation.unit or 0)
+                kept = end is not None and (allocation.freed is None or allocation.freed > end)
+                # What tensor parallelism gathers is kept for the backward pass like any other input of a matrix.
+                if kept and category in ("communication", "other"):
+                    category = "activations"
+                found[category] += allocation.size
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -172,7 +178,11 @@ class StepTrace(TorchDispatchMode):
             return NotImplemented
         keywords = kwargs or {}
         if func is RING_ATTENTION or func is RING_GRADIENTS:
-            return self._open_ring(func, args)
+            # What stands behind ring attention is one operation to PyTorch, which makes memory and communicates.
+            *tensors, group, rank, size = args
+            ring = Ring(rank, size, compat.process_group(group))
+            with self:
+                return (attend_along if func is RING_ATTENTION else gradients_along)(ring, *tensors)
         # Shape propagation runs operations on fake tensors of its own, which stand for no memory of this rank.
         if compat_fake.active_fake_mode() is not self._fake:
             return func(*args, **keywords)
@@ -181,29 +191,18 @@ class StepTrace(TorchDispatchMode):
             return args[0]
         result = func(*args, **keywords)
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._see(tensor, func)
+            # Tensors on meta have no memory; views share a storage, which counts once.
+            if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
+                continue
+            storage, key = tensor.untyped_storage(), compat.storage_key(tensor)
+            if key not in self._allocations:
+                weakref.finalize(storage, self._free, key).atexit = False
+                self._allocate(key, storage.nbytes(), str(func))
         if func.namespace == "fsdp":
             self._label_unowned((args, keywords, result), "gathered")
         elif func.namespace in ("c10d", "_c10d_functional"):
             self._communicate(func, args, keywords, result)
         return result
-
-    def _open_ring(self, func: Any, args: Any) -> Any:
-        """Run what stands behind ring attention: one operation to PyTorch, which makes memory and communicates."""
-        *tensors, group, rank, size = args
-        ring = Ring(rank, size, compat.process_group(group))
-        with self:
-            return (attend_along if func is RING_ATTENTION else gradients_along)(ring, *tensors)
-
-    def _see(self, tensor: Tensor, func: Any) -> None:
-        if tensor.device.type == "meta":
-            return
-        storage = tensor.untyped_storage()
-        key = compat.storage_key(tensor)
-        if key not in self._allocations:
-            weakref.finalize(storage, self._free, key).atexit = False
-            self._allocate(key, storage.nbytes(), str(func))
 
     def _allocate(self, key: int, size: int, operation: str, category: Category | None = None) -> None:
         # As the caching allocator counts: each tensor takes whole multiples of its rounding.
@@ -239,13 +238,6 @@ class StepTrace(TorchDispatchMode):
                 found = self._allocations.get(compat.storage_key(tensor))
                 if found is not None and found.category is None:
                     found.category = category
-
-    def _category(self, allocation: Allocation) -> Category:
-        category = allocation.category or "other"
-        end = self._unit_end.get(allocation.unit or 0)
-        kept = end is not None and (allocation.freed is None or allocation.freed > end)
-        # What tensor parallelism gathers is kept for the backward pass like any other input of a matrix.
-        return "activations" if kept and category in ("communication", "other") else category
 
     def _communicate(self, func: Any, args: Any, keywords: dict[str, Any], result: Any) -> None:
         operation = _OPERATIONS.get(func._opname)

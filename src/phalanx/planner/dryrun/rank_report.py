@@ -123,7 +123,11 @@ def rank_report(
     """Carry two steps of few micro-batches on to `wanted` of them: every count and every peak grows by what it did."""
     fewer, more = measured
     all_kept = layout.pp > 1 and layout.schedule == "gpipe"
-    peak, moment = _peak_of_all_kept(fewer, more, wanted) if all_kept else _peak_of_few_kept(fewer, more, wanted)
+    if all_kept:
+        peak, moment = _peak_of_all_kept(fewer, more, wanted)
+    else:
+        # Both steps hold as many activations as any: the peak grows evenly, wherever it is.
+        peak, moment = round(_grow_evenly(fewer, more, fewer.peak, more.peak, wanted)), more.moment
     categories = dict(more.categories)
     # What comes with each further micro-batch: its activations, what it is received in and sent from, or its samples.
     categories["activations" if all_kept else "communication" if layout.pp > 1 else "other"] += peak - more.peak
@@ -152,14 +156,6 @@ def rank_report(
 def _grow_evenly(fewer: Measured, more: Measured, before: float, after: float, wanted: int) -> float:
     step = more.microbatches - fewer.microbatches
     return after if not step else after + (after - before) * (wanted - more.microbatches) / step
-
-
-def _peak_of_few_kept(fewer: Measured, more: Measured, wanted: int) -> tuple[int, Moment]:
-    """Return the peak of a step of `wanted` micro-batches where both steps hold as many activations as any.
-
-    The peak then grows evenly, wherever it is.
-    """
-    return round(_grow_evenly(fewer, more, fewer.peak, more.peak, wanted)), more.moment
 
 
 def _peak_of_all_kept(fewer: Measured, more: Measured, wanted: int) -> tuple[int, Moment]:
@@ -228,16 +224,20 @@ def _bytes_sent(call: Call, size: int) -> float:
         return float(call.bytes)
     if call.operation == "receive":
         return 0.0
+    # A ring all-reduce is a reduce-scatter and an all-gather.
     return call.bytes * share * (2 if call.operation == "all_reduce" else 1)
 
 
 def _crossing_share(call: Call, axis: Axis, rank: int, devices_per_node: int | None) -> float:
     if devices_per_node is None:
         return 0.0
+    # Ranks fill one node after the other.
     nodes = [member // devices_per_node for member in axis.ranks]
     if call.peer is not None:
         return float(nodes[call.peer] != rank // devices_per_node)
     if call.operation == "all_to_all":
+        # Every pair of ranks exchanges as much.
         mine = rank // devices_per_node
         return sum(node != mine for node in nodes) / max(1, axis.size - 1)
+    # Around a ring each rank sends to the next one alone.
     return sum(a != b for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True)) / axis.size

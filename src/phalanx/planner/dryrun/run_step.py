@@ -81,7 +81,14 @@ def dry_run(
     """
     start = time.perf_counter()
     load = model.expert_load(layout)
-    model, attention = _prepare_model(model, layout, accelerator)
+    run, target = model.run, torch.device("meta" if accelerator else "cpu")
+    # Uncompiled: every operation then passes by the trace that counts them.
+    decided: dict[str, Any] = {"compile": False, **model.dry_run_fields(target, layout.tp)}
+    # The other ranks of a dry run have no memory to copy from.
+    plain = run.layout.model_copy(update={"peer_copies": False})
+    attention = model.dry_run_attention() if accelerator else AttentionChoice("sdpa")
+    training = run.training.model_copy(update=decided)
+    model = model.rebind(run.model_copy(update={"training": training, "layout": plain}))
     wanted = layout.accumulation
     few, more = representative_microbatches(layout)
     with (
@@ -92,6 +99,7 @@ def dry_run(
         short = _with_microbatches(layout, few)
         applied = apply_layout(model, short, mesh, DEVICE, attention, fill=False)
         step = build(model, applied, DEVICE).relaid(WatchedExecutor(applied, trace))
+        # A step of few micro-batches runs as it is: there is nothing to carry on.
         first = second = measured_step(model, applied, step, trace, tell)
         if more > few:
             # The receive buffers of one number of micro-batches must be gone before those of another are made.
@@ -127,18 +135,6 @@ def representative_microbatches(layout: ResolvedLayout) -> tuple[int, int]:
     else:
         few, more = pp + 1, pp + 2
     return (few, more) if more < wanted else (wanted, wanted)
-
-
-def _prepare_model(
-    model: TracedModel, layout: ResolvedLayout, accelerator: bool
-) -> tuple[TracedModel, AttentionChoice]:
-    """Return the model with what depends on the device decided, and its attention; blocks run uncompiled."""
-    run, target = model.run, torch.device("meta" if accelerator else "cpu")
-    decided: dict[str, Any] = {"compile": False, **model.dry_run_fields(target, layout.tp)}
-    # The other ranks of a dry run have no memory to copy from.
-    plain = run.layout.model_copy(update={"peer_copies": False})
-    run = run.model_copy(update={"training": run.training.model_copy(update=decided), "layout": plain})
-    return model.rebind(run), model.dry_run_attention() if accelerator else AttentionChoice("sdpa")
 
 
 def _with_microbatches(layout: ResolvedLayout, count: int) -> ResolvedLayout:
@@ -265,7 +261,9 @@ def fake_rank(layout: ResolvedLayout, rank: int, *, accelerator: bool) -> Iterat
         # A mask that is kept for the next caller must not be fake then, nor real now.
         causal_block_mask.cache_clear()
         stack.callback(causal_block_mask.cache_clear)
-        stack.enter_context(compat_fake.fake_tensors_everywhere(_most_sent(layout, mesh) if accelerator else None))
+        # NCCL and RCCL hold messages between stages for a round of micro-batches each way of a stage.
+        ways = sum(sum(from_other_ranks(layout, mesh.pp.rank, way)) for way in (-1, 1))
+        stack.enter_context(compat_fake.fake_tensors_everywhere(layout.pp * ways if accelerator else None))
         if accelerator:
             stack.enter_context(compat.cpu_stands_in())
             stack.enter_context(fused_norms())
@@ -283,8 +281,3 @@ def expected_exchanges(layout: ResolvedLayout, load: Fraction) -> Iterator[None]
     # The exchange is made by the code that trains, which asks this method for all that it cannot know here.
     with patch.object(TokenExchange, "read_sizes", staticmethod(expected.read_sizes)):
         yield
-
-
-def _most_sent(layout: ResolvedLayout, mesh: Mesh) -> int:
-    """Return the messages between stages that NCCL and RCCL hold at a time: a round of micro-batches each way of a stage."""
-    return layout.pp * sum(sum(from_other_ranks(layout, mesh.pp.rank, way)) for way in (-1, 1))

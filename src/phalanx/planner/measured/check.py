@@ -183,12 +183,15 @@ def _summary(name: str, every: Sequence[tuple[CheckedRun, MeasuredRun]]) -> Chec
     fitting = [row for row, _ in every if row.p_fits is not None and row.p_fits >= LIKELY]
     errors = np.abs([row.error for row, _ in pairs if row.error is not None])
     rates = np.array([(row.predicted_tokens_per_s, row.measured_tokens_per_s) for row, _ in pairs], np.float64)
+    # Spearman's; of fewer than three rows, or where all of a column are equal, it says nothing.
+    ranked = len(pairs) >= 3 and bool(np.all(np.ptp(rates, axis=0)))
+    correlation = float(np.corrcoef(_ranks(rates[:, 0]), _ranks(rates[:, 1]))[0, 1]) if ranked else None
     return CheckedGroup(
         group=name,
         rows=len(pairs),
         median=float(np.median(errors)),
         p95=float(np.quantile(errors, 0.95)),
-        rank_correlation=None if len(pairs) < 3 else _rank_correlation(rates),
+        rank_correlation=correlation,
         top3_regret=_regret(pairs),
         memory_rows=len(memory),
         memory_median=float(np.median(memory)) if len(memory) else None,
@@ -198,14 +201,8 @@ def _summary(name: str, every: Sequence[tuple[CheckedRun, MeasuredRun]]) -> Chec
     )
 
 
-def _rank_correlation(rates: Floats) -> float | None:
-    """Return Spearman's rank correlation; None where all of a column are equal. Equal rates have the mean of their ranks."""
-    if not np.all(np.ptp(rates, axis=0)):
-        return None
-    return float(np.corrcoef(_ranks(rates[:, 0]), _ranks(rates[:, 1]))[0, 1])
-
-
 def _ranks(values: Floats) -> Floats:
+    """Return the rank of each value; equal ones have the mean of their ranks."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[which])
 
@@ -218,6 +215,7 @@ def _regret(pairs: Sequence[tuple[CheckedRun, MeasuredRun]]) -> float | None:
             choices.setdefault((run.model, run.sequence_length, run.devices, batch, run.system), []).append(row)
     regrets = []
     for rows in choices.values():
+        # Of three layouts any choice of three is the best.
         if len(rows) >= 4:
             best = sorted(rows, key=lambda row: -(row.predicted_tokens_per_s or 0.0))[:3]
             fastest = max(row.measured_tokens_per_s or 0.0 for row in rows)

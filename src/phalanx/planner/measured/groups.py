@@ -45,6 +45,7 @@ class MeasuredGroup:
         for run in runs:
             by_model.setdefault(cls.setting_of(run, framework), []).append(run)
         several = []
+        # A table of steps holds layouts of one model.
         for setting, rows in by_model.items():
             layouts = [
                 replace(run.layout, recompute=run.recompute)

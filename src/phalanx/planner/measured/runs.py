@@ -210,6 +210,7 @@ def layout_of(row: Row, devices: int, status: Status, zero: int) -> ResolvedLayo
     layout = ResolvedLayout(
         global_batch=global_batch,
         microbatch=microbatch,
+        # Without ZeRO every data-parallel rank is a replica.
         dp_replicate=data_ranks if zero == 0 else replicas,
         dp_shard=1 if zero == 0 else data_ranks // replicas,
         cp=cp,
@@ -218,6 +219,7 @@ def layout_of(row: Row, devices: int, status: Status, zero: int) -> ResolvedLayo
         zero=zero,
         schedule="interleaved_1f1b" if stages_per_rank > 1 else "1f1b",
         stages_per_rank=stages_per_rank if pp > 1 else 1,
+        # Pipelines keep what they have gathered.
         reshard_after_forward=zero == 3 and pp == 1,
     )
     stated = row.whole("grad_accum")

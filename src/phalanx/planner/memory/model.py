@@ -98,6 +98,7 @@ def memory(
     allocated, peer_buffers = np.zeros((2, len(candidates)))
     rank, moment = np.zeros(len(candidates), np.int64), [""] * len(candidates)
     pipelined = candidates.pp > 1
+    # A rank with all of the model and one of a pipeline are counted in different ways.
     for group in (~pipelined, pipelined):
         places = np.flatnonzero(group)
         for start in range(0, len(places), _CHUNK):
@@ -105,6 +106,7 @@ def memory(
             some = candidates.take(chunk)
             state = _memory_state(model, some, parts.take(chunk), kernels, peer_copies)
             allocated[chunk] = _least_bytes(model, some, state)
+            # A replay takes long: a pipeline that is too large by the bound alone needs none.
             replayed = np.flatnonzero((allocated[chunk] <= capacity) | (some.pp == 1))
             chunk, some, state = chunk[replayed], some.take(replayed), state.take(replayed)
             if not len(chunk):
@@ -134,6 +136,7 @@ def _least_bytes(model: TracedModel, candidates: LayoutTable, state: MemoryState
         ]
     )
     held, smallest, leading, least_leading = blocks[inverse].T
+    # Without a pipeline a micro-batch has gone back before the next one begins.
     flight = np.ones(len(candidates))
     for number, schedule in enumerate(SCHEDULES):
         some = np.flatnonzero((candidates.schedule == number) & (candidates.pp > 1))
@@ -152,6 +155,7 @@ def _worst_ranks(model: TracedModel, candidates: LayoutTable, state: MemoryState
     one = together(weights(exchanges, candidates.accumulation - counted))
     beside = buffers_beside(exchanges)
     columns = _columns(candidates, exchanges, counted)
+    # Layouts with equal counts differ only in what one of each takes: counted once, weighed together.
     _, alike = distinct_rows(columns)
     order = np.argsort(alike, kind="stable")
     allocated, rank = np.zeros(len(candidates)), np.zeros(len(candidates), np.int64)
@@ -174,6 +178,7 @@ def _columns(candidates: LayoutTable, exchanges: Exchanges, counted: Ints) -> li
         np.where(alone, 0, candidates.schedule),
         candidates.pp,
         candidates.stages_per_rank,
+        # Without a pipeline the flags say all that the number of micro-batches decides.
         np.where(alone, 1, counted),
         *(flag.astype(np.int64) for flag in flags),
     ]
@@ -222,6 +227,7 @@ def rank_memory(
     one = replace(layout, recompute=recompute).table
     parts = _parts(model, one, kernels, peer_copies)
     padded = _memory_state(model, one, parts, kernels, peer_copies)
+    # As if shards were even, so that what padding adds is told apart.
     exact = _memory_state(model, one, parts.unpadded(), kernels, peer_copies)
     exchanges = Exchanges(padded)
     counted = cut_to_rounds(one.schedule, one.pp, one.accumulation)
@@ -258,6 +264,7 @@ def _memory_state(
 ) -> MemoryState:
     precision = model.precision
     piped = candidates.pp > 1
+    whole_updates = updates_whole_matrices(model.run.optimizer)
     return MemoryState(
         sizes=parts,
         width=precision.compute_dtype.itemsize,
@@ -275,15 +282,9 @@ def _memory_state(
         accumulation=candidates.accumulation,
         tied=bool(model.tied()),
         samples=candidates.accumulation * candidates.microbatch * model.sample_bytes(),
-        round_bytes=_round_bytes(model, candidates),
+        round_bytes=round_bytes(model, candidates) if whole_updates else np.zeros(len(candidates)),
         peer_copies=peer_copies,
         gather_blocks=model.run.layout.gather_blocks,
         gathers_ahead=model.run.layout.gathers_ahead,
         sends_last=kernels.attention == "cpu",
     )
-
-
-def _round_bytes(model: TracedModel, candidates: LayoutTable) -> FloatArray:
-    if not updates_whole_matrices(model.run.optimizer):
-        return np.zeros(len(candidates))
-    return np.asarray(round_bytes(model, candidates))

@@ -50,6 +50,7 @@ def one_stage_candidates(step: OneStage) -> PeakCandidates:
     for row, (_, values) in zip(counts, named, strict=True):
         for name, count in values.items():
             row[COLUMN[name]] = count
+        # Leading blocks are of another size: their share of each count moves to a column of its own.
         for blocks, (name, moved) in leading_counts(step, values).items():
             row[COLUMN[blocks]] -= moved
             row[COLUMN[name]] += moved
@@ -94,6 +95,7 @@ class StepMoments:
         yield from self.forward_rows()
         yield from self.head_backward_rows()
         yield from self.unit_rows("the last block", self.layers, self.tail, {"head": self.untied})
+        # With a single unit its own rows are all there is.
         if self.layers > self.tail:
             yield from self.unit_rows(
                 "the last block but one", self.layers - self.tail, self.unit, {"blocks": self.tail}
@@ -197,6 +199,7 @@ class StepMoments:
             }
 
         yield f"backward of {name}", backward(0)
+        # Gradients of a unit stay whole until all its blocks are done.
         if self.step.gather_blocks > 1:
             yield f"backward of all that is gathered with {name}", backward(size - 1)
         yield (
@@ -242,6 +245,7 @@ class StepMoments:
         """
         if not self.step.dropped:
             return {f"gathered_{name}": count for name, count in stay.items()}
+        # A shared table belongs to the root module, which stays gathered.
         root = {"embedding": self.tied, "head": self.tied}
         return {f"gathered_{name}": now.get(name, 0) + root.get(name, 0) for name in {**now, **root}}
 

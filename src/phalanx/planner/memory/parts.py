@@ -177,6 +177,7 @@ class _RankParts:
         for position in first:
             layout = candidates.row(int(position))
             setting = model.setting_of(layout, attention=attention, compiled=compiled)
+            # Copies matter to a trace where chunks travel; elsewhere equal settings are to share theirs.
             streams_by_copies = peer_copies and setting.streamed > 1
             self.settings.append((replace(setting, peer_copies=streams_by_copies), layout.microbatch))
         self.costs = [_costs(*one) for one in self.settings]
@@ -226,6 +227,7 @@ class _RankParts:
         """Return the bytes and elements of a block's experts that expert parallelism shards."""
         nothing = np.zeros(len(self.candidates))
         count, shard, _, trained_count, trained_shard, matrices, *_ = self._count_parameters("block", experts=True)
+        # Experts that one rank alone has are never gathered.
         gathered_of = self.candidates.expert_shards * ~self.candidates.lone_experts
         return PartBytes(
             kept=nothing,
@@ -246,18 +248,31 @@ class _RankParts:
         )
 
     def _count_parameters(self, name: PartName, *, experts: bool) -> tuple[FloatArray, ...]:
-        """Return the columns of `_shared_out` for a part, of its experts or of all else, [candidates] each."""
+        """Return elements of a part on a rank of each candidate, [candidates] each.
+
+        Before and after sharding, streamed, trained before and after, of trained matrices after, multiplied in 8 bits before
+        and after. experts: count the experts that expert parallelism shards; else all but these.
+        """
         candidates = self.candidates
-        shards = candidates.expert_shards if experts else candidates.shards
-        found = [
-            _shared_out(
-                self.costs[self.trace_of[p]][name],
-                int(shards[p]),
-                self.tied.values() if self.shared_table[p] else (),
-                experts=experts,
+        shards_of = candidates.expert_shards if experts else candidates.shards
+        found: list[tuple[int, ...]] = []
+        for place in self.counted:
+            part, shards = self.costs[self.trace_of[place]][name], int(shards_of[place])
+            # A head that lies on one rank with the embedding reads the embedding's table.
+            elsewhere: Collection[str] = self.tied.values() if self.shared_table[place] else ()
+            head = any(parameter.name.startswith("head.") for parameter in part.parameters)
+            mine = [
+                p for p in part.parameters if p.expert == experts and not (p.streamed or (head and p.name in elsewhere))
+            ]
+            # Chunks of streamed matrices are uneven: counted is the rank that has most.
+            streamed = sum(chain.piece for chain in part.chains)
+            trained = [p for p in mine if not p.frozen]
+            every, of_trained, narrow = (
+                [sum(p.count for p in some), sum(p.sharded_count(shards) for p in some)]
+                for some in (mine, trained, [p for p in mine if p.quantised])
             )
-            for p in self.counted
-        ]
+            matrices = sum(p.sharded_count(shards) for p in trained if p.matrix)
+            found.append((*every, streamed, *of_trained, matrices, *narrow))
         return tuple(np.asarray(x, np.float64)[self.count_of] for x in zip(*found, strict=True))
 
 
@@ -277,41 +292,16 @@ def _behind_experts(block: PartCosts) -> tuple[int, int]:
     return at_once - kept, later - kept
 
 
-def _shared_out(part: PartCosts, shards: int, elsewhere: Collection[str], *, experts: bool) -> tuple[int, ...]:
-    """Return elements of a part: before and after sharding, streamed, trained before and after, of trained matrices after,
-    multiplied in 8 bits before and after.
-
-    Streamed ones are those of the rank that has most. elsewhere: a head's parameters that another part holds. experts: count
-    the experts that expert parallelism shards; else all but these.
-    """
-    head = any(parameter.name.startswith("head.") for parameter in part.parameters)
-    mine = [p for p in part.parameters if p.expert == experts and not (p.streamed or (head and p.name in elsewhere))]
-    streamed = sum(chain.piece for chain in part.chains)
-    trained = [p for p in mine if not p.frozen]
-    every, of_trained, narrow = (
-        [sum(p.count for p in some), sum(p.sharded_count(shards) for p in some)]
-        for some in (mine, trained, [p for p in mine if p.quantised])
-    )
-    return (*every, streamed, *of_trained, sum(p.sharded_count(shards) for p in trained if p.matrix), *narrow)
-
-
 def _waiting_bytes(settings: list[tuple[Setting, int]], costs: list[dict[PartName, PartCosts]]) -> FloatArray:
     """Return the bytes that blocks keep from the gradients of their input to those of their weights, [settings].
 
-    0 where both are computed together.
+    Those of the weights are computed from gradients of the results of matrices and norms, which are kept until then. 0 where
+    both are computed together, as streamed blocks do.
     """
-    apart = [
-        0 if setting.joint_gradients else _waiting(c["block"]) for (setting, _), c in zip(settings, costs, strict=True)
-    ]
-    return np.asarray(apart, np.float64)
-
-
-def _waiting(block: PartCosts) -> int:
-    """Return the bytes of gradients of the results of matrices and norms, from which those of the weights are computed.
-
-    0 of streamed blocks, which compute both gradients together.
-    """
-    if block.chains:
-        return 0
-    results = (op.bytes_written for op in block.costs.operations if op.kind == "matmul" and op.phase == "forward")
-    return sum(results) + 2 * block.costs.output_bytes
+    found = []
+    for (setting, _), parts in zip(settings, costs, strict=True):
+        block = parts["block"]
+        results = (op.bytes_written for op in block.costs.operations if op.kind == "matmul" and op.phase == "forward")
+        together = setting.joint_gradients or bool(block.chains)
+        found.append(0 if together else sum(results) + 2 * block.costs.output_bytes)
+    return np.asarray(found, np.float64)

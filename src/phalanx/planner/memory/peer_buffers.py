@@ -7,7 +7,6 @@ order of the reductions: FSDP2's, as `fully_sharded` has it. A buffer rests one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
@@ -66,6 +65,7 @@ class _RankSizes:
     def pool_of_one_stage(self) -> Amount:
         """Return the pool of a rank that holds all of the model, found by replaying its messages."""
         s, tied = self.state, self.state.tied
+        # A shared table is exchanged by the root alone.
         first, last = (0 * end if tied else end for end in self.ends)
         columns = [
             first,
@@ -76,20 +76,19 @@ class _RankSizes:
             self.unit,
             last,
             sum(self.ends) if tied else 0 * first,
+            # From ZeRO-2 on every micro-batch reduces, below only the last one.
             np.where(s.zero >= 2, np.minimum(s.accumulation, 2), 1),
             self.width_sent,
         ]
         table = np.stack(np.broadcast_arrays(*columns), axis=-1).astype(np.int64).reshape(-1, len(columns))
+        # Many layouts exchange the same: the replay of each distinct row serves all of them.
         rows, which = np.unique(table, axis=0, return_inverse=True)
-        found = [_pool(row) for row in rows.tolist()]
+        found = []
+        for embedding, block, leading_block, layers, leading, unit, head, root, passes, sent in rows.tolist():
+            blocks = [leading_block] * leading + [block] * (layers - leading)
+            units = tuple(sent * sum(blocks[start : start + unit]) for start in range(0, layers, unit))
+            found.append(pool_bytes(units, passes, Sizes(*(sent * x for x in (embedding, head, root)))))
         return np.asarray(found, np.float64)[which.reshape(-1)]
-
-
-def _pool(row: list[int]) -> int:
-    first, block, leading_block, layers, leading, unit, last, root, passes, sent = row
-    blocks = [leading_block] * leading + [block] * (layers - leading)
-    units = tuple(sent * sum(blocks[start : start + unit]) for start in range(0, layers, unit))
-    return pool_bytes(units, passes, Sizes(*(sent * x for x in (first, last, root))))
 
 
 @dataclass(frozen=True)
@@ -139,18 +138,13 @@ def pool_bytes(units: tuple[int, ...], passes: int, sizes: Sizes) -> int:
     at most 2: others do as these.
     """
     pool = _Pool()
-    blocks = _cut_repeats(units)[::-1]
+    blocks: list[int] = []
+    for size, equal in groupby(reversed(units)):
+        count = len(list(equal))
+        # Of many equal units those that only repeat what others do are left out.
+        blocks += [size] * (count if count <= _UNITS + 1 else _UNITS + 1 - (count + 1) % 2)
     for _ in range(_STEPS * passes):
         for size in (sizes.last, *blocks, sizes.first, sizes.root):
             if size:
                 pool.exchange(size)
     return pool.bytes
-
-
-def _cut_repeats(units: Sequence[int]) -> list[int]:
-    """Return the units without those among many equal ones that repeat what the others do."""
-    found: list[int] = []
-    for size, equal in groupby(units):
-        count = len(list(equal))
-        found += [size] * (count if count <= _UNITS + 1 else _UNITS + 1 - (count + 1) % 2)
-    return found

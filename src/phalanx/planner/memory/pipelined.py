@@ -25,6 +25,7 @@ def pipeline_candidates(pipeline: Pipeline) -> tuple[PeakCandidates, PeakCandida
     p = pipeline
     ranks = np.asarray(ranks_that_may_be_worst(p.schedule, p.pp, p.stages_per_rank, p.n_layers, p.costs, p.leading))
     kept, freed = (np.zeros(len(ranks), bool), np.ones(len(ranks), bool))
+    # Both cases in one replay: the table is the same.
     ranks, frees = np.tile(ranks, 2), np.concatenate([kept, freed])
     found, case = _peak_candidates(p, ranks, frees)
     return found.take(~frees[case]), found.take(frees[case])
@@ -57,29 +58,22 @@ def _peak_candidates(p: Pipeline, ranks: IntArray, freed: Mask) -> tuple[PeakCan
     counts = np.concatenate([rows for rows, _ in moments.values()])
     case = np.concatenate([case for _, case in moments.values()])
     moment = np.repeat(np.arange(len(moments)), [len(rows) for rows, _ in moments.values()])
-    most = _largest(_comparable(counts), moment * len(ranks) + case)
+    # Counts are made comparable, so that more of any of them never takes less memory: a part of a whole gradient is no more
+    # than the whole, a received input no more than the block that keeps it, and inputs and messages are of one size.
+    comparable = counts.copy()
+    for name in ("blocks", "leading", "embedding", "head"):
+        comparable[:, COLUMN[f"shared_{name}"]] += counts[:, COLUMN[f"whole_{name}"]]
+    received, messages = (counts[:, COLUMN[name]] for name in ("received", "messages"))
+    comparable[:, COLUMN["blocks_kept"]] -= received
+    comparable[:, COLUMN["messages"]] = 0
+    for name in ("sent", "sent_lately"):
+        comparable[:, COLUMN[name]] += received + messages
+    most = _largest(comparable, moment * len(ranks) + case)
     names = list(moments)
     found = PeakCandidates(
         counts[most].astype(np.float64), ranks[case[most]], [names[place] for place in moment[most].tolist()]
     )
     return found, case[most]
-
-
-def _comparable(counts: Counts) -> Counts:
-    """Return counts made comparable: more of any of them never takes less memory.
-
-    A part of a whole gradient is no more than the whole, a received input no more than the block that keeps it, and inputs
-    and messages are of one size.
-    """
-    found = counts.copy()
-    for name in ("blocks", "leading", "embedding", "head"):
-        found[:, COLUMN[f"shared_{name}"]] += counts[:, COLUMN[f"whole_{name}"]]
-    received, messages = (counts[:, COLUMN[name]] for name in ("received", "messages"))
-    found[:, COLUMN["blocks_kept"]] -= received
-    found[:, COLUMN["messages"]] = 0
-    for name in ("sent", "sent_lately"):
-        found[:, COLUMN[name]] += received + messages
-    return found
 
 
 def _largest(rows: Counts, case: IntArray) -> IntArray:
@@ -92,6 +86,7 @@ def _largest(rows: Counts, case: IntArray) -> IntArray:
     for _ in range(_COMPARED):
         if not len(order):
             break
+        # The row of largest sum of each case: no other row of it is as large in every column.
         first = np.append(True, case[1:] != case[:-1])
         found.append(order[first])
         more = (rows > rows[first][np.cumsum(first) - 1]).any(axis=1)
@@ -198,6 +193,7 @@ class _Moments(Replay):
     def _of_blocks_backward(self) -> dict[str, tuple[Counts, Counts]]:
         """Return the rows of passes back through the last block, those in between, and the first one of each kind."""
         b, whole, layers, unit, leading = self.backward, self.own_gathered, self.layers, self.unit, self.leading
+        # Blocks of the units that hold leading blocks alone.
         begun = leading // self.pipeline.gather_blocks * self.pipeline.gather_blocks
         # Gradients of inputs alone free nothing on their way: what those of weights are made from comes to what is kept.
         frees, split = ~self.split, self.split

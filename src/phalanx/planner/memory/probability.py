@@ -93,6 +93,7 @@ def fits(
     The logarithm of what is needed is taken as normally distributed.
     """
     needed = device_bytes(allocated, groups, beside, peer_buffers)
+    # Three errors add up as variances: of the model, of what lies beside tensors, and of uneven loads.
     uncertain = BESIDE_SPREAD * (needed - allocated - peer_buffers) / needed
     spread = np.sqrt(MODEL_SPREAD**2 + uncertain**2 + (load_spread / needed) ** 2)
     margin = np.log(capacity * (1 - KEPT_BY_DRIVER) / needed) / spread

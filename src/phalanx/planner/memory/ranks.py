@@ -57,6 +57,7 @@ def parts_at(
     """Return what one rank of each candidate holds. ranks: which. costs, leading: see `rank_parts`."""
     columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank, ranks]
     first, inverse = distinct_rows(columns)
+    # Many layouts share a pipeline.
     rows = []
     for name, pp, stages_per_rank, rank in np.stack(columns, axis=1)[first].tolist():
         every = rank_parts(SCHEDULES[name], pp, stages_per_rank, n_layers, costs, leading)

@@ -332,8 +332,10 @@ class Replay:
         if not self.several:
             return np.ones_like(self.own)
         never = len(self.time)
+        # When each stage computes next, from each action on.
         following = np.where(self.own, self.time[:, None], never)
         following = np.minimum.accumulate(following[:, ::-1], axis=1)[:, ::-1]
+        # How many other stages of the rank come before it.
         nearer = (following[:, :, None, :] < following[:, :, :, None]).sum(3)
         active = (nearer < _GATHERED) & (following < never)
         until = np.logical_or.accumulate(active[:, ::-1], axis=1)[:, ::-1]
@@ -347,6 +349,7 @@ class Replay:
         before = np.zeros_like(self.active)
         before[:, 1:] = self.active[:, :-1]
         time = self.time[:, None]
+        # When a stage was called for last, and when it computed last.
         since = np.maximum.accumulate(np.where(self.active & ~before, time, -1), axis=1)
         latest = np.maximum.accumulate(np.where(self.own, time, -1), axis=1)
         latest = np.concatenate([np.full_like(latest[:, :1], -1), latest[:, :-1]], axis=1)

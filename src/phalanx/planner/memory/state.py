@@ -128,6 +128,7 @@ class Exchanges:
         """Bytes of parameters and optimizer state of a part, by cause."""
         s = self.s
         in_8_bits = s.quantised_width == 1
+        # A rank with whole parameters casts all of them once a step, or only weights in 8 bits.
         alone = s.width * part.count if s.copies else in_8_bits * part.quantised
         return {
             "master parameters": self.s.master * part.shard,

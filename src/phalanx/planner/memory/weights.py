@@ -17,8 +17,45 @@ def weights(exchanges: Exchanges, later: Amount) -> dict[str, Allocations]:
 
     later: micro-batches of a step beyond those of the table that is replayed.
     """
-    r = exchanges
-    found = _state(r) | _activations(r) | _messages(r, later) | _gradients(r) | _gathered(r) | _passes(r) | _update(r)
+    r, s, z = exchanges, exchanges.s, exchanges.s.sizes
+    state = {
+        "layers": r.state_of(z.block.plus(z.experts)),
+        "leading": r.state_of(z.leading),
+        "embedding": r.state_of(z.embedding),
+        "head": r.state_of(z.head),
+    }
+    activations = {
+        "blocks_kept": z.block.kept,
+        "leading_kept": z.leading.kept,
+        "embeddings_kept": z.embedding.kept,
+        "heads_kept": z.head.kept,
+        "stages_kept": z.shared,
+        "waiting": z.waiting,
+        "handed_on": z.hidden,
+        "results": z.hidden,
+    }
+    messages = {
+        "messages": z.hidden,
+        "sent_lately": z.hidden * (not s.sends_last),
+        "sent": z.hidden * s.sends_last,
+        "later_sent": z.hidden * later * s.sends_last,
+    }
+    # A direction in the format of the arithmetic, which is the gradient itself where that has it already, and an update.
+    each = s.width * (2 if s.width < s.master else 1) * (s.round_bytes > 0)
+    updates = {
+        "updated_blocks": each * (z.block.matrices + z.experts.matrices),
+        "updated_leading": each * z.leading.matrices,
+        "updates": s.round_bytes,
+    }
+    found = state | _gradients(r) | _gathered(r) | _passes(r)
+    for cause, sizes in (
+        ("activations", activations),
+        ("pipeline buffers", messages),
+        ("whole matrices", updates),
+    ):
+        found |= {name: {cause: size} for name, size in sizes.items()}
+    # A block that keeps its input keeps no copy of what was received.
+    found["received"] = {"activations": -z.block_input, "pipeline buffers": z.hidden}
     assert found.keys() == set(COUNTS)
     return found
 
@@ -62,44 +99,6 @@ def causes_of(counts: FloatArray, weight: dict[str, Allocations], constant: Allo
         for cause, one in weight[name].items():
             held[cause] = held.get(cause, 0) + count * one
     return held
-
-
-def _state(r: Exchanges) -> dict[str, Allocations]:
-    z = r.s.sizes
-    return {
-        "layers": r.state_of(z.block.plus(z.experts)),
-        "leading": r.state_of(z.leading),
-        "embedding": r.state_of(z.embedding),
-        "head": r.state_of(z.head),
-    }
-
-
-def _activations(r: Exchanges) -> dict[str, Allocations]:
-    z = r.s.sizes
-    kept = {
-        "blocks_kept": z.block.kept,
-        "leading_kept": z.leading.kept,
-        "embeddings_kept": z.embedding.kept,
-        "heads_kept": z.head.kept,
-        "stages_kept": z.shared,
-        "waiting": z.waiting,
-        "handed_on": z.hidden,
-        "results": z.hidden,
-    }
-    # A block that keeps its input keeps no copy of what was received.
-    received = {"activations": -z.block_input, "pipeline buffers": z.hidden}
-    return {name: {"activations": size} for name, size in kept.items()} | {"received": received}
-
-
-def _messages(r: Exchanges, later: Amount) -> dict[str, Allocations]:
-    hidden, last = r.s.sizes.hidden, r.s.sends_last
-    sizes = {
-        "messages": hidden,
-        "sent_lately": hidden * (not last),
-        "sent": hidden * last,
-        "later_sent": hidden * later * last,
-    }
-    return {name: {"pipeline buffers": size} for name, size in sizes.items()}
 
 
 def _gradients(r: Exchanges) -> dict[str, Allocations]:
@@ -173,15 +172,3 @@ def _passes(r: Exchanges) -> dict[str, Allocations]:
         whole: Amount = np.where(r.s.piped, np.maximum(reduced, now), reduced)
         found["blocks_reduced"] = {"reduce buffers": whole}
     return found
-
-
-def _update(r: Exchanges) -> dict[str, Allocations]:
-    s, z = r.s, r.s.sizes
-    # A direction in the format of the arithmetic, which is the gradient itself where that has it already, and an update.
-    each = s.width * (2 if s.width < s.master else 1) * (s.round_bytes > 0)
-    sizes = {
-        "updated_blocks": each * (z.block.matrices + z.experts.matrices),
-        "updated_leading": each * z.leading.matrices,
-        "updates": s.round_bytes,
-    }
-    return {name: {"whole matrices": size} for name, size in sizes.items()}

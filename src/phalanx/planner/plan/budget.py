@@ -100,6 +100,7 @@ def estimate_budget(
     """
     steps = -(-amount // amount_per_step)
     seconds = steps * step_s
+    # Goodput is the share of the time that steps get.
     elapsed = seconds / losses.share
     hours = elapsed * devices / 3600
     energy = None if watts is None else hours * watts / 1e6

@@ -19,7 +19,7 @@ from phalanx.layout.spec import NAMED, LayoutTable, Recompute, ResolvedLayout
 from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, RankedLayouts, Ranking
 from phalanx.planner.time.timing import our_framework
-from phalanx.planner.trace.part_costs import PartCosts, part_costs
+from phalanx.planner.trace.part_costs import part_costs
 from phalanx.planner.trace.traced_model import TracedModel
 
 
@@ -71,6 +71,7 @@ def explain_choice(planner: Planner, ranking: Ranking, words: str) -> WhyNot:
     for name, value in chosen.items():
         if task.fixed.get(name, value) != value:
             return WhyNot(words, illegal=f"layout.{name}={task.fixed[name]} is fixed by the command line")
+    # All legal layouts were judged already: those with the choice are picked out.
     has_it = np.ones(len(ranking.legal), bool)
     for name, value in chosen.items():
         has_it &= getattr(ranking.legal, name) == (NAMED[name].index(value) if name in NAMED else value)
@@ -127,16 +128,16 @@ def break_even(model: TracedModel, tp: int, shards: int, recompute: Recompute, *
     """Compare `tp` x `shards` devices with FSDP over all of them. peer_copies: whether gradients are sent as computed."""
     positions = model.positions().count
     dtype = model.precision.compute_dtype
+    # FSDP gathers a parameter for either pass, and reduces its gradient once.
     each = 2 * dtype.itemsize + (dtype.itemsize if peer_copies else max(4, dtype.itemsize))
-    whole, part = (_trace_block(model, degree, recompute) for degree in (1, tp))
+    # For one sample, uncompiled: what is communicated is the same, and tracing is quick.
+    layouts = (ResolvedLayout(global_batch=1, tp=degree, recompute=recompute) for degree in (1, tp))
+    kernel = model.likely_kernel(rocm=False)
+    whole, part = (
+        part_costs("block", model.setting_of(layout, attention=kernel, compiled=False), 1) for layout in layouts
+    )
     saved = each * (whole.parameter_count * (1 - 1 / (tp * shards)) - part.parameter_count * (1 - 1 / shards))
     exchanged = sum(collective.bytes for collective in part.costs.collectives()) * (tp - 1) / tp / positions
+    # Where the bytes that tensor parallelism saves and those that it exchanges are equal.
     tokens = saved / exchanged
     return BreakEven(tp, tokens / tp, tokens / positions, tokens / model.config.d_model)
-
-
-def _trace_block(model: TracedModel, tp: int, recompute: Recompute) -> PartCosts:
-    """Return the costs of a block for one sample, uncompiled: what is communicated is the same, and tracing is quick."""
-    layout = ResolvedLayout(global_batch=1, tp=tp, recompute=recompute)
-    kernel = model.likely_kernel(rocm=False)
-    return part_costs("block", model.setting_of(layout, attention=kernel, compiled=False), 1)

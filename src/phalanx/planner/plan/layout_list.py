@@ -14,7 +14,7 @@ from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.rank.cost_models import Floats, Times
 from phalanx.planner.rank.enumeration import CHOSEN, keeps_positions, list_options, list_splits
-from phalanx.planner.rank.ranking import RankedLayouts, bound_memory
+from phalanx.planner.rank.ranking import bound_memory
 
 MOST_LISTED = 6_000
 """Layouts that a list holds."""
@@ -60,7 +60,9 @@ def list_layouts(plan: Plan, most: int = MOST_LISTED) -> LayoutList:
     """
     ranking, model, models = plan.ranking, plan.task.model, plan.planner.models
     legal, ranked = ranking.legal, ranking.ranked
-    times = _join_times(plan)
+    # simulated times where there are some, else lower bounds
+    fitting = legal.take(ranking.fitting)
+    times = models.bound_times(model, fitting).put(_find_rows(fitting, ranked.layouts), ranked.times)
     seconds = np.full(len(legal), np.inf)
     seconds[ranking.fitting] = times.total
     fits = np.isfinite(seconds)
@@ -86,14 +88,6 @@ def list_layouts(plan: Plan, most: int = MOST_LISTED) -> LayoutList:
         bounded=~known | (needs[order] > models.device_bytes),
         p_fits=p_fits,
     )
-
-
-def _join_times(plan: Plan) -> Times:
-    """Return the times of the layouts that fit, [fitting]: simulated where they were, else lower bounds."""
-    ranking, model = plan.ranking, plan.task.model
-    fitting = ranking.legal.take(ranking.fitting)
-    bounds = plan.planner.models.bound_times(model, fitting)
-    return bounds.put(_find_rows(fitting, ranking.ranked.layouts), ranking.ranked.times)
 
 
 def _find_rows(table: LayoutTable, wanted: LayoutTable) -> Ints:
@@ -151,9 +145,5 @@ def list_questions(plan: Plan, most: int = MOST_ASKED) -> Questions:
 
 def pick_drawn(plan: Plan, listed: LayoutList) -> list[tuple[int, ResolvedLayout]]:
     """Return positions in the list and layouts of those that a page draws: of the table, then of the front."""
-    both = [*_positions(listed, plan.best), *_positions(listed, plan.front)]
+    both = [place for ranked in (plan.best, plan.front) for place in listed.find(ranked.layouts).tolist()]
     return [(place, listed.layouts.row(place)) for place in dict.fromkeys(both)]
-
-
-def _positions(listed: LayoutList, ranked: RankedLayouts) -> list[int]:
-    return [int(place) for place in listed.find(ranked.layouts)]

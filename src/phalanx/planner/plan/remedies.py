@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,28 +55,21 @@ def find_remedies(model: TracedModel, layout: ResolvedLayout, device: str, most:
     machine = next((one for one in machines if one.node.device == device), None) or load_machine(REFERENCE)
     models = CostModels(machine, profile_for(machine))
     peak, seconds = models.memory(model, layout.table).peak[0], models.times(model, layout.table).total[0]
-    found = [
-        Remedy(words, float(peaks / peak), float(total / seconds))
-        for words, peaks, total in _vary_layout(models, model, layout, most_peak=(1 - LEAST_SAVED) * peak)
-    ]
-    return sorted(found, key=lambda remedy: remedy.seconds)[:most]
-
-
-def _vary_layout(
-    models: CostModels, model: TracedModel, layout: ResolvedLayout, most_peak: float
-) -> Iterator[tuple[str, float, float]]:
-    """Yield of each choice the fastest layout of at most `most_peak` bytes: what changes, its bytes and its seconds."""
     run = model.run
     stated = run_with_layout(run, layout).layout
     values = {name: value for name in CHOSEN if (value := getattr(stated, name)) != "auto"}
     before = set(write_overrides(run, layout))
+    found = []
     for free in _CHOICES:
+        # One choice at a time, so that each remedy says what it alone costs.
         fixed = {name: value for name, value in values.items() if name not in free}
         legal = enumerate_layouts(model, layout.world_size, models.machine.node.devices, fixed, Limits())
-        peak = models.memory(model, legal).peak
-        smaller = np.flatnonzero(peak <= most_peak)
+        needed = models.memory(model, legal).peak
+        smaller = np.flatnonzero(needed <= (1 - LEAST_SAVED) * peak)
         if len(smaller):
             total = models.times(model, legal.take(smaller)).total
             best = int(np.argmin(total))
             changed = [word for word in write_overrides(run, legal.row(int(smaller[best]))) if word not in before]
-            yield " ".join(changed), float(peak[smaller[best]]), float(total[best])
+            saved, slower = float(needed[smaller[best]] / peak), float(total[best] / seconds)
+            found.append(Remedy(" ".join(changed), saved, slower))
+    return sorted(found, key=lambda remedy: remedy.seconds)[:most]

@@ -116,6 +116,7 @@ def _device_numbers(planner: Planner, task: Task) -> Iterator[int]:
     for devices in range(1, node):
         if node % devices == 0 and devices >= least:
             yield devices
+    # Without a network there is a single node.
     if planner.machine.network is None:
         if node >= least:
             yield node

@@ -200,24 +200,21 @@ class CostModels:
         if layout.pp == 1:
             return []
         count = min(layout.accumulation, _DRAWN * layout.pp)
+        # PyTorch's 1f1b takes no fewer micro-batches than stages.
         if layout.schedule == "1f1b":
             count = max(count, layout.n_stages)
         table = schedule_table(layout.schedule, layout.pp, layout.stages_per_rank, count)
-        done = simulate(table, self._stage_times(model, layouts))
+        profile, constants = self.profile.profile, self._constants
+        steps = steps_of_run(model, layouts, self.machine, our_framework(model, self.machine))
+        stages = stage_times(steps, np.zeros(1, np.int64), part_times(steps.parts, self.machine, constants, profile))
+        sent = send(steps.hidden_bytes, steps.pipeline, in_training(constants, profile))
+        done = simulate(table, StageTimes(stages.forward[0], stages.backward[0], stages.weight[0], float(sent[0])))
         columns = (table.kind, table.stage, table.microbatch, done.start, done.end)
         return [
             Bar(rank, Pass(kind).name.lower(), stage, microbatch, start, end)
             for rank, rows in enumerate(zip(*(column.tolist() for column in columns), strict=True))
             for kind, stage, microbatch, start, end in zip(*rows, strict=True)
         ]
-
-    def _stage_times(self, model: TracedModel, layouts: LayoutTable) -> StageTimes:
-        """Return the times of the stages of a single layout."""
-        profile, constants = self.profile.profile, self._constants
-        steps = steps_of_run(model, layouts, self.machine, our_framework(model, self.machine))
-        stages = stage_times(steps, np.zeros(1, np.int64), part_times(steps.parts, self.machine, constants, profile))
-        sent = send(steps.hidden_bytes, steps.pipeline, in_training(constants, profile))
-        return StageTimes(stages.forward[0], stages.backward[0], stages.weight[0], float(sent[0]))
 
     @property
     def _constants(self) -> Constants:

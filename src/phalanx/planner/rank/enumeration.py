@@ -111,6 +111,7 @@ def enumerate_layouts(
     table = choose("reshard_after_forward", table.sharding_ranks > 1)
     table = choose("recompute")
     table = choose("gather", table.sharding_ranks > 1)
+    # Fixed fields know no limits.
     return table if "gather" in fixed else table.take(table.streamed <= limits.streamed)
 
 

@@ -201,7 +201,18 @@ def _actions(table: ScheduleTable, start: int, first_stage: int, none: int) -> t
     start, first_stage: actions and stages of the tables before. none: stands for time zero.
     """
     kind, stage = table.kind.ravel(), table.stage.ravel()
-    waits_for = _sources(table).ravel()
+    # The action of another stage which each waits for: its place in the flattened table, or the size for none.
+    ranks = table.rank_of_stage[None, :, None]
+    placed = positions(table)
+    places = np.where(placed >= 0, ranks * table.kind.shape[1] + placed, table.kind.size)
+    # Where weight gradients are computed apart, the stage before needs only the gradient of the input.
+    gradient = places[Pass.INPUT if table.split_backward else Pass.BACKWARD]
+    nobody = np.full((1, table.microbatches), table.kind.size)
+    forward = np.concatenate([nobody, places[Pass.FORWARD][:-1]])
+    backward = np.concatenate([gradient[1:], nobody])
+    # Weight gradients need only what their own rank has computed before.
+    of_kind = np.stack([forward, backward, backward, np.full_like(backward, table.kind.size)])
+    waits_for = np.asarray(of_kind[table.kind, table.stage, table.microbatch]).ravel()
     waits = waits_for < table.kind.size
     flat = start + np.arange(table.kind.size).reshape(table.kind.shape)
     before = np.concatenate([np.full((table.pp, 1), none), flat[:, :-1]], axis=1)
@@ -217,22 +228,6 @@ def _actions(table: ScheduleTable, start: int, first_stage: int, none: int) -> t
         np.where(waits, start + waits_for, none),
         first_stage + link,
     )
-
-
-def _sources(table: ScheduleTable) -> IntArray:
-    """Return the action of another stage which each waits for: its place in the flattened table, or the size for none."""
-    ranks = table.rank_of_stage[None, :, None]
-    place = positions(table)
-    flat = np.where(place >= 0, ranks * table.kind.shape[1] + place, table.kind.size)
-    # Where weight gradients are computed apart, the stage before needs only the gradient of the input.
-    gradient = flat[Pass.INPUT if table.split_backward else Pass.BACKWARD]
-    none = np.full((1, table.microbatches), table.kind.size)
-    forward = np.concatenate([none, flat[Pass.FORWARD][:-1]])
-    backward = np.concatenate([gradient[1:], none])
-    # Weight gradients need only what their own rank has computed before.
-    nothing = np.full_like(backward, table.kind.size)
-    of_kind = np.stack([forward, backward, backward, nothing])
-    return np.asarray(of_kind[table.kind, table.stage, table.microbatch])
 
 
 def _groups(tables: Sequence[ScheduleTable], waits_for: IntArray) -> Iterator[IntArray]:
@@ -281,7 +276,23 @@ class _Costs:
 
 def _action_costs(program: _Program, times: Sequence[StageTimes]) -> _Costs:
     """times: of each table; those with fewer candidates than others are filled up with zeros."""
-    compute, links = zip(*map(_stage_costs, program.tables, times), strict=True)
+    compute: list[FloatArray] = []
+    links: list[FloatArray] = []
+    for table, each in zip(program.tables, times, strict=True):
+        forward, backward = np.atleast_2d(each.forward), np.atleast_2d(each.backward)
+        assert each.weight is not None or not table.split_backward, (
+            f"{table.schedule} needs the time of weight gradients"
+        )
+        shape = (_candidates(each), table.n_stages)
+        apart = np.broadcast_to(np.atleast_2d(0.0 if each.weight is None else each.weight), shape).copy()
+        # Nobody needs the gradient of the first stage's input, so PyTorch computes all of its backward pass with the
+        # weights'.
+        apart[:, 0] = backward[:, 0]
+        kinds = [np.broadcast_to(part, shape) for part in (forward, backward, backward - apart, apart)]
+        compute.append(np.concatenate(kinds, axis=1, dtype=np.float64))
+        link = np.zeros(shape)
+        link[:, :-1] = each.transfer
+        links.append(link)
     most = max(len(part) for part in compute)
     filled = [[np.pad(x, ((0, most - len(x)), (0, 0))) for x in parts] for parts in (compute, links)]
     together = [np.concatenate(parts, axis=1).T.copy() for parts in filled]
@@ -291,21 +302,6 @@ def _action_costs(program: _Program, times: Sequence[StageTimes]) -> _Costs:
 def _candidates(times: StageTimes) -> int:
     given = (times.forward, times.backward, times.transfer, *(() if times.weight is None else (times.weight,)))
     return max(len(np.atleast_2d(part)) for part in given)
-
-
-def _stage_costs(table: ScheduleTable, times: StageTimes) -> tuple[FloatArray, FloatArray]:
-    """Return seconds of each kind in each stage, [candidates, kinds * stages], and of each link, [candidates, stages]."""
-    forward, backward = np.atleast_2d(times.forward), np.atleast_2d(times.backward)
-    assert times.weight is not None or not table.split_backward, f"{table.schedule} needs the time of weight gradients"
-    weight = np.atleast_2d(0.0 if times.weight is None else times.weight)
-    shape = (_candidates(times), table.n_stages)
-    apart = np.broadcast_to(weight, shape).copy()
-    # Nobody needs the gradient of the first stage's input, so PyTorch computes all of its backward pass with the weights'.
-    apart[:, 0] = backward[:, 0]
-    compute = [np.broadcast_to(part, shape) for part in (forward, backward, backward - apart, apart)]
-    links = np.zeros(shape)
-    links[:, :-1] = times.transfer
-    return np.concatenate(compute, axis=1, dtype=np.float64), links
 
 
 def _per_rank(table: ScheduleTable, times: StageTimes) -> FloatArray:

@@ -177,8 +177,10 @@ class Timeline:
             for number in self.kept
             if number not in output
         ]
+        # A backward pass begins with what was kept, and with the gradient that the next part sends.
         before = sum(part.bytes for part in kept) + sum(sizes[number] for number in self._numbers("incoming"))
         coming = frozenset(self.coming)
+        # Further micro-batches add to gradients that the first one has made.
         later = [0 if number in coming else size for number, size in enumerate(sizes)] if coming else sizes
         added = frozenset(self.expert_gradients if self.adds_experts else ())
         backward_peak = _peak(self.backward, before, later, added)
@@ -198,6 +200,7 @@ class Timeline:
         own = set(self.expert_gradients)
         if not own:
             return 0, 0
+        # The last of them: until then some experts have no gradients yet.
         made = max(place for place, step in enumerate(self.backward) if own.intersection(step.makes))
         without = [0 if number in own else size for number, size in enumerate(sizes)]
         steps = self.backward[: made + 1]
@@ -207,55 +210,50 @@ class Timeline:
 
     def _operations(self, gradients: set[int], scale: Scale, times: Sequence[int]) -> tuple[Operation, ...]:
         steps = [*self.forward, *self.backward]
-        each = zip(steps, times or [1] * len(steps), strict=True)
-        return tuple(self._operation(step, gradients, scale, count) for step, count in each if step.kind != "free")
+        found: list[Operation] = []
+        for step, count in zip(steps, times or [1] * len(steps), strict=True):
+            if step.kind == "free":
+                continue
+            matmul, attention, collective = step.matmul, step.attention, step.collective
+            # Pointwise work and reductions count one operation an element.
+            flops = sum(scale(elements) for elements in step.work)
+            if attention is not None:
+                attention = scale.attention(attention)
+                flops = attention.flops
+            if matmul is not None:
+                matmul = scale.matmul(matmul)
+                flops = matmul.flops
+            if collective is not None:
+                collective = scale.collective(collective, step.dtype.itemsize)
+            reads = step.reads
+            if step.rows_of_tables:
+                # A lookup touches the rows it finds, not the table.
+                reads = [read for read in reads if scale(read.elements) <= scale(step.writes[0].elements)]
+            operation = Operation(
+                name=step.name,
+                kind=step.kind,
+                phase=step.phase,
+                dtype=step.dtype,
+                flops=flops,
+                bytes_read=self._accessed(reads, scale),
+                bytes_written=self._accessed(step.writes, scale),
+                matmul=matmul,
+                attention=attention,
+                collective=collective,
+                weight_gradient=any(access.buffer in gradients for access in step.writes),
+                times=count,
+            )
+            found.append(operation)
+        return tuple(found)
 
     def _numbers(self, role: Role) -> list[int]:
         return [number for number, buffer in enumerate(self.buffers) if buffer.role == role]
-
-    def _operation(self, step: Step, gradients: set[int], scale: Scale, times: int) -> Operation:
-        assert step.kind != "free"
-        matmul, attention, collective = step.matmul, step.attention, step.collective
-        if matmul is not None:
-            matmul = scale.matmul(matmul)
-        if attention is not None:
-            attention = scale.attention(attention)
-        if collective is not None:
-            collective = scale.collective(collective, step.dtype.itemsize)
-        return Operation(
-            name=step.name,
-            kind=step.kind,
-            phase=step.phase,
-            dtype=step.dtype,
-            flops=_flops(matmul, attention, step.work, scale),
-            bytes_read=self._read(step, scale),
-            bytes_written=self._accessed(step.writes, scale),
-            matmul=matmul,
-            attention=attention,
-            collective=collective,
-            weight_gradient=any(access.buffer in gradients for access in step.writes),
-            times=times,
-        )
-
-    def _read(self, step: Step, scale: Scale) -> int:
-        reads = step.reads
-        if step.rows_of_tables:
-            # A lookup touches the rows it finds, not the table.
-            reads = [read for read in reads if scale(read.elements) <= scale(step.writes[0].elements)]
-        return self._accessed(reads, scale)
 
     def _accessed(self, accesses: list[Access], scale: Scale) -> int:
         count, buffers = 0, self.buffers
         for access in accesses:
             count += scale(access.elements) * buffers[access.buffer].itemsize
         return count
-
-
-def _flops(matmul: Matmul | None, attention: Attention | None, work: Sequence[int], scale: Scale) -> int:
-    """Return the floating-point operations of a step."""
-    if matmul is not None:
-        return matmul.flops
-    return sum(scale(elements) for elements in work) if attention is None else attention.flops
 
 
 def _peak(steps: Sequence[Step], before: int, sizes: Sequence[int], passing: frozenset[int] = frozenset()) -> int:
@@ -267,11 +265,13 @@ def _peak(steps: Sequence[Step], before: int, sizes: Sequence[int], passing: fro
             reused += sizes[number]
         for number in step.makes:
             now += sizes[number]
+        # A result that takes over the memory of an input needs none of its own.
         now -= reused
         if now > peak:
             peak = now
         for number in step.drops:
             now -= sizes[number]
+        # Gradients that are added to others at once are gone when their step has run.
         if passing:
             now -= sum(sizes[number] for number in step.makes if number in passing)
         now += reused

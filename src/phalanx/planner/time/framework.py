@@ -51,6 +51,7 @@ class FrameworkProfile:
         main parameters.
         """
         width = PRECISIONS[precision].compute_dtype.itemsize
+        # Formats of 16 bits and less change nothing but how weights in 8 bits travel.
         if width <= self.gather_bytes:
             quantised = PRECISIONS[precision].gathered_weight_bytes if self.gathers_quantised else self.gather_bytes
             renewal = self.renewal_bytes if quantised == self.gather_bytes else _RENEWAL_BYTES.get(precision, 0)

@@ -155,17 +155,13 @@ def _measurable(table: OperationTable, timed: Collection[Kind]) -> Iterable[tupl
         yield "attention", forward
         yield "attention_backward", backward
         return
-    whole = _whole(table)
+    # Attention of all positions computes twice as much as where half of the scores is masked.
+    products = np.where(np.isin(table.form, (Form.ATTENTION_BACKWARD, Form.BIASED_BACKWARD)), 5.0, 2.0)
+    whole = table.flops > 1.5 * products * table.batch * table.m * table.n * table.k
     yield "attention", forward & ~whole
     yield "attention_backward", backward & ~whole
     yield "whole_attention", forward & whole
     yield "whole_attention_backward", backward & whole
-
-
-def _whole(table: OperationTable) -> npt.NDArray[np.bool_]:
-    """Return where attention computes all scores: twice as much as where half of them is masked."""
-    products = np.where(np.isin(table.form, (Form.ATTENTION_BACKWARD, Form.BIASED_BACKWARD)), 5.0, 2.0)
-    return np.asarray(table.flops > 1.5 * products * table.batch * table.m * table.n * table.k)
 
 
 def _by_curves(table: OperationTable, profile: Profile) -> Floats:
@@ -173,6 +169,7 @@ def _by_curves(table: OperationTable, profile: Profile) -> Floats:
     rate = np.select([table.width == 8, table.width == 4, table.width == 1], rates, profile.matmul_flop_s)
     rows = table.batch * table.m
     area = rows * table.n
+    # Small sides, areas and depths leave a part of the device idle.
     edge, depth = profile.matmul_edge, profile.matmul_depth
     fill = table.m / (table.m + edge) * (table.n / (table.n + edge)) * (table.k / (table.k + depth))
     fill = fill * (area / (area + profile.matmul_area))

@@ -98,6 +98,7 @@ def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], framework: Framewo
     streamed = np.array([setting.streamed > 1 for _, setting, _ in wanted])
     work = np.where(streamed, max(framework.host_work, _STREAMED), framework.host_work)
     together = np.concatenate(rows)
+    # Rows are cached as those of part 0: here each part gets its number.
     together[:, 0] = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
     return Parts(OperationTable.of_matrix(together), tp, cp, ep * slices, work, np.where(streamed, work, 1.0))
 
@@ -107,13 +108,10 @@ def _rows_of(name: PartName, setting: Setting, microbatch: int, framework: Frame
     """Return the operations of one part, as part 0, [operations, fields of an OperationTable]."""
     operations = framework.part_operations(name, setting, microbatch)
     eager = name in BLOCKS and not setting.compile
-    rows = operation_rows(0, operations, biased=_biased(setting), eager=eager)
+    # Of these kernels, which add a bias to the scores, other rates are known.
+    biased = setting.attention == "flex" or (setting.attention in ("efficient", "math") and setting.precision != "fp32")
+    rows = operation_rows(0, operations, biased=biased, eager=eager)
     return np.asarray(rows, np.float64).reshape(-1, len(fields(OperationTable)))
-
-
-def _biased(setting: Setting) -> bool:
-    """Return whether attention adds a bias to the scores, which is what these kernels are chosen for."""
-    return setting.attention == "flex" or (setting.attention in ("efficient", "math") and setting.precision != "fp32")
 
 
 _COLLECTIVES = {
@@ -146,10 +144,18 @@ def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Pr
     )
     ring = np.bincount(where, np.where(table.form == Form.SEND, seconds, 0.0), count * directions * components)
     sent = ring.reshape(count, directions, components)[..., PartBreakdown.CP]
+    # Keys and values go around the ring while attention computes; what is left over shows.
     hidden = np.minimum(sent, sums[..., PartBreakdown.ATTENTION] * profile.hidden)
     sums[..., PartBreakdown.CP] += profile.slowdown * hidden - hidden
     device = sums.sum(axis=2)
-    issued = _issued(parts, profile)
+    calls, exchanges = (
+        np.bincount(table.part * directions + table.direction, np.where(which, table.times, 0), count * directions)
+        for which in (table.form < Form.ALL_REDUCE, table.form >= Form.ALL_REDUCE)
+    )
+    calls, exchanges = calls.reshape(count, directions), exchanges.reshape(count, directions)
+    # An exchange is one call, however finely a program cuts up what it computes.
+    work = calls * parts.host_work[:, None] + exchanges * parts.exchange_work[:, None]
+    issued = work * profile.host_s + exchanges * profile.exchange_host_s
     together = slower_of(device, issued)
     sums[..., PartBreakdown.HOST] = together - device
     weight = np.bincount(table.part, np.where(table.weight, seconds, 0.0), count)
@@ -161,18 +167,6 @@ def slower_of(device: Floats, host: Floats) -> Floats:
     since each then waits for the other now and then."""
     longest = np.maximum(np.maximum(device, host), 1e-12)
     return np.asarray(longest * ((device / longest) ** _TOGETHER + (host / longest) ** _TOGETHER) ** (1 / _TOGETHER))
-
-
-def _issued(parts: Parts, profile: Profile) -> Floats:
-    table, count, directions = parts.operations, parts.count, len(Direction)
-    where = table.part * directions + table.direction
-    exchanged = table.form >= Form.ALL_REDUCE
-    calls, exchanges = (
-        np.bincount(where, np.where(which, table.times, 0), count * directions).reshape(count, directions)
-        for which in (~exchanged, exchanged)
-    )
-    issued = calls * parts.host_work[:, None] + exchanges * parts.exchange_work[:, None]
-    return np.asarray(issued * profile.host_s + exchanges * profile.exchange_host_s)
 
 
 def _collective_seconds(parts: Parts, machine: Machine, constants: Constants, profile: Profile) -> Floats:

@@ -274,6 +274,7 @@ def choose_profile(machine: Machine, cluster: str, asked: str | None = None) -> 
     # A path, so that it cannot be taken for a name.
     name = asked or str(Path(beside or "").absolute())
     named = load_profile(name)
+    # Rates of one device say nothing of another.
     if named.device and named.device != machine.node.device:
         raise ConfigError(
             f"profile {name} is of {named.device}, and {machine.name} has {machine.node.device}; "
@@ -305,6 +306,7 @@ def _parse(text: str, name: str) -> NamedProfile:
     if not isinstance(values, dict) or not isinstance(values.get("constants"), dict):
         raise ConfigError(f"{name} holds no constants; phalanx calibrate writes such a file")
     constants = values["constants"]
+    # Profiles of earlier versions lack what was added since.
     constants = _completed(constants, str(values.get("device", "")))
     for problem, names in (
         ("lacks", set(CONSTANTS) - set(constants)),
@@ -398,6 +400,7 @@ def profile_text(named: NamedProfile) -> str:
     if named.fitted is not None:
         values["fitted"] = named.fitted
     text = yaml.safe_dump(values, sort_keys=False, width=120, allow_unicode=True)
+    # One timed operation a line: the file stays short enough to be read.
     rows = [
         f"- [{x.kind}, {x.batch}, {x.m}, {x.n}, {x.k}, {_rounded(x.seconds)!r}, {_rounded(x.ratio)!r}]\n"
         for x in named.profile.measured

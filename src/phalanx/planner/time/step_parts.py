@@ -213,6 +213,7 @@ class Steps:
         """Return the steps of several lists, one after the other."""
         starts = np.cumsum([0, *(steps.parts.count for steps in several)])
         kinds = np.cumsum([0, *(int(steps.alike.max(initial=-1)) + 1 for steps in several)])
+        # Numbers of parts, and of layouts that exchange alike, begin anew in each list.
         moved = [
             replace(
                 steps,
@@ -228,7 +229,19 @@ class Steps:
         for field in fields(cls):
             columns = [getattr(steps, field.name) for steps in moved]
             if isinstance(columns[0], RankParts):
-                values[field.name] = _join_rank_parts(columns)
+                # Layouts with fewer ranks than others get ranks without parts.
+                most = max(parts.blocks.shape[1] for parts in columns)
+                values[field.name] = RankParts(
+                    **{
+                        inner.name: np.concatenate(
+                            [
+                                np.pad(column, ((0, 0), (0, most - column.shape[1])))
+                                for column in (getattr(parts, inner.name) for parts in columns)
+                            ]
+                        )
+                        for inner in fields(RankParts)
+                    }
+                )
             elif isinstance(columns[0], LayoutTable | Streams | Tensors | TrainedElements):
                 kind = type(columns[0])
                 values[field.name] = kind(
@@ -343,6 +356,7 @@ def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, i
     """Return `plain` in layouts with these `_setting_keys`, and the samples of a micro-batch."""
     tp, cp, context, recompute, microbatch, streamed, apart, ep, slices, lone = key
     one = replace(plain, tp=tp, cp=cp, context=CONTEXTS[context], recompute=RECOMPUTES[recompute], streamed=streamed)
+    # Chunks are computed one after the other from Python: such blocks are not compiled.
     if streamed > 1:
         one = replace(one, compile=False)
     if apart:
@@ -476,19 +490,3 @@ def _largest_ranks(
         for one in distinct
         if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in distinct if other != one)
     ]
-
-
-def _join_rank_parts(several: Sequence[RankParts]) -> RankParts:
-    """Return the ranks of several lists of layouts, one after the other."""
-    most = max(parts.blocks.shape[1] for parts in several)
-    return RankParts(
-        **{
-            field.name: np.concatenate(
-                [
-                    np.pad(column, ((0, 0), (0, most - column.shape[1])))
-                    for column in (getattr(parts, field.name) for parts in several)
-                ]
-            )
-            for field in fields(RankParts)
-        }
-    )

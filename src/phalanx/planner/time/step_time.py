@@ -120,6 +120,7 @@ def time_steps(
         of_parts = (waits.block, waits.leading, waits.embedding, waits.head)
         seconds[StepBreakdown.HOST] += count * busiest.sum_parts(*(each.sum(axis=1) for each in of_parts))
     pipeline, piped = pipelines(steps, times, constants, profile), layouts.pp > 1
+    # What a pipeline takes beyond the passes of its busiest rank is waiting.
     ramp = pipeline.computing - count * (busiest.forward + busiest.backward)
     seconds[StepBreakdown.BUBBLE] = np.where(piped, ramp * profile.pipeline_ramp, 0.0)
     seconds[StepBreakdown.TRANSFER] = pipeline.whole - pipeline.computing
@@ -141,6 +142,7 @@ def time_steps(
         framework.gather_bytes + framework.reduce_bytes
     )
     seconds[StepBreakdown.MEMORY] += ((count - 1) * added + begun) / profile.memory_b_s
+    # The norm of the gradients reads each of them once, in 32 bits.
     between = profile.step_s * np.where(layouts.world_size == 1, framework.single_rank_overhead, 1.0)
     seconds[StepBreakdown.REST] = between + 4 * mine / profile.memory_b_s
     return StepTimes(seconds.T)

@@ -7,7 +7,6 @@ the curve alone far from any measured shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal, get_args
@@ -62,6 +61,7 @@ def correction(measured: tuple[TimedOperation, ...], kind: Kind, sizes: npt.NDAr
     places, weights = _fitted(measured, kind)
     if not len(places):
         return np.ones(len(sizes))
+    # Layouts ask for the same few sizes again and again.
     distinct, which = np.unique(sizes, axis=0, return_inverse=True)
     wanted = np.log2(np.maximum(distinct, 1)) / _NEAR
     parts = [_alike(wanted[start : start + _AT_ONCE], places) @ weights for start in range(0, len(wanted), _AT_ONCE)]
@@ -72,15 +72,12 @@ def correction(measured: tuple[TimedOperation, ...], kind: Kind, sizes: npt.NDAr
 def _fitted(measured: tuple[TimedOperation, ...], kind: Kind) -> tuple[Floats, Floats]:
     """Return the places of the measured operations, [points, 4], and their weights, [points]."""
     points = [point for point in measured if point.kind == kind]
-    places: Floats = np.log2(_sizes(points)) / _NEAR
+    sizes = np.asarray([(point.batch, point.m, point.n, point.k) for point in points], np.float64).reshape(-1, 4)
+    places: Floats = np.log2(sizes) / _NEAR
+    # The noise of a measurement on the diagonal, in units of the signal.
     covariance = _alike(places, places) + np.eye(len(points)) * (_NOISE / _SIGNAL) ** 2
     weights = np.linalg.solve(covariance, np.log([point.ratio for point in points]))
     return places, np.asarray(weights, np.float64)
-
-
-def _sizes(points: Sequence[TimedOperation]) -> Floats:
-    rows = [(point.batch, point.m, point.n, point.k) for point in points]
-    return np.asarray(rows, np.float64).reshape(-1, 4)
 
 
 def _alike(some: Floats, others: Floats) -> Floats:

@@ -127,17 +127,15 @@ def _record_kernel(recorder: Recorder | None, name: str, reads: list[Tensor], wr
 
 def ring_operations() -> dict[Any, Opaque]:
     """Return what a recorder runs in place of each operation of ring attention."""
-    return {RING_ATTENTION: _ring_attention, RING_GRADIENTS: _ring_gradients}
 
+    def recorded(along: Callable[..., Any]) -> Opaque:
+        def run(recorder: Recorder, *arguments: Any) -> Any:
+            *tensors, _group, rank, size = arguments
+            return along(_RecordedRing(rank, size, recorder), *tensors)
 
-def _ring_attention(recorder: Recorder, *arguments: Any) -> Any:
-    *tensors, _group, rank, size = arguments
-    return attend_along(_RecordedRing(rank, size, recorder), *tensors)
+        return run
 
-
-def _ring_gradients(recorder: Recorder, *arguments: Any) -> Any:
-    *tensors, _group, rank, size = arguments
-    return gradients_along(_RecordedRing(rank, size, recorder), *tensors)
+    return {RING_ATTENTION: recorded(attend_along), RING_GRADIENTS: recorded(gradients_along)}
 
 
 class _RecordedRing(Ring):
@@ -149,6 +147,7 @@ class _RecordedRing(Ring):
 
     def start(self, x: Tensor) -> tuple[list[dist.Work], Tensor]:
         """Send nothing, record the message and return an empty tensor in place of what would be received."""
+        # Memory for the message is what counts; what is in it does not.
         received = torch.empty_like(x)
         step = Step("send", "collective", self.recorder.phase, x.dtype)
         step.collective = Collective("send", "cp", self.size, x.nbytes)
@@ -163,10 +162,10 @@ def fused_norms() -> Iterator[None]:
     The function itself is replaced: a mode of PyTorch's would be off where it matters, in a backward pass that computes
     blocks again.
     """
-    with patch.object(F, "rms_norm", _fused_norm):
+
+    def norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        assert weight is not None
+        return fused_rms_norm(input, weight)
+
+    with patch.object(F, "rms_norm", norm):
         yield
-
-
-def _fused_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    assert weight is not None
-    return fused_rms_norm(input, weight)

@@ -74,6 +74,7 @@ def compiled_timeline(
             behind.place(node, "incoming", "incoming")
     timeline.backward = behind.steps(backward, _phase_by_kernel(backward))
     gradients = _graph_outputs(backward)
+    # Gradients come in the order of the arguments.
     parameters = [node for node, argument in zip(gradients, arguments, strict=True) if argument.trained]
     assert all(isinstance(node, fx.Node) for node in parameters), "a parameter without gradient"
     timeline.gradients = behind.buffers(parameters)
@@ -120,6 +121,8 @@ def _unlike_rows(tensors: Sequence[Tensor]) -> int:
     return next(prime for prime in _PRIMES if all(size % prime for size in others))
 
 
+_FUSED_KINDS: tuple[Kind, ...] = ("reduction", "pointwise", "lookup", "copy")
+"""Kinds of operations in a fused kernel: the first of them that it has says what kind of kernel it is."""
 _graphs: dict[Any, fx.Graph] = {}
 
 
@@ -128,19 +131,14 @@ def _graph_of(function: Callable[..., Any], tensors: Sequence[Tensor]) -> fx.Gra
 
     Functions are alike where they are from the same place in the code and close over equal values.
     """
-    closed = tuple(_value_key(cell.cell_contents) for cell in function.__closure__ or ())
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    # Equal partial functions are not equal themselves: what they are made of is compared.
+    closed = tuple((x.func, x.args, tuple(sorted(x.keywords.items()))) if isinstance(x, partial) else x for x in values)
     key = (function.__code__, closed, tuple((tuple(x.shape), x.stride(), x.dtype) for x in tensors))
     if key not in _graphs:
         with unseen():
             _graphs[key] = plain_graph(function, tensors)
     return _graphs[key]
-
-
-def _value_key(value: Any) -> Any:
-    """Return a key that is equal for values that do the same; equal partial functions are not equal themselves."""
-    if isinstance(value, partial):
-        return value.func, value.args, tuple(sorted(value.keywords.items()))
-    return value
 
 
 def _phase_by_kernel(graph: fx.Graph) -> Callable[[Kernel], Phase]:
@@ -163,6 +161,7 @@ def _graph_outputs(graph: fx.Graph) -> list[Any]:
 
 def _free_buffers(timeline: Timeline, steps: list[Step], staying: set[int], before: Iterable[int] = ()) -> None:
     """Free each buffer after the last step that touches it, except those that stay. before: alive when steps begin."""
+    # What is alive before and never read goes with the first step.
     last = dict.fromkeys(before, 0)
     for place, step in enumerate(steps):
         for number in (*step.makes, *(access.buffer for access in step.reads)):
@@ -173,24 +172,18 @@ def _free_buffers(timeline: Timeline, steps: list[Step], staying: set[int], befo
         if number not in staying and not already and timeline.buffers[number].role == "made":
             steps[place].drops.append(number)
     own = {number for step in steps for number in step.makes}
+    # A fused kernel with one result writes it over an input in the same order that nothing reads afterwards; inputs of the
+    # graph are left as they are. Kernels with several results may do the same; measured peaks lie between.
     for step in steps:
-        _write_in_place(timeline, step, own)
-
-
-def _write_in_place(timeline: Timeline, step: Step, own: set[int]) -> None:
-    """Let a fused kernel with one result write it over an input in the same order that nothing reads afterwards.
-
-    Inputs of the graph are left as they are. Kernels with several results may do the same; measured peaks lie between.
-    """
-    if not step.work or len(step.makes) != 1:
-        return
-    made = timeline.buffers[step.makes[0]]
-    in_order = {access.buffer for access in step.reads if access.in_order}
-    for number in own & in_order & set(step.drops):
-        over = timeline.buffers[number]
-        if (over.elements, over.itemsize) == (made.elements, made.itemsize):
-            step.reuses = [number]
-            return
+        if not step.work or len(step.makes) != 1:
+            continue
+        made = timeline.buffers[step.makes[0]]
+        in_order = {access.buffer for access in step.reads if access.in_order}
+        for number in own & in_order & set(step.drops):
+            over = timeline.buffers[number]
+            if (over.elements, over.itemsize) == (made.elements, made.itemsize):
+                step.reuses = [number]
+                break
 
 
 class _Reader:
@@ -218,7 +211,9 @@ class _Reader:
         found: list[Step] = []
         for kernel in fuse_graph(graph):
             first = kernel.nodes[0]
-            name = _kernel_name(kernel)
+            names = list(dict.fromkeys(name_of(node) for node in kernel.nodes))
+            # A fused kernel is named after what it computes; after casts and copies only where there is nothing else.
+            name = "+".join([one for one in names if kind_of(one) != "copy"] or names)
             for node in kernel.writes:
                 self.place(node, name_of(first) if kernel.alone else name, "made")
             if first.target in self.opaque:
@@ -230,7 +225,12 @@ class _Reader:
     def _step(self, kernel: Kernel, name: str, phase: Phase) -> Step:
         first = kernel.nodes[0]
         written = [node for node in kernel.writes if node in self.buffer]
-        step = Step(name, _kernel_kind(kernel), phase, _result_dtype(written or kernel.nodes))
+        kinds = {kind_of(name_of(node)) for node in kernel.nodes}
+        kind = kinds.pop() if kernel.alone else next(kind for kind in _FUSED_KINDS if kind in kinds)
+        value = (written or kernel.nodes)[0].meta["val"]
+        result = value if isinstance(value, Tensor) else value[0]
+        assert isinstance(result, Tensor)
+        step = Step(name, kind, phase, result.dtype)
         step.reads = [
             Access(self.buffer[node], count, in_order=node not in kernel.sliced)
             for node, count in kernel.reads.items()
@@ -240,7 +240,9 @@ class _Reader:
         step.makes = [self.buffer[node] for node in written]
         if not kernel.alone:
             step.work = [
-                _work_of(node) for node in kernel.nodes if kind_of(name_of(node)) in ("pointwise", "reduction")
+                max(element_count(other) for other in (node, *node.all_input_nodes))
+                for node in kernel.nodes
+                if kind_of(name_of(node)) in ("pointwise", "reduction")
             ]
             return step
         arguments: Any = fx.node.map_arg(first.args, lambda node: node.meta.get("val"))
@@ -275,20 +277,21 @@ class _Reader:
             results = self.opaque[node.target](recorder, *arguments)
         for result, user in ((results[user.args[1]], user) for user in kernel.writes):
             known[recorder.hold(result, "made")] = self.buffer[user]
-        return [self._translated(step, recorder.timeline, known, phase) for step in recorder.close()]
 
-    def _translated(self, step: Step, timeline: Timeline, known: dict[int, int], phase: Phase) -> Step:
         def number(old: int) -> int:
+            """Return the number here of a buffer of the recorder's timeline."""
             if old not in known:
-                buffer = timeline.buffers[old]
+                buffer = recorder.timeline.buffers[old]
                 known[old] = self.timeline.new(buffer.name, buffer.elements, buffer.itemsize)
             return known[old]
 
-        step.phase = phase
-        step.reads = [Access(number(access.buffer), access.elements) for access in step.reads]
-        step.writes = [Access(number(access.buffer), access.elements) for access in step.writes]
-        step.makes, step.drops = [number(old) for old in step.makes], [number(old) for old in step.drops]
-        return step
+        steps = recorder.close()
+        for step in steps:
+            step.phase = phase
+            step.reads = [Access(number(access.buffer), access.elements) for access in step.reads]
+            step.writes = [Access(number(access.buffer), access.elements) for access in step.writes]
+            step.makes, step.drops = [number(old) for old in step.makes], [number(old) for old in step.drops]
+        return steps
 
 
 def _meta_like(tensor: Tensor, scale: Scale | None = None) -> Tensor:
@@ -296,29 +299,3 @@ def _meta_like(tensor: Tensor, scale: Scale | None = None) -> Tensor:
     to = scale or Scale()
     shape, stride = ([to(size) for size in sizes] for sizes in (tensor.shape, tensor.stride()))
     return torch.empty_strided(shape, stride, dtype=tensor.dtype, device="meta")
-
-
-def _kernel_kind(kernel: Kernel) -> Kind:
-    kinds = {kind_of(name_of(node)) for node in kernel.nodes}
-    if kernel.alone:
-        return kinds.pop()
-    order: tuple[Kind, ...] = ("reduction", "pointwise", "lookup", "copy")
-    return next(kind for kind in order if kind in kinds)
-
-
-def _kernel_name(kernel: Kernel) -> str:
-    """Return the names of a fused kernel's operations; casts and copies only where there is nothing else."""
-    names = list(dict.fromkeys(name_of(node) for node in kernel.nodes))
-    telling = [name for name in names if kind_of(name) != "copy"] or names
-    return "+".join(telling)
-
-
-def _work_of(node: fx.Node) -> int:
-    return max(element_count(other) for other in (node, *node.all_input_nodes))
-
-
-def _result_dtype(nodes: Sequence[fx.Node]) -> torch.dtype:
-    value = nodes[0].meta["val"]
-    first = value if isinstance(value, Tensor) else value[0]
-    assert isinstance(first, Tensor)
-    return first.dtype

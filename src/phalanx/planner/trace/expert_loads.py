@@ -34,7 +34,8 @@ class ExpertLoads:
         if self.logged:
             return self._busiest_of(ranks)[0]
         # Most of so many normal numbers, on average (Blom 1958); a rank's load is the mean of its experts'.
-        return min(float(ranks), 1.0 + self.spread * _expected_maximum(ranks) / math.sqrt(experts / ranks))
+        expected_maximum = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+        return min(float(ranks), 1.0 + self.spread * expected_maximum / math.sqrt(experts / ranks))
 
     def busiest_spread(self, experts: int, ranks: int) -> float:
         """Return one standard deviation of `busiest` from layer to layer."""
@@ -47,11 +48,6 @@ class ExpertLoads:
 
     def _busiest_of(self, ranks: int) -> tuple[float, float]:
         return next((mean, spread) for count, mean, spread in self.logged if count == ranks)
-
-
-def _expected_maximum(count: int) -> float:
-    """Return the mean of the largest of `count` standard normal numbers, by Blom's approximation."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 PRIOR = ExpertLoads(spread=0.3)

@@ -104,8 +104,17 @@ class _Fusion:
         self.inputs = {
             node: [(s, n) for n in node.all_input_nodes for s in _tensor_sources(n)] for node in self.working
         }
-        self.level = self._levels()
-        self.demanded = self._demanded()
+        self.level: dict[fx.Node, int] = {}
+        """Kernels that stand alone before each node; only nodes of one level may run together. Sums over rows (gradients of
+        norms' parameters, say) run apart from the work they sum, which goes the other way."""
+        for node in self.working:
+            makers = [_making_node(origin) for origin, _ in self.inputs[node]]
+            before = [self.level[maker] + (not _is_fusible(maker)) for maker in makers if maker in self.level]
+            self.level[node] = max(before, default=0) + _over_rows(node)
+        alone = {origin for node in self.working if not _is_fusible(node) for origin, _ in self.inputs[node]}
+        output = next(iter(reversed(graph.nodes)))
+        self.demanded = alone | {origin for node in output.all_input_nodes for origin in _tensor_sources(node)}
+        """What must be in memory whatever is fused: results of the graph, and inputs of kernels that stand alone."""
         self._leaves: dict[fx.Node, dict[fx.Node, int]] = {}
 
     def kernels(self) -> list[Kernel]:
@@ -116,33 +125,31 @@ class _Fusion:
                 for origin, through in self.inputs[node]:
                     if home.get(_making_node(origin)) is not kernel:
                         self._read(kernel, origin, through)
+        # A result that no other kernel reads is never written to memory.
         wanted = {origin for kernel in kernels for origin in kernel.reads} | self.demanded
         for kernel in kernels:
             results = [node for node in kernel.nodes if node in wanted]
             several = [user for node in kernel.nodes for user in node.users if _is_getitem(user) and user in wanted]
             kernel.writes = [*results, *several]
-        return self._ordered([kernel for kernel in kernels if kernel.writes or kernel.alone])
-
-    def _levels(self) -> dict[fx.Node, int]:
-        """Count the kernels that stand alone before each node; only nodes of one level may run together.
-
-        Sums over rows (gradients of norms' parameters, say) run apart from the work they sum, which goes the other way.
-        """
-        level: dict[fx.Node, int] = {}
-        for node in self.working:
-            before = 0
-            for origin, _ in self.inputs[node]:
-                maker = _making_node(origin)
-                if maker in level:
-                    before = max(before, level[maker] + (not _is_fusible(maker)))
-            level[node] = before + _over_rows(node)
-        return level
-
-    def _demanded(self) -> set[fx.Node]:
-        """Return what must be in memory whatever is fused: results of the graph, and inputs of kernels that stand alone."""
-        found = {origin for node in self.working if not _is_fusible(node) for origin, _ in self.inputs[node]}
-        output = next(iter(reversed(self.graph.nodes)))
-        return found | {origin for node in output.all_input_nodes for origin in _tensor_sources(node)}
+        # Order: each kernel as early as its last operation allows.
+        kernels = [kernel for kernel in kernels if kernel.writes or kernel.alone]
+        makes = {node: kernel for kernel in kernels for node in kernel.writes}
+        place = {id(kernel): max(self.order[node] for node in kernel.nodes) for kernel in kernels}
+        waits = {id(k): {id(makes[n]) for n in k.reads if n in makes and makes[n] is not k} for k in kernels}
+        by_id = {id(kernel): kernel for kernel in kernels}
+        ready = [(place[key], key) for key, missing in waits.items() if not missing]
+        heapq.heapify(ready)
+        found: list[Kernel] = []
+        while ready:
+            _, key = heapq.heappop(ready)
+            found.append(by_id[key])
+            for other, missing in waits.items():
+                if key in missing:
+                    missing.remove(key)
+                    if not missing:
+                        heapq.heappush(ready, (place[other], other))
+        assert len(found) == len(kernels), "kernels wait for each other"
+        return found
 
     def _grouped(self) -> list[Kernel]:
         """Group the fusible nodes of one level that are joined by their inputs; every other node stands alone."""
@@ -188,26 +195,6 @@ class _Fusion:
                     found[leaf] = min(found.get(leaf, 0) + count, element_count(leaf))
             self._leaves[node] = found
         return self._leaves[node]
-
-    def _ordered(self, kernels: list[Kernel]) -> list[Kernel]:
-        """Order kernels: each as early as its last operation allows."""
-        makes = {node: kernel for kernel in kernels for node in kernel.writes}
-        place = {id(kernel): max(self.order[node] for node in kernel.nodes) for kernel in kernels}
-        waits = {id(k): {id(makes[n]) for n in k.reads if n in makes and makes[n] is not k} for k in kernels}
-        by_id = {id(kernel): kernel for kernel in kernels}
-        ready = [(place[key], key) for key, missing in waits.items() if not missing]
-        heapq.heapify(ready)
-        found: list[Kernel] = []
-        while ready:
-            _, key = heapq.heappop(ready)
-            found.append(by_id[key])
-            for other, missing in waits.items():
-                if key in missing:
-                    missing.remove(key)
-                    if not missing:
-                        heapq.heappush(ready, (place[other], other))
-        assert len(found) == len(kernels), "kernels wait for each other"
-        return found
 
 
 def _tensor_sources(node: fx.Node) -> Iterator[fx.Node]:

@@ -151,20 +151,16 @@ class Scale:
 
     def __call__(self, count: int) -> int:
         """Return how many elements the wanted micro-batch has in place of `count` of the traced one."""
-        if self.experts is not None:
-            count = self._scale_experts(count, self.experts)
+        experts = self.experts
+        if experts is not None and count % experts.traced_rows == 0:
+            # Multiples of a sample's rows, of which `load` makes whole ones.
+            load = experts.wanted.load
+            count = count // experts.traced_rows * load.numerator // load.denominator * self.traced
+        elif experts is not None and count % experts.traced_local == 0:
+            count = count // experts.traced_local * experts.wanted.local
         if self.traced == self.wanted or count % self.traced:
             return count
         return count // self.traced * self.wanted
-
-    def _scale_experts(self, count: int, experts: ExpertScale) -> int:
-        if count % experts.traced_rows == 0:
-            # Multiples of a sample's rows, of which `load` makes whole ones.
-            load = experts.wanted.load
-            return count // experts.traced_rows * load.numerator // load.denominator * self.traced
-        if count % experts.traced_local == 0:
-            return count // experts.traced_local * experts.wanted.local
-        return count
 
     def matmul(self, x: Matmul) -> Matmul:
         """Return `x` in the wanted micro-batch."""

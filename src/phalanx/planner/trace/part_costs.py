@@ -6,7 +6,7 @@ of any size: nothing is allocated, no process group is made. `part_costs` is wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from phalanx.config.model import BlockModel, LanguageModel
+from phalanx.config.model import LanguageModel
 from phalanx.layout.layout_model import Stage, TrainingPass
 from phalanx.layout.prepare_blocks import recompute_block, recompute_policy
 from phalanx.layout.streamed_weights.stream_pairs import streamed_parameters
@@ -93,13 +93,30 @@ def part_costs(name: PartName, setting: Setting, microbatch: int) -> PartCosts:
     a few tenths of a second; of a compiled one the choices of recompute share most of it.
     """
     trace = _choose_trace(name, setting, microbatch)
-    traced, scale = _trace_part(trace), Scale(trace.samples, microbatch, experts=_expert_scale(setting, trace))
+    traced, share, experts = _trace_part(trace), trace.setting.share, None
+    if share is not None and setting.share is None and setting.expert_tp == 1:
+        # One trace stands for every number of experts on a rank and of rows that arrive there.
+        wanted_share = part_tracer(setting).expert_share()
+        experts = ExpertScale(int(share.load * trace.samples), share.local, wanted_share)
+    scale = Scale(trace.samples, microbatch, experts=experts)
     if trace.shown:
-        return _streamed_costs(setting, traced, scale)
+        chains = chain_sizes(setting)
+        names = frozenset(name for chain in chains for name in chain.names)
+        return PartCosts(
+            streamed_costs(traced.timeline, traced.middles, traced.units, chains, scale),
+            _block_parameters(_plain_setting(setting), names),
+            _kept_together(traced, scale),
+            chains,
+        )
+    # A head that goes over chunks was traced with a few of them.
     if traced.chunks and trace.setting.chunk_tokens < _ALL:
         shown, wanted = Chunks.of(trace.setting, trace.samples), Chunks.of(setting, microbatch)
         return PartCosts(chunked_costs(traced.timeline, traced.chunks, shown, wanted), traced.parameters, ())
-    return _part_costs(traced, scale)
+    parameters = tuple(
+        replace(parameter, shape=tuple(map(scale, parameter.shape))) if parameter.expert else parameter
+        for parameter in traced.parameters
+    )
+    return PartCosts(traced.timeline.costs(scale), parameters, _kept_together(traced, scale))
 
 
 @dataclass(frozen=True)
@@ -137,13 +154,17 @@ def _choose_trace(name: PartName, setting: Setting, microbatch: int) -> _Trace:
         setting = replace(setting, ep=1, expert_tp=1, casts_experts=False)
     alike = replace(_plain_setting(setting), tp=1, cp=1, ep=1) if name in BLOCKS else setting
     samples, rows, local = _unlike_sizes(name, alike)
-    if microbatch == 1 and not _has_experts(setting.model):
+    mixture = setting.model.experts if isinstance(setting.model, LanguageModel) else None
+    # Without experts only samples are scaled, and of a single one nothing is.
+    if microbatch == 1 and mixture is None:
         samples = 1
     if setting.expert_tp > 1:
         setting = replace(setting, share=part_tracer(setting).expert_share())
     elif setting.ep > 1 and setting.share is None:
+        assert mixture is not None
         # One trace does for all degrees of `ep` and loads: about as many rows arrive as leave, in numbers of their own.
-        share = ExpertShare(_least_ranks(setting.model), local, Fraction(rows, samples))
+        fewest = next(ranks for ranks in range(2, mixture.count + 1) if mixture.count % ranks == 0)
+        share = ExpertShare(fewest, local, Fraction(rows, samples))
         setting = replace(setting, ep=share.ranks, loads=PRIOR, share=share)
     if name == "embedding":
         # It computes no loss, and nothing that would be compiled.
@@ -170,14 +191,6 @@ def _plain_setting(setting: Setting) -> Setting:
     return replace(plain, ep=1, expert_tp=1, casts_experts=False)
 
 
-def _part_costs(traced: _Traced, scale: Scale) -> PartCosts:
-    parameters = tuple(
-        replace(parameter, shape=tuple(map(scale, parameter.shape))) if parameter.expert else parameter
-        for parameter in traced.parameters
-    )
-    return PartCosts(traced.timeline.costs(scale), parameters, _kept_together(traced, scale))
-
-
 def _kept_together(traced: _Traced, scale: Scale) -> tuple[Kept, ...]:
     shared = [traced.timeline.buffers[number] for number in traced.shared]
     return tuple(Kept(buffer.name.removeprefix(_SHARED), buffer.bytes(scale)) for buffer in shared)
@@ -193,25 +206,6 @@ def _unlike_sizes(name: PartName, setting: Setting) -> tuple[int, int, int]:
     sizes = _fixed_sizes(name, setting)
     samples, rows, local = islice((prime for prime in _PRIMES if all(size % prime for size in sizes)), 3)
     return samples, rows, local
-
-
-def _has_experts(model: BlockModel) -> bool:
-    return isinstance(model, LanguageModel) and model.experts is not None
-
-
-def _least_ranks(model: BlockModel) -> int:
-    """Return the fewest ranks over which the experts can be sharded."""
-    assert isinstance(model, LanguageModel) and model.experts is not None
-    count = model.experts.count
-    return next(ranks for ranks in range(2, count + 1) if count % ranks == 0)
-
-
-def _expert_scale(setting: Setting, trace: _Trace) -> ExpertScale | None:
-    """Return what leads from the share of experts in a trace to that of `setting`."""
-    traced = trace.setting.share
-    if traced is None or setting.share is not None or setting.expert_tp > 1:
-        return None
-    return ExpertScale(int(traced.load * trace.samples), traced.local, part_tracer(setting).expert_share())
 
 
 @cache
@@ -233,20 +227,15 @@ def _trace_part(trace: _Trace) -> _Traced:
         )
     stage = build_stage(trace.name, trace.setting)
     if trace.name in BLOCKS and trace.setting.compile:
-        return _trace_compiled(trace.name, stage, trace.setting, trace.samples)
+        load_compiler()
+        # Recompute is chosen when the graph is divided: one graph serves all choices of it.
+        joint, arguments = _block_graph(trace.name, replace(trace.setting, recompute="none"), trace.samples)
+        policy = recompute_policy(trace.setting.recompute)
+        timeline = compiled_timeline(joint, policy, arguments, _AXES, ring_operations())
+        shared = [number for number, buffer in enumerate(timeline.buffers) if buffer.name.startswith(_SHARED)]
+        timeline.adds_experts = trace.setting.casts_experts
+        return _Traced(timeline, part_parameters(stage, trace.setting), tuple(shared))
     return _trace_eager(stage, trace.setting, trace.samples)
-
-
-def _streamed_costs(setting: Setting, traced: _Traced, scale: Scale) -> PartCosts:
-    """Return the costs of a streamed block."""
-    chains = chain_sizes(setting)
-    names = frozenset(name for chain in chains for name in chain.names)
-    return PartCosts(
-        streamed_costs(traced.timeline, traced.middles, traced.units, chains, scale),
-        _block_parameters(_plain_setting(setting), names),
-        _kept_together(traced, scale),
-        chains,
-    )
 
 
 @cache
@@ -257,16 +246,6 @@ def _block_parameters(setting: Setting, streamed: frozenset[str]) -> tuple[PartP
 
 
 # --- compiled blocks ---------------------------------------------------------------------------------------------------
-
-
-def _trace_compiled(name: PartName, stage: Stage, setting: Setting, samples: int) -> _Traced:
-    load_compiler()
-    joint, arguments = _block_graph(name, replace(setting, recompute="none"), samples)
-    policy = recompute_policy(setting.recompute)
-    timeline = compiled_timeline(joint, policy, arguments, _AXES, ring_operations())
-    shared = [number for number, buffer in enumerate(timeline.buffers) if buffer.name.startswith(_SHARED)]
-    timeline.adds_experts = setting.casts_experts
-    return _Traced(timeline, part_parameters(stage, setting), tuple(shared))
 
 
 @cache
@@ -386,8 +365,14 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
     whole = [parameter for parameter in stage.parameters() if parameter not in streamed]
     experts = expert_parameters(stage) if setting.ep > 1 else []
     _record_passes(recorder, run, whole, experts)
-    recorder.timeline.adds_experts = setting.casts_experts
-    _mark_pending(recorder, streamed)
+    timeline = recorder.timeline
+    timeline.adds_experts = setting.casts_experts
+    coming = {recorder.hold(p.grad, "made") for p in streamed if p.grad is not None}
+    timeline.coming = sorted(coming)
+    for step in timeline.backward:
+        if step.makes and coming.issuperset(step.makes):
+            # The first micro-batch alone allocates gradients of streamed matrices; later ones add to what is there.
+            step.kind = "free"
     if not stage.part.part.first:
         # What the embedding is called with are samples, which are there all the time.
         recorder.timeline.kept.append(number)
@@ -411,17 +396,6 @@ def _record_passes(
     timeline.gradients = [recorder.hold(p.grad, "made") for p in parameters if p.grad is not None]
     timeline.expert_gradients = [recorder.hold(p.grad, "made") for p in experts if p.grad is not None]
     recorder.close()
-
-
-def _mark_pending(recorder: Recorder, streamed: Iterable[nn.Parameter]) -> None:
-    """Tell the gradients of `streamed` matrices from what every micro-batch makes."""
-    timeline = recorder.timeline
-    coming = {recorder.hold(p.grad, "made") for p in streamed if p.grad is not None}
-    timeline.coming = sorted(coming)
-    for step in timeline.backward:
-        if step.makes and coming.issuperset(step.makes):
-            # The first micro-batch alone allocates them; later ones add to what is there.
-            step.kind = "free"
 
 
 def _mark_forward(block: nn.Module, recorder: Recorder) -> None:

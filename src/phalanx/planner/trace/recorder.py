@@ -52,11 +52,16 @@ class Recorder(TorchDispatchMode):
         """Run an operation and write it down."""
         keywords = kwargs or {}
         name = base_name(func)
+        # Nothing is under way on meta: what is waited for is the tensor itself.
         if name == "wait_tensor":
             return args[0]
         if func in self.opaque:
-            with self, self._looking_into():
-                return self.opaque[func](self, *args, **keywords)
+            self._inner += 1
+            try:
+                with self:
+                    return self.opaque[func](self, *args, **keywords)
+            finally:
+                self._inner -= 1
         if self._inner:
             # Below autograd, where what stands behind an operation runs, compound operations arrive whole.
             with self:
@@ -65,6 +70,7 @@ class Recorder(TorchDispatchMode):
                 return parts
         # Nothing is computed on meta, and PyTorch 2.11 cannot add there into a matrix of another format.
         result = keywords["out"] if "out" in keywords else on_meta(func, args, keywords)
+        # A view makes no memory and moves none.
         if not func.is_view:
             self._record(func, name, args, keywords, result)
         return result
@@ -84,7 +90,10 @@ class Recorder(TorchDispatchMode):
 
     def add(self, step: Step, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
         """Add a step that ran without being seen; its results are buffers from here on."""
-        step.reads = [self._access(tensor, step.name) for tensor in reads]
+        for tensor in reads:
+            number, _ = self._number(tensor, step.name, "given")
+            # An expanded view has more elements than its memory.
+            step.reads.append(Access(number, min(tensor.numel(), self.timeline.buffers[number].elements)))
         for tensor in writes:
             number, new = self._number(tensor, step.name, "made")
             if new:
@@ -131,14 +140,6 @@ class Recorder(TorchDispatchMode):
     def _steps(self) -> list[Step]:
         return self.timeline.backward if self.backward else self.timeline.forward
 
-    @contextlib.contextmanager
-    def _looking_into(self) -> Iterator[None]:
-        self._inner += 1
-        try:
-            yield
-        finally:
-            self._inner -= 1
-
     def _record(self, func: Any, name: str, args: Any, keywords: dict[str, Any], result: Any) -> None:
         reads, writes = tensors_in((args, keywords)), tensors_in(result)
         if not writes:
@@ -156,11 +157,8 @@ class Recorder(TorchDispatchMode):
             step.rows_of_tables = kind == "lookup"
         self.add(step, reads, writes)
         if kind == "free":
+            # Making memory writes nothing into it.
             step.writes = []
-
-    def _access(self, tensor: Tensor, name: str) -> Access:
-        number, _ = self._number(tensor, name, "given")
-        return Access(number, min(tensor.numel(), self.timeline.buffers[number].elements))
 
     def _number(self, tensor: Tensor, name: str, role: Role) -> tuple[int, bool]:
         """Return the number of the buffer behind `tensor`, and whether it is seen for the first time."""
@@ -254,16 +252,15 @@ def _formats_of(result: Any, arguments: list[Tensor]) -> _Formats | None:
     before, made = set(map(storage_key, arguments)), [storage_key(tensor) for tensor in tensors]
     if not isinstance(every, tuple) or len({*before, *made}) < len(before) + len(made):
         return None
-    if not all(each is None or (isinstance(each, Tensor) and _is_whole(each)) for each in every):
-        return None
+    for each in every:
+        if each is None:
+            continue
+        # A result that is a part of some memory, or no tensor on meta, cannot be made from its format.
+        if not isinstance(each, Tensor) or each.device.type != "meta" or each.storage_offset():
+            return None
+        if each.untyped_storage().nbytes() != _empty_meta(_format_of(each)).untyped_storage().nbytes():
+            return None
     return single, tuple(None if each is None else _format_of(each) for each in every)
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor on meta is all of its memory."""
-    if tensor.device.type != "meta" or tensor.storage_offset():
-        return False
-    return tensor.untyped_storage().nbytes() == _empty_meta(_format_of(tensor)).untyped_storage().nbytes()
 
 
 def _format_of(tensor: Tensor) -> _Format:

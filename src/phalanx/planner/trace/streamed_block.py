@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.layout.layout_model import Stage
 from phalanx.layout.mesh import Axis
-from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Matrix
+from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan
 from phalanx.layout.streamed_weights.ring_transport import Transfer, WeightRing
 from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed
 from phalanx.nn.precision import PRECISIONS
@@ -158,6 +158,7 @@ def traced_stage(setting: Setting, shown: tuple[Shown, ...], samples: int) -> tu
     stage, ring = build_stage("block", setting, stream), stream.ring
     assert isinstance(ring, SilentRing)
     sizes = {setting.length, samples, *(size for parameter in stage.parameters() for size in parameter.shape)}
+    # Every chain gets a size of its own, so that chains are told apart by what divides a count.
     primes = iter(prime for prime in _PRIMES if all(size % prime for size in sizes))
     units: list[int] = []
     for module in stage.part.modules():
@@ -169,19 +170,15 @@ def traced_stage(setting: Setting, shown: tuple[Shown, ...], samples: int) -> tu
             module.pair.plan = ChunkPlan(plan.matrices, ranks * units[-1], ranks, chunks)
             ring.order[id(module.pair.plan)] = len(units) - 1
             for matrix in plan.matrices:
-                _resize_parameter(module, matrix, units[-1] * matrix.unit, setting.precision)
+                path, _, name = matrix.name.rpartition(".")
+                owner, rows = module.get_submodule(path), units[-1] * matrix.unit
+                dims = owner.get_parameter(name).dim()
+                shape = (matrix.width, rows) if matrix.dim == 1 else (rows, matrix.width)[:dims]
+                # Rows are a multiple of a prime that divides no real size: what grows with the chunk can be told in the
+                # trace.
+                piece = torch.empty(shape, dtype=PRECISIONS[setting.precision].main_dtype, device="meta")
+                setattr(owner, name, nn.Parameter(piece))
     return stage, ring, tuple(units)
-
-
-def _resize_parameter(module: Streamed, matrix: Matrix, rows: int, precision: str) -> None:
-    """Give the module a piece of so many rows, in the format of masters."""
-    path, _, name = matrix.name.rpartition(".")
-    owner = module.get_submodule(path)
-    dims = owner.get_parameter(name).dim()
-    shape = (matrix.width, rows) if matrix.dim == 1 else (rows, matrix.width)[:dims]
-    main_dtype = PRECISIONS[precision].main_dtype
-    # Rows are a multiple of a prime that divides no real size: what grows with the chunk can be told in the trace.
-    setattr(owner, name, nn.Parameter(torch.empty(shape, dtype=main_dtype, device="meta")))
 
 
 @dataclass(frozen=True)
@@ -226,6 +223,7 @@ def streamed_costs(
         each = [1] * len(steps)
         for of_backward, chain, begin, end in middles:
             if of_backward is bool(backward):
+                # The traced middle stands for all chunks between the second and the last.
                 each[begin:end] = [chains[chain].plan.chunks - _SHOWN + 1] * (end - begin)
         times += each
     return timeline.costs(ChunkScale(scale.traced, scale.wanted, wanted), times)

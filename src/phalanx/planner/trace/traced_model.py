@@ -288,7 +288,11 @@ def sdpa_choice(requested: str, precision: str, *, biased: bool, rocm: bool) -> 
 def build_stage(name: PartName, setting: Setting, stream: Stream | None = None) -> Stage:
     """Build a stage of one part, as the first rank of every axis has it, with parameters in the format they are used in."""
     tracer = part_tracer(setting)
-    stage = tracer.build_stage(name, _sequence_share(setting), stream)
+    # the first rank of either axis stands for all: none holds more
+    tp, cp = (
+        Axis(axis, 0, size, None, tuple(range(size)), axis) for axis, size in (("tp", setting.tp), ("cp", setting.cp))
+    )
+    stage = tracer.build_stage(name, SequenceShare(cp, tp, setting.context), stream)
     list(add_adapters(stage.part, setting.trained.adapters))
     for parameter_name, parameter in named_parameters(stage.part, tracer.tied()).items():
         parameter.requires_grad_(not setting.freezes(parameter_name))
@@ -352,10 +356,3 @@ def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]
 def expert_parameters(stage: Stage) -> list[nn.Parameter]:
     """Return the parameters of the experts of a stage."""
     return [parameter for one in stage.expert_networks() for parameter in one.parameters()]
-
-
-def _sequence_share(setting: Setting) -> SequenceShare:
-    tp, cp = (
-        Axis(name, 0, size, None, tuple(range(size)), name) for name, size in (("tp", setting.tp), ("cp", setting.cp))
-    )
-    return SequenceShare(cp, tp, setting.context)
