@@ -8,7 +8,7 @@ from typing import Any
 from phalanx.config.model import LanguageModel
 from phalanx.config.presets import find_preset
 from phalanx.planner.measured.cells import Row, Unusable
-from phalanx.planner.measured.models import model_of, preset_sizes
+from phalanx.planner.measured.runs import model_of, preset_sizes
 
 _OTHER_KINDS = re.compile(r"\bvit\b|gnn|climax|orbit|weather|mlip", re.IGNORECASE)
 _MIXTURES = re.compile(r"moe|mixtral|\d+x\d+b|deepseek|kimi|gpt.?oss|_a\d+b|nemotron_3|qwen3_(30|235)", re.IGNORECASE)

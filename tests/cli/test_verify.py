@@ -19,7 +19,7 @@ from phalanx.cli.main import SUBCOMMANDS
 from phalanx.config.load import load_run
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
-from phalanx.report.width_section import describe_widths
+from phalanx.report.page_sections import describe_widths
 from phalanx.verification import verify_run
 from report.run_dirs import write_run
 from trial_processes import wait_for

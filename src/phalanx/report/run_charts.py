@@ -11,8 +11,8 @@ import numpy as np
 from phalanx.formatting import format_count, format_duration, format_number
 from phalanx.report.drawing import Scale
 from phalanx.report.interactive_chart import AXES, Chart, Marks, Positions, Series, reduce_points
+from phalanx.report.page_sections import accuracy_by_task
 from phalanx.report.run_log import FloatArray, RunLog
-from phalanx.report.task_scores import accuracy_by_task
 
 MOST_DOTS = 60
 """Evaluations that are drawn with a dot each."""

@@ -27,14 +27,12 @@ from phalanx.formatting import (
     shorten_blank_lines,
 )
 from phalanx.layout.spec import DEGREES
-from phalanx.report.expert_load import LAYER_COLUMNS, describe_experts
 from phalanx.report.interactive_chart import PLOT_HEIGHT, PLOT_WIDTH, Chart, draw_chart
 from phalanx.report.page import Tile, render_page, write_script_json
+from phalanx.report.page_sections import LAYER_COLUMNS, TASK_COLUMNS, describe_experts, describe_tasks, describe_widths
 from phalanx.report.run_charts import chart_run, format_value, read_out
 from phalanx.report.run_log import Event, RunLog, Summary, split_wall_time, summarise_run
 from phalanx.report.table import Column
-from phalanx.report.task_scores import TASK_COLUMNS, describe_tasks
-from phalanx.report.width_section import describe_widths
 
 Item = TypeVar("Item")
 

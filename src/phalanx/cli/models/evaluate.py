@@ -16,7 +16,7 @@ from phalanx.families.language.evaluation.load_weights import LoadedModel, load_
 from phalanx.hardware.device import choose_device
 from phalanx.layout.mesh import leave_process_group
 from phalanx.nn.precision import find_number_format
-from phalanx.report.task_scores import SCORE_COLUMNS
+from phalanx.report.page_sections import SCORE_COLUMNS
 
 
 def run_evaluate(asked: EvaluateArguments) -> None:

@@ -31,7 +31,7 @@ from phalanx.planner.rank.ranking import Planner, Task, fixed_fields
 from phalanx.planner.time.profile import choose_profile
 from phalanx.planner.trace.expert_loads import ExpertLoads, read_loads
 from phalanx.planner.trace.traced_model import bind_planned
-from phalanx.report.expert_load import list_loads
+from phalanx.report.page_sections import list_loads
 from phalanx.report.plan_page import render_plan
 from phalanx.report.run_log import RunLog, summarise_run
 from phalanx.report.table import Column, write_text_table

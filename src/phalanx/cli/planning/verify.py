@@ -16,7 +16,7 @@ from phalanx.families.language.config import require_language
 from phalanx.families.language.evaluation.width_check import FLAT, STEPS, WidthCheck, check_widths
 from phalanx.files import write_atomically
 from phalanx.layout.mesh import ranks_from_environment
-from phalanx.report.width_section import CHECK_FILE
+from phalanx.report.page_sections import CHECK_FILE
 from phalanx.verification.verify_run import Options, Outcome, Verdict, verify_run
 
 _NAMED = 5
