@@ -159,7 +159,7 @@ def model_bytes(
         shards=candidates.shards.astype(np.float64),
         expert_shards=candidates.expert_shards.astype(np.float64),
         ring=parts.column(lambda c: 4 * max((chain.chunk for chain in c["block"].chains), default=0)),
-        waiting=_waiting_bytes(parts.settings, parts.costs)[parts.trace_of],
+        waiting=parts.measure_waiting(),
     )
 
 
@@ -247,6 +247,22 @@ class _RankParts:
             quantised_gathered=nothing,
         )
 
+    def measure_waiting(self) -> FloatArray:
+        """Return the bytes that a block keeps from the gradients of its input to those of its weights, [candidates].
+
+        Those of the weights are computed from gradients of the results of matrices and norms, which are kept until then. 0
+        where both are computed together, as streamed blocks do.
+        """
+        found = []
+        for (setting, _), parts in zip(self.settings, self.costs, strict=True):
+            costs, results = parts["block"].costs, 0
+            # Operations are listed when they are asked for, which takes a while: most settings do without.
+            if not (setting.joint_gradients or parts["block"].chains):
+                written = (op.bytes_written for op in costs.operations if op.kind == "matmul" and op.phase == "forward")
+                results = sum(written) + 2 * costs.output_bytes
+            found.append(results)
+        return np.asarray(found, np.float64)[self.trace_of]
+
     def _count_parameters(self, name: PartName, *, experts: bool) -> tuple[FloatArray, ...]:
         """Return elements of a part on a rank of each candidate, [candidates] each.
 
@@ -290,18 +306,3 @@ def _behind_experts(block: PartCosts) -> tuple[int, int]:
     kept = block.costs.kept_bytes
     at_once, later = block.costs.behind_experts
     return at_once - kept, later - kept
-
-
-def _waiting_bytes(settings: list[tuple[Setting, int]], costs: list[dict[PartName, PartCosts]]) -> FloatArray:
-    """Return the bytes that blocks keep from the gradients of their input to those of their weights, [settings].
-
-    Those of the weights are computed from gradients of the results of matrices and norms, which are kept until then. 0 where
-    both are computed together, as streamed blocks do.
-    """
-    found = []
-    for (setting, _), parts in zip(settings, costs, strict=True):
-        block = parts["block"]
-        results = (op.bytes_written for op in block.costs.operations if op.kind == "matmul" and op.phase == "forward")
-        together = setting.joint_gradients or bool(block.chains)
-        found.append(0 if together else sum(results) + 2 * block.costs.output_bytes)
-    return np.asarray(found, np.float64)

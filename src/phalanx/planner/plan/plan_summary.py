@@ -7,7 +7,6 @@ from math import exp
 from typing import Any
 
 from phalanx.formatting import format_count, format_duration
-from phalanx.planner.plan.compare_layouts import WhyNot
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.scaling import Point
 from phalanx.planner.rank.cost_models import WAITING, is_waiting
@@ -23,6 +22,18 @@ def summarise_plan(plan: Plan) -> Row:
     """Return everything that a plan says, with units in the names; times in seconds, memory in bytes."""
     task, ranking = plan.task, plan.ranking
     first = plan.best.layouts.row(0)
+    answers: list[Row] = []
+    for why in plan.why:
+        answer: Row = {"asked": why.asked, "legal": not why.illegal, "fits": why.best is not None}
+        if why.illegal:
+            answer |= {"reason": why.illegal}
+        elif why.best is None:
+            # no layout with this choice fits: what its least demanding one needs says how far it is from fitting
+            answer |= {"least_memory_bytes": sum(why.least.values()), "memory_by_cause_bytes": dict(why.least)}
+        else:
+            (row,) = layout_rows(plan, why.best)
+            answer |= {"slower_by_s": why.slower_by, "by_cause_s": dict(why.causes), "layout": row}
+        answers.append(answer)
     return {
         "cluster": plan.planner.machine.name,
         "device": plan.device.name,
@@ -41,7 +52,7 @@ def summarise_plan(plan: Plan) -> Row:
         "pareto": layout_rows(plan, plan.front),
         "budget": asdict(plan.budget),
         "large_batch": None if plan.large_batch is None else asdict(plan.large_batch),
-        "why": [_summarise_choice(plan, one) for one in plan.why],
+        "why": answers,
         # Of a micro-batch of the best layout.
         "positions_per_device": task.model.positions().count * first.microbatch / (first.tp * first.cp),
         "hybrid_break_even": [asdict(one) for one in plan.break_evens],
@@ -115,16 +126,6 @@ def describe_large_batch(summary: Row) -> str:
         f"to the loss that a small batch reaches after {format_count(summary['budget']['amount'])} {unit} it takes "
         f"{format_count(found['amount'])} ({found['factor']:.2f} times), in {format_duration(found['elapsed_s'])}{advice}"
     )
-
-
-def _summarise_choice(plan: Plan, why: WhyNot) -> Row:
-    found: Row = {"asked": why.asked, "legal": not why.illegal, "fits": why.best is not None}
-    if why.illegal:
-        return found | {"reason": why.illegal}
-    if why.best is None:
-        return found | {"least_memory_bytes": sum(why.least.values()), "memory_by_cause_bytes": dict(why.least)}
-    (row,) = layout_rows(plan, why.best)
-    return found | {"slower_by_s": why.slower_by, "by_cause_s": dict(why.causes), "layout": row}
 
 
 def summarise_scaling(plan: Plan) -> Row:

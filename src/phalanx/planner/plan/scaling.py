@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -102,27 +101,21 @@ def find_fewest_devices(planner: Planner, task: Task) -> Ranking | None:
     small.setdefault("microbatch", 1)
     # Schedules that split the backward pass compute nothing again.
     small.setdefault("recompute", "none" if small.get("schedule") in ZERO_BUBBLE else RECOMPUTES[-1])
-    for devices in _device_numbers(planner, task):
+    least = task.model.parameter_count() * _LEAST_BYTES / planner.models.device_bytes
+    node, network = planner.machine.node.devices, planner.machine.network
+    numbers = [devices for devices in range(1, node) if node % devices == 0]
+    if network is None:
+        # Without a network there is a single node.
+        numbers.append(node)
+    else:
+        first = max(1, int(-(-least // node)))
+        most = network.nodes or first + _TRIED
+        numbers += [nodes * node for nodes in range(first, min(first + _TRIED, most + 1))]
+    for devices in numbers:
+        # Fewer devices could not even hold the main parameters.
+        if devices < least:
+            continue
         legal = planner.legal_layouts(replace(task, devices=devices, fixed=small))
         if len(legal) and np.any(planner.models.memory(task.model, legal).p_fits >= planner.least_p):
             return planner.rank_layouts(replace(task, devices=devices))
     return None
-
-
-def _device_numbers(planner: Planner, task: Task) -> Iterator[int]:
-    """Yield the numbers of devices worth trying, ascending: divisors of a node, then whole nodes."""
-    least = task.model.parameter_count() * _LEAST_BYTES / planner.models.device_bytes
-    node = planner.machine.node.devices
-    for devices in range(1, node):
-        if node % devices == 0 and devices >= least:
-            yield devices
-    # Without a network there is a single node.
-    if planner.machine.network is None:
-        if node >= least:
-            yield node
-        return
-    # Fewer nodes could not even hold the main parameters.
-    first = max(1, int(-(-least // node)))
-    most = planner.machine.network.nodes or first + _TRIED
-    for nodes in range(first, min(first + _TRIED, most + 1)):
-        yield nodes * node

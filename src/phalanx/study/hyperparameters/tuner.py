@@ -227,7 +227,15 @@ class Tuner(StudyLoop[TuningJob]):
         again = True
         while again:
             packing = replace(self.settings.packing, start_s=self.start_s)
-            found = self.queue.candidates(self.store, self._lookahead(), backfill=packing.fill)
+            if not packing.long_first:
+                # Without an order to choose, one at hand is enough.
+                ahead = 1
+            elif self.settings.sampler == "random":
+                # Random draws learn nothing: all of them may be known at once, the longest first.
+                ahead = self.queue.trials
+            else:
+                ahead = _DRAWN_PER_SLOT * sum(device.slots for device in self.devices)
+            found = self.queue.candidates(self.store, ahead, backfill=packing.fill)
             refused = [one for one in found if isinstance(one, Refusal)]
             for one in refused:
                 part = self._claim_part(one, {"rung": one.rung, "steps": self.queue.rungs[one.rung]})
@@ -302,15 +310,6 @@ class Tuner(StudyLoop[TuningJob]):
     def start_s(self) -> float:
         """Expected seconds from starting a process to its first step."""
         return median_high(self.starts) if self.starts else _FIRST_START_S
-
-    def _lookahead(self) -> int:
-        # Without an order to choose, one at hand is enough.
-        if not self.settings.packing.long_first:
-            return 1
-        # Random draws learn nothing: all of them may be known at once, the longest first.
-        if self.settings.sampler == "random":
-            return self.queue.trials
-        return _DRAWN_PER_SLOT * sum(device.slots for device in self.devices)
 
     def _begin(self, candidate: Candidate, slot: DeviceSlot) -> bool:
         """Claim a part and start it. Returns whether this process got it."""
