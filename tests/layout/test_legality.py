@@ -79,6 +79,16 @@ RULES: dict[str, tuple[Fields, Fields, int, list[str]]] = {
             "nearest legal: ep_chunks=1",
         ],
     ),
+    "ranks of a node that pass rows on": (
+        {"dp_shard": 8, "ep": 2, "expert_tp": 4, "ep_node": 3},
+        {"model.experts": {"count": 2, "active": 1, "d_ff": 32}},
+        8,
+        [
+            "layout.ep_node=3 does not divide layout.ep=2 x layout.expert_tp=4 = 8 ranks, which it takes to be so many on a "
+            "node",
+            "nearest legal: ep_node=auto",
+        ],
+    ),
     "capacity of experts": (
         {"dp_shard": 2, "tp": 2},
         {"model.experts": {"count": 2, "active": 1, "d_ff": 30, "capacity_factor": 1.5}},

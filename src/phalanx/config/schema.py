@@ -83,6 +83,10 @@ class Layout(Section):
     ep_chunks: Annotated[int, Field(ge=1, le=16)] = 1
     """Parts of a micro-batch's tokens that travel to their experts one after the other, where ep is more than 1: the rows of
     one are under way while those of another are computed. Products are smaller then; results change by rounding alone."""
+    ep_node: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+    """Ranks of a node that pass rows of tokens on to each other: a row for another node goes to the rank of like place
+    there, and from it to its expert's (two stages, fewer and larger messages). 1 sends rows to their experts' ranks at once;
+    auto is the ranks of a node where ep spans nodes and messages would be small. It changes no result."""
     zero: Literal[0, 1, 2, 3] = 3
     """What is sharded over dp_shard (and cp) ranks: nothing, optimizer state (1), gradients too (2), parameters too (3)."""
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv"] = "1f1b"

@@ -134,6 +134,10 @@ class BoundModel(DeclaredModel):
         """Return the parts of each expert that stay together, which `expert_tp` shards; by default 1."""
         return SplitCount("experts", 1)
 
+    def dispatched_bytes(self) -> int:
+        """Return the bytes that one position sends to its experts in each mixture; by default 0."""
+        return 0
+
     def counts_sequences(self) -> str:
         """Return the field, with its value, that has blocks count over whole sequences, none of whose positions may be
         elsewhere; by default none."""

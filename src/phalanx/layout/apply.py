@@ -26,6 +26,7 @@ from phalanx.layout.data_parallel.fully_sharded import FullySharded, ShardingOpt
 from phalanx.layout.data_parallel.gradients import gradient_norm_over_ranks
 from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
 from phalanx.layout.data_parallel.task_heads import branch_groups
+from phalanx.layout.expert_parallel.token_exchange import Stages
 from phalanx.layout.gathered_matrices import GatheredMatrices
 from phalanx.layout.initial_values import initialise_parameters
 from phalanx.layout.layout_model import (
@@ -289,6 +290,7 @@ def make_context(
         SequenceShare(mesh.cp, mesh.tp, layout.context),
         ep=mesh.ep,
         expert_tp=layout.expert_tp,
+        ep_stages=Stages(mesh.ep_across, mesh.ep_within) if layout.ep_node > 1 else None,
         branches=None if groups is None else groups.of_rank(mesh.data_rank).branches,
         sharding=sharding,
         gathered=layout.zero == 3 and mesh.shards.size > 1,

@@ -22,6 +22,7 @@ from phalanx.kernels.float8 import QuantisedCopy
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.split_context import SequenceShare
 from phalanx.layout.data_parallel.low_precision import LowPrecisionParameters
+from phalanx.layout.expert_parallel.token_exchange import Stages
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.spec import ResolvedLayout
@@ -144,6 +145,8 @@ class BuildContext:
     """Ranks over which the experts of a mixture, and each expert, are sharded."""
     expert_tp: int = 1
     """Ranks of `ep`, neighbours, over which each expert is sharded."""
+    ep_stages: Stages | None = None
+    """Groups in which rows go to the node of their expert, and on from there; None where they go at once."""
     branches: range | None = None
     """Task heads that this rank holds, by number (`layout.data_parallel.task_heads`); None for all."""
     sharding: WholeParameters = field(default_factory=WholeParameters)

@@ -248,6 +248,10 @@ class Mesh:
     """First and last stage, for a parameter that both hold."""
     ep: Axis = Axis("ep")
     """Ranks over which the experts of a mixture are sharded; each expert over `expert_tp` neighbours among them."""
+    ep_across: Axis = Axis("ep_across")
+    """Ranks of `ep` of like place on all nodes, where rows go to the node of their expert first; else one rank."""
+    ep_within: Axis = Axis("ep_within")
+    """Ranks of `ep` on this node, in that case."""
     expert_shards: Axis = Axis("expert_shards")
     """Ranks that share one copy of what `zero` shards of the same experts."""
     expert_replicas: Axis = Axis("expert_replicas")
@@ -265,7 +269,7 @@ class Mesh:
     def axes(self) -> tuple[Axis, ...]:
         """All axes; of those that share a group, the one that it is known by comes first."""
         degrees = (getattr(self, name) for name in reversed(MESH_ORDER))
-        experts = (self.ep, self.expert_shards, self.expert_replicas)
+        experts = (self.ep, self.ep_across, self.ep_within, self.expert_shards, self.expert_replicas)
         return *degrees, self.shards, self.replicas, *experts, self.tie, self.branch
 
     @property
@@ -329,9 +333,12 @@ def build_mesh(layout: ResolvedLayout, device: torch.device, made: Groups | None
     tie = _make_axis("tie", ends, made) if layout.pp > 1 and dist.get_rank() in ends else Axis("tie")
     experts, expert_data = _expert_axes(layout, ranks_along("dp_replicate", *EXPERT_AXES), device, made)
     ep, expert_shards, expert_replicas = experts
+    ep_across, ep_within = _node_axes(ep, layout.ep_node, made)
     return Mesh(
         **axes,
         ep=ep,
+        ep_across=ep_across,
+        ep_within=ep_within,
         expert_shards=expert_shards,
         expert_replicas=expert_replicas,
         expert_data=expert_data,
@@ -363,6 +370,18 @@ def _expert_axes(
     replicas = _make_axis("expert_replicas", members[:, column].tolist(), made)
     ep = _make_axis("ep", grid[replica, copy].tolist(), made)
     return (ep, shards, replicas), _data_mesh(members, replicas, shards, device, made)
+
+
+def _node_axes(ep: Axis, node: int, made: Groups) -> tuple[Axis, Axis]:
+    """Return the ranks of `ep` of this rank's place on all nodes, and those on its node of `node` ranks; itself where 1."""
+    if node == 1:
+        return Axis("ep_across"), Axis("ep_within")
+    members, place = list(ep.ranks), ep.rank % node
+    first = ep.rank - place
+    return (
+        _make_axis("ep_across", members[place::node], made),
+        _make_axis("ep_within", members[first : first + node], made),
+    )
 
 
 def _branch_axis(layout: ResolvedLayout, readers: list[int], made: Groups) -> Axis:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
+
 from phalanx.config.check import global_batch_samples
 from phalanx.config.families import check_parameter_count
 from phalanx.config.schema import Layout, Run
@@ -23,6 +25,7 @@ from phalanx.layout.spec import (
     SHARDING_AXES,
     SINGLE_STAGE,
     ZERO_BUBBLE,
+    Ints,
     LayoutTable,
     ResolvedLayout,
 )
@@ -55,6 +58,7 @@ def resolve_layout(
     check_parameter_count(model.run.model)
     try:
         layout = with_degrees(model, _fill_degrees(model.run.layout, world_size), fits)
+        layout = replace(layout, ep_node=int(ranks_of_node(model, layout.table, devices_per_node)[0]))
     except _Indivisible as error:
         raise ConfigError(f"{error}\n{_suggest_instead(model, world_size, devices_per_node)}") from None
     found = reasons_against(model, layout, world_size, devices_per_node)
@@ -75,6 +79,7 @@ def can_run(model: BoundModel, world_size: int, devices_per_node: int | None = N
         layout = with_degrees(model, _fill_degrees(model.run.layout, world_size))
     except _Indivisible:
         return False
+    layout = replace(layout, ep_node=int(ranks_of_node(model, layout.table, devices_per_node)[0]))
     return not reasons_against(model, layout, world_size, devices_per_node)
 
 
@@ -128,6 +133,30 @@ def with_degrees(model: BoundModel, degrees: Degrees, fits: MemoryFits | None = 
     if fits is None:
         return largest_first[0]
     return next((each for each in largest_first if fits(each)), largest_first[-1])
+
+
+SMALL_MESSAGE = 2**22
+"""Bytes of a message of rows below which an exchange in two stages is taken to be faster. Each message that a rank sends to
+another node costs a step of the network's, and what two stages spare of these they pay for by sending all bytes once more
+within the node. By the planner's model both are equal near 10 MiB on Frontier, and near 1 MiB if steps cost their latency
+alone (benchmarks/expert_exchange.py); no machine of several nodes has been measured."""
+
+
+def ranks_of_node(model: BoundModel, layouts: LayoutTable, devices_per_node: int | None) -> Ints:
+    """Return `ep_node` of each layout, as the run file of `model` says it, [layouts]; 1 where there is nothing to exchange.
+
+    devices_per_node: as for `resolve_layout`.
+    """
+    stated, over = model.run.layout.ep_node, layouts.experts_over
+    if stated != "auto":
+        return np.where((layouts.ep > 1) & (over > stated), stated, 1)
+    devices = model.run.cluster.devices_per_node or devices_per_node
+    if devices is None:
+        return np.ones_like(over)
+    positions = layouts.microbatch * (model.positions().count // (layouts.cp * layouts.tp))
+    message = positions * model.dispatched_bytes() * layouts.expert_tp // over
+    several = (layouts.ep > 1) & (over > devices) & (over % devices == 0)
+    return np.where(several & (message < SMALL_MESSAGE), devices, 1)
 
 
 def one_rank_microbatch(model: BoundModel) -> int:

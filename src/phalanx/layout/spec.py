@@ -79,6 +79,8 @@ class ResolvedLayout:
     """Ranks of EXPERT_AXES over which the experts of a mixture are sharded; no factor of the world size."""
     expert_tp: int = 1
     """Ranks of EXPERT_AXES over which each expert is sharded; neighbours, and no factor of the world size either."""
+    ep_node: int = 1
+    """Ranks of a node among those that exchange rows for experts, where these go to the node first; else 1."""
     zero: int = 3
     schedule: str = "1f1b"
     """Pipeline schedule; has no effect where `pp` is 1."""
@@ -165,6 +167,8 @@ class ResolvedLayout:
             chosen.append(("ep", self.ep))
         if everything or self.expert_tp > 1:
             chosen.append(("expert_tp", self.expert_tp))
+        if everything or self.ep_node > 1:
+            chosen.append(("ep_node", self.ep_node))
         # Where ranks share nothing all levels of ZeRO are one program; 0 is another one wherever gradients are reduced.
         sharded = self.dp_shard * self.cp > 1
         if everything or (sharded and self.zero != 3) or (self.zero == 0 and self.dp_replicate > 1):
@@ -204,6 +208,7 @@ class LayoutTable:
     pp: Ints
     ep: Ints
     expert_tp: Ints
+    ep_node: Ints
     zero: Ints
     schedule: Ints
     """Positions in SCHEDULES."""

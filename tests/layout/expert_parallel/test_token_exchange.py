@@ -21,10 +21,17 @@ from phalanx.config.layers import MixtureConfig
 from phalanx.config.model import LanguageModel
 from phalanx.families.registry import bind
 from phalanx.kernels.grouped_products import GroupedLinear
-from phalanx.layout.expert_parallel.token_exchange import Departures, TokenExchange, order_by_expert, split_experts
-from phalanx.layout.mesh import Axis, Groups
+from phalanx.layout.expert_parallel.token_exchange import (
+    Departures,
+    Stages,
+    TokenExchange,
+    order_by_expert,
+    split_experts,
+)
+from phalanx.layout.mesh import Axis, Groups, build_mesh
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.resolve import resolve_layout
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.nn.experts import MixtureOfExperts, RoutingPass
 from phalanx.torch_compat import common as compat
 from phalanx.verification.family import VerifiableModel
@@ -38,6 +45,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"dp_shard": 4, "ep": 4, "ep_chunks": 4, "zero": 2, "microbatch": 2},
     {"dp_shard": 2, "tp": 2, "ep": 2, "ep_chunks": 2, "recompute": "full"},
     {"cp": 2, "pp": 2, "ep": 2, "ep_chunks": 2, "schedule": "interleaved_zero_bubble"},
+    {"dp_shard": 2, "tp": 2, "ep": 4, "ep_chunks": 2, "ep_node": 2},
 ]
 """To be verified beside one rank, with leading dense layers, groups, moving biases and a shared network."""
 
@@ -89,8 +97,16 @@ def spread(
 
 def everyone() -> Axis:
     """All ranks share out the experts."""
-    world = dist.group.WORLD
-    return Axis("ep", dist.get_rank(), RANKS, world, tuple(range(RANKS)), world.group_name)
+    world, size = dist.group.WORLD, dist.get_world_size()
+    return Axis("ep", dist.get_rank(), size, world, tuple(range(size)), world.group_name)
+
+
+def two_stages(node: int, groups: Groups) -> Stages:
+    """The groups of an exchange among all ranks, on nodes of `node` ranks."""
+    world = dist.get_world_size()
+    layout = ResolvedLayout(global_batch=world, dp_shard=world, ep=world, ep_node=node)
+    mesh = build_mesh(layout, torch.device("cpu"), groups)
+    return Stages(mesh.ep_across, mesh.ep_within)
 
 
 def work(cases: list[dict[str, Any]]) -> list[bool]:
@@ -165,6 +181,21 @@ def overlap(chunks: int) -> tuple[list[str], bool]:
     return orders[0], all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def stages_differ(nodes: list[int]) -> list[str]:
+    """Where a result or gradient has other bits in two stages than in one: among all ranks, on nodes of so many ranks."""
+    ep, groups, found = everyone(), Groups(), []
+    for node, chunks, experts in itertools.product(nodes, (1, 2), CASES):
+        results = []
+        for stages in (None, two_stages(node, groups)):
+            part, x = spread(experts, ep, TokenExchange(ep, chunks=chunks, stages=stages))[0], inputs(ep.rank)
+            out = part(x, RoutingPass(0.3))
+            out.backward(torch.ones_like(out))
+            results.append([out, x.grad, *(parameter.grad for parameter in part.parameters())])
+        if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
+            found.append(f"nodes of {node}, {chunks} chunks, {experts}")
+    return found
+
+
 def verify(layouts: list[dict[str, Any]]) -> list[str]:
     """What of these layouts is not as on one rank; the first module of each, or the largest error of gradients."""
     found, groups = [], Groups()
@@ -197,11 +228,13 @@ class Results:
     orders: dict[int, tuple[list[str], bool]]
     wrong: list[str]
     compiled: float
+    staged: list[str]
 
 
 def everything() -> Results:
     """On one of the ranks."""
-    return Results(work(CASES), {chunks: overlap(chunks) for chunks in (1, 2)}, verify(LAYOUTS), compiled_differs())
+    orders = {chunks: overlap(chunks) for chunks in (1, 2)}
+    return Results(work(CASES), orders, verify(LAYOUTS), compiled_differs(), stages_differ([2]))
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +272,12 @@ def test_layouts_with_chunks_compute_what_one_rank_computes(results: list[Result
     assert [rank.wrong for rank in results] == [[]] * RANKS
 
 
+def test_two_stages_change_no_bit(results: list[Results]) -> None:
+    """On four ranks, two a node, and on eight, two and four a node; with rows that are dropped, and with all experts."""
+    assert [rank.staged for rank in results] == [[]] * RANKS
+    assert run_ranks(stages_differ, 8, [2, 4], timeout_s=600.0) == [[]] * 8
+
+
 def test_chunks_travel_between_compiled_programs(results: list[Results]) -> None:
     assert max(rank.compiled for rank in results) < 1e-12
 
@@ -248,6 +287,13 @@ def test_arrivals_are_sorted_by_expert() -> None:
     by_expert, ends = order_by_expert(torch.tensor([[2, 1, 0], [1, 0, 3]]), 7)
     assert by_expert.tolist() == [0, 1, 3, 2, 4, 5, 6]
     assert ends.tolist() == [3, 4, 7]
+
+
+def test_rows_that_arrive_by_place_stand_as_if_they_had_come_by_rank() -> None:
+    """Four ranks on two nodes send (1), (2), (1) and (1) rows; those of ranks 0 and 2 arrive first."""
+    by_expert, ends = order_by_expert(torch.tensor([[1], [2], [1], [1]]), 5, places=2)
+    assert by_expert.tolist() == [0, 3, 1, 2, 4]
+    assert ends.tolist() == [5]
 
 
 def test_no_row_may_arrive() -> None:

@@ -49,6 +49,12 @@ class BoundLanguage(DeclaredLanguage, DataModel):
         hidden = next((x.mlp.hidden for x in self.model.layer_kinds() if isinstance(x.mlp, MixtureConfig)), 1)
         return SplitCount("model.experts.d_ff", hidden // gate_block(hidden), gate_block(hidden))
 
+    def dispatched_bytes(self) -> int:
+        """Return the bytes of a token's rows for its experts; 0 for dense models."""
+        mixture = self.model.experts
+        width = {"fp64": 8, "fp32": 4}.get(self.run.layout.precision, 2)
+        return 0 if mixture is None else mixture.active * self.model.d_model * width
+
     def counts_sequences(self) -> str:
         """Return the capacity of experts: who comes first is known where the whole sequence is; see `BoundModel`."""
         experts = self.model.experts

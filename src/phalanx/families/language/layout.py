@@ -137,7 +137,13 @@ class LanguageLayout(LayoutModel):
                 part=part,
             )
         splits = building.split_parameters(model, self.splits())
-        splits |= split_experts(model, building.ep, slices=building.expert_tp, chunks=run.layout.ep_chunks)
+        splits |= split_experts(
+            model,
+            building.ep,
+            slices=building.expert_tp,
+            chunks=run.layout.ep_chunks,
+            stages=building.ep_stages,
+        )
         split_context(model, building.share, building.attention.core)
         return model, splits
 

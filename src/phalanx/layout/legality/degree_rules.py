@@ -111,6 +111,16 @@ def _spreads_wrongly(needs: Requirements, layouts: LayoutTable) -> Bools:
     return np.asarray((over > 1) & ~fits)
 
 
+def _explain_node(needs: Requirements, layout: ResolvedLayout) -> str:
+    over = layout.ep * layout.expert_tp
+    if over % layout.ep_node:
+        return (
+            f"layout.ep_node={layout.ep_node} does not divide layout.ep={layout.ep} x layout.expert_tp={layout.expert_tp} = "
+            f"{over} ranks, which it takes to be so many on a node"
+        )
+    return f"layout.ep_node={layout.ep_node} does not divide the {needs.devices_per_node} ranks of a node"
+
+
 def _fix_experts(layout: ResolvedLayout) -> list[Fix]:
     whole: Fix = {"layout.expert_tp": 1} if layout.expert_tp > 1 else {}
     together: Fix = {"layout.ep": 1} if layout.ep > 1 else {}
@@ -123,6 +133,15 @@ SPLIT_RULES = (
         broken=_spreads_wrongly,
         message=_explain_experts,
         fixes=_fix_experts,
+    ),
+    Rule(
+        reads=("ep_node", "ep", "expert_tp"),
+        broken=lambda needs, t: (
+            (t.ep_node > 1)
+            & ((t.experts_over % t.ep_node != 0) | ((needs.devices_per_node or t.ep_node) % t.ep_node != 0))
+        ),
+        message=_explain_node,
+        fixes=({"layout.ep_node": "auto"},),
     ),
     Rule(
         reads=("ep", "cp", "tp"),

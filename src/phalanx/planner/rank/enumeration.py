@@ -21,7 +21,7 @@ from phalanx.config.schema import Run
 from phalanx.families.family import BoundModel
 from phalanx.layout.legality import is_legal
 from phalanx.layout.legality.rule import Requirements
-from phalanx.layout.resolve import MOST_SAMPLES, all_factorisations, list_divisors
+from phalanx.layout.resolve import MOST_SAMPLES, all_factorisations, list_divisors, ranks_of_node
 from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, Bools, LayoutTable, ResolvedLayout
 
 Fixed = Mapping[str, Any]
@@ -111,6 +111,9 @@ def enumerate_layouts(
     table = choose("reshard_after_forward", table.sharding_ranks > 1)
     table = choose("recompute")
     table = choose("gather", table.sharding_ranks > 1)
+    if needs.experts is not None:
+        table = replace(table, ep_node=ranks_of_node(model, table, devices_per_node))
+        table = table.take(is_legal(needs, table, {*decided, "ep_node"}))
     # Fixed fields know no limits.
     return table if "gather" in fixed else table.take(table.streamed <= limits.streamed)
 
