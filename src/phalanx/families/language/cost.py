@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, Self
@@ -21,7 +22,7 @@ from phalanx.families.language.layout import LanguageStage, loss_chunk_tokens
 from phalanx.layout.apply import cast_parameters
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
-from phalanx.layout.expert_parallel.token_exchange import BalancedExchange, split_experts
+from phalanx.layout.expert_parallel.token_exchange import BalancedExchange, Stages, split_experts
 from phalanx.layout.layout_model import Stage
 from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
@@ -104,7 +105,13 @@ class LanguageParts(DeclaredLanguage, PartTracer):
         """Keep a rank's experts, and let as many rows arrive as its share of them gets."""
         share = self.expert_share()
         ep = Axis("ep", 0, share.ranks, None, tuple(range(share.ranks)), "ep")
-        exchange = BalancedExchange(ep, share.load, share.slices, self.setting.ep_chunks, experts=share.local)
+        stages = None
+        if self.setting.ep_node > 1:
+            # How many of the ranks are on a node changes no size of what is traced.
+            stages = Stages(
+                replace(ep, name="ep_across", group_name="ep_across"), Axis("ep_within", group_name="ep_within")
+            )
+        exchange = BalancedExchange(ep, share.load, share.slices, self.setting.ep_chunks, stages, experts=share.local)
         split_experts(part, ep, exchange, slices=share.slices)
         for module in part.modules():
             if isinstance(module, ExpertNetworks):

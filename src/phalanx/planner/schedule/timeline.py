@@ -211,7 +211,7 @@ class Timeline:
     def _operations(self, gradients: set[int], scale: Scale, times: Sequence[int]) -> tuple[Operation, ...]:
         steps = [*self.forward, *self.backward]
         found: list[Operation] = []
-        for step, count in zip(steps, times or [1] * len(steps), strict=True):
+        for step, count, beside in zip(steps, times or [1] * len(steps), _count_beside(steps), strict=True):
             if step.kind == "free":
                 continue
             matmul, attention, collective = step.matmul, step.attention, step.collective
@@ -242,6 +242,7 @@ class Timeline:
                 collective=collective,
                 weight_gradient=any(access.buffer in gradients for access in step.writes),
                 times=count,
+                beside=beside,
             )
             found.append(operation)
         return tuple(found)
@@ -254,6 +255,26 @@ class Timeline:
         for access in accesses:
             count += scale(access.elements) * buffers[access.buffer].itemsize
         return count
+
+
+def _count_beside(steps: Sequence[Step]) -> list[int]:
+    """Return how many operations run while rows of each exchange for experts are under way; 0 for all other steps."""
+    found = [0] * len(steps)
+    for place, step in enumerate(steps):
+        # What is sent in whole numbers are counts, for which the host waits; the stage within a node is awaited at once.
+        axis = None if step.collective is None else step.collective.axis
+        if axis not in ("ep", "ep_across") or not step.dtype.is_floating_point:
+            continue
+        arrived = {access.buffer for access in step.writes}
+        behind = [later for later in steps[place + 1 :] if later.kind != "free"]
+        readers = (
+            number
+            for number, later in enumerate(behind)
+            if later.phase == "forward" or step.phase != "forward"
+            if any(access.buffer in arrived for access in later.reads)
+        )
+        found[place] = next(readers, 0)
+    return found
 
 
 def _peak(steps: Sequence[Step], before: int, sizes: Sequence[int], passing: frozenset[int] = frozenset()) -> int:

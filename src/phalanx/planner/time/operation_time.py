@@ -64,6 +64,10 @@ class Form(IntEnum):
     REDUCE_SCATTER = 10
     ALL_TO_ALL = 11
     SEND = 12
+    ALL_TO_ALL_ACROSS = 13
+    """Between the ranks of like place on the nodes of a group."""
+    ALL_TO_ALL_WITHIN = 14
+    """Between the ranks of a group on one node."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +96,14 @@ class OperationTable:
     """Bytes of an element of what a product multiplies, or attention compares."""
     times: Ints
     """How often it runs."""
+    beside: Ints
+    """Operations after it that run while it is under way."""
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[float]]) -> OperationTable:
-        """Return a table of one tuple a row, in the order of the fields; `times` is 1 where it is left out."""
+        """Return a table of one tuple a row, in the order of the fields; `times` and `beside` may be left out: 1 and 0."""
         count = len(fields(cls))
-        rows = [row if len(row) == count else (*row, 1) for row in rows]
+        rows = [(*row, *(1, 0)[len(row) - count :]) if len(row) < count else row for row in rows]
         return cls.of_matrix(np.asarray(rows, np.float64).reshape(-1, count))
 
     @classmethod
@@ -213,7 +219,7 @@ def operation_rows(
 
     biased: whether attention adds a bias to the scores. eager: whether the part is not compiled.
     """
-    return [(*_row_of(part, op, biased=biased, eager=eager), op.times) for op in operations]
+    return [(*_row_of(part, op, biased=biased, eager=eager), op.times, op.beside) for op in operations]
 
 
 _COMPONENTS = {"attention": PartBreakdown.ATTENTION, "matmul": PartBreakdown.MATMUL}
@@ -224,8 +230,9 @@ def _row_of(part: int, op: Operation, *, biased: bool, eager: bool) -> tuple[flo
     direction = Direction.FORWARD if op.phase == "forward" else Direction.BACKWARD
     traffic = op.bytes_read + op.bytes_written
     if op.collective is not None:
-        component = PartBreakdown[op.collective.axis.upper()]
-        form = Form[op.collective.operation.upper()]
+        axis, _, stage = op.collective.axis.upper().partition("_")
+        component = PartBreakdown[axis]
+        form = Form["_".join(filter(None, (op.collective.operation.upper(), stage)))]
         return (part, direction, component, form, False, 1, 1, 1, 1, 0.0, op.collective.bytes, op.dtype.itemsize)
     component = _COMPONENTS.get(op.kind, PartBreakdown.MEMORY)
     if op.attention is not None:

@@ -51,6 +51,8 @@ class Parts:
     cp: Ints
     ep: Ints
     """Ranks that exchange rows for experts."""
+    ep_node: Ints
+    """Those of them on a node, where rows go there first; else 1."""
     host_work: Floats
     """See `FrameworkProfile`."""
     exchange_work: Floats
@@ -71,6 +73,7 @@ class Parts:
             np.concatenate([parts.tp for parts in several]),
             np.concatenate([parts.cp for parts in several]),
             np.concatenate([parts.ep for parts in several]),
+            np.concatenate([parts.ep_node for parts in several]),
             np.concatenate([parts.host_work for parts in several]),
             np.concatenate([parts.exchange_work for parts in several]),
         )
@@ -91,16 +94,16 @@ class PartTimes:
 def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], framework: FrameworkProfile) -> Parts:
     """Return the parts in `wanted`, each of name, setting, samples of a micro-batch."""
     rows = [_rows_of(*part, framework) for part in wanted]
-    tp, cp, ep, slices = (
+    tp, cp, ep, slices, node = (
         np.array([getattr(setting, axis) for _, setting, _ in wanted], np.int64)
-        for axis in ("tp", "cp", "ep", "expert_tp")
+        for axis in ("tp", "cp", "ep", "expert_tp", "ep_node")
     )
     streamed = np.array([setting.streamed > 1 for _, setting, _ in wanted])
     work = np.where(streamed, max(framework.host_work, _STREAMED), framework.host_work)
     together = np.concatenate(rows)
     # Rows are cached as those of part 0: here each part gets its number.
     together[:, 0] = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-    return Parts(OperationTable.of_matrix(together), tp, cp, ep * slices, work, np.where(streamed, work, 1.0))
+    return Parts(OperationTable.of_matrix(together), tp, cp, ep * slices, node, work, np.where(streamed, work, 1.0))
 
 
 @cache
@@ -147,6 +150,8 @@ def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Pr
     # Keys and values go around the ring while attention computes; what is left over shows.
     hidden = np.minimum(sent, sums[..., PartBreakdown.ATTENTION] * profile.hidden)
     sums[..., PartBreakdown.CP] += profile.slowdown * hidden - hidden
+    travelled = _hidden_exchanges(table, seconds, count, profile)
+    sums[..., PartBreakdown.EP] += profile.slowdown * travelled - travelled
     device = sums.sum(axis=2)
     calls, exchanges = (
         np.bincount(table.part * directions + table.direction, np.where(which, table.times, 0), count * directions)
@@ -162,6 +167,35 @@ def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Pr
     return PartTimes(sums, np.minimum(weight, together[:, Direction.BACKWARD]), issued)
 
 
+def _hidden_exchanges(table: OperationTable, seconds: Floats, count: int, profile: Profile) -> Floats:
+    """Return the seconds of exchanges of rows that computing hides, [parts, directions].
+
+    What is computed goes on until it reads what is under way; exchanges follow one another and are read in that order.
+    """
+    sent, waits = np.zeros(count * len(Direction)), np.zeros(count * len(Direction))
+    rows = np.flatnonzero(table.beside)
+    computed = np.where(table.form < Form.ALL_REDUCE, seconds, 0.0) * profile.hidden
+    clock = np.concatenate([[0.0], np.cumsum(computed)])
+    read = rows + table.beside[rows]
+    where = table.part[rows] * len(Direction) + table.direction[rows]
+    columns = (where, rows, read, clock[rows], clock[read + 1], seconds[rows])
+    passed, waited, free = -1, 0.0, 0.0
+    under_way: list[tuple[int, float, float]] = []
+    for each, begins, ends, begin, end, takes in zip(*(column.tolist() for column in columns), strict=True):
+        if each != passed:
+            passed, waited, free, under_way = each, 0.0, 0.0, []
+        while under_way and under_way[0][0] < begins:
+            _, done, needed = under_way.pop(0)
+            waited = max(waited, done - needed)
+        free = max(free, begin + waited) + takes
+        under_way.append((ends, free, end))
+        # So far: what is read later waits for all of it at least so long.
+        late = max(waited, *(done - needed for _, done, needed in under_way))
+        sent[each] += takes
+        waits[each] = late
+    return np.asarray((sent - waits).reshape(count, len(Direction)))
+
+
 def slower_of(device: Floats, host: Floats) -> Floats:
     """Return the seconds of work that takes the device and the host so long: a little over the longer where both are alike,
     since each then waits for the other now and then."""
@@ -172,23 +206,27 @@ def slower_of(device: Floats, host: Floats) -> Floats:
 def _collective_seconds(parts: Parts, machine: Machine, constants: Constants, profile: Profile) -> Floats:
     table = parts.operations
     seconds = np.zeros(len(table))
-    for component, sizes, strides in (
-        (PartBreakdown.TP, parts.tp, np.ones_like(parts.tp)),
-        (PartBreakdown.CP, parts.cp, parts.tp),
+    alone = np.ones_like(parts.tp)
+    node, across, within = parts.ep_node, Form.ALL_TO_ALL_ACROSS, Form.ALL_TO_ALL_WITHIN
+    for component, sizes, strides, collectives in (
+        (PartBreakdown.TP, parts.tp, alone, _COLLECTIVES),
+        (PartBreakdown.CP, parts.cp, parts.tp, _COLLECTIVES),
         # Experts are sharded over neighbouring ranks, over the ranks of `tp` first.
-        (PartBreakdown.EP, parts.ep, np.ones_like(parts.ep)),
+        (PartBreakdown.EP, parts.ep, alone, _COLLECTIVES),
+        (PartBreakdown.EP, np.where(node > 1, parts.ep // node, 1), node, {across: all_to_all}),
+        (PartBreakdown.EP, node, alone, {within: all_to_all}),
     ):
         if not np.any(sizes > 1):
             continue
         places = place_groups(machine, sizes, strides)
-        for form, collective in _COLLECTIVES.items():
+        for form, collective in collectives.items():
             rows = np.flatnonzero((table.component == component) & (table.form == form))
             if len(rows):
                 each = collective(table.bytes[rows], at(places, table.part[rows]), constants)
                 seconds[rows] = each * table.times[rows]
     # Numbers of rows are sent before the rows; for the sum of them the host waits for the device, and then issues anew
     # what the device waits for.
-    counts = (table.component == PartBreakdown.EP) & (table.width == 8)
+    counts = (table.component == PartBreakdown.EP) & (table.width == 8) & (table.form != within)
     seconds[counts] += profile.exchange_host_s
     return seconds
 

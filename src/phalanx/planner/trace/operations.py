@@ -79,7 +79,7 @@ class Collective:
 
     operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
     axis: str
-    """tp, cp or ep."""
+    """tp, cp or ep; ep_across and ep_within for the stages of an exchange between nodes."""
     size: int
     """Ranks of the axis; 1 for sums, whose arguments do not say it."""
     bytes: int
@@ -107,6 +107,9 @@ class Operation:
     """Whether it makes a parameter's gradient, which schedules may put off."""
     times: int = 1
     """How often it runs; sizes are those of one time."""
+    beside: int = 0
+    """Operations that run after it before the first that reads its result; counted for rows on their way to experts or back,
+    else 0."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class Scale:
 
     def collective(self, x: Collective, itemsize: int) -> Collective:
         """Return `x`, of elements of so many bytes, in the wanted micro-batch."""
-        size = self.experts.wanted.ranks if self.experts is not None and x.axis == "ep" else x.size
+        size = self.experts.wanted.ranks if self.experts is not None and x.axis in ("ep", "ep_across") else x.size
         return replace(x, size=size, bytes=self(x.bytes // itemsize) * itemsize)
 
 

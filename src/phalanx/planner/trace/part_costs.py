@@ -54,7 +54,7 @@ from phalanx.planner.trace.traced_model import (
 from phalanx.torch_compat.compiler import JointGraph, joint_graph, load_compiler
 
 _PASS = TrainingPass(step=1)
-_AXES = {"tp": "tp", "cp": "cp", "ep": "ep"}
+_AXES = {name: name for name in ("tp", "cp", "ep", "ep_across", "ep_within")}
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,15 @@ def _choose_trace(name: PartName, setting: Setting, microbatch: int) -> _Trace:
         setting = _plain_setting(setting)
     if name == "leading":
         # The first blocks of a mixture have no experts, so one trace does for all degrees of `ep`.
-        setting = replace(setting, ep=1, expert_tp=1, casts_experts=False)
+        setting = replace(setting, ep=1, expert_tp=1, ep_node=1, casts_experts=False)
     alike = replace(_plain_setting(setting), tp=1, cp=1, ep=1) if name in BLOCKS else setting
     samples, rows, local = _unlike_sizes(name, alike)
     mixture = setting.model.experts if isinstance(setting.model, LanguageModel) else None
     # Without experts only samples are scaled, and of a single one nothing is.
     if microbatch == 1 and mixture is None:
         samples = 1
+    # How many ranks a node has changes no size.
+    setting = replace(setting, ep_node=min(setting.ep_node, 2))
     if setting.expert_tp > 1:
         setting = replace(setting, share=part_tracer(setting).expert_share())
     elif setting.ep > 1 and setting.share is None:
@@ -188,7 +190,7 @@ _ALL = 2**62
 def _plain_setting(setting: Setting) -> Setting:
     """Return the setting without what neither ends of the model nor shapes of parameters depend on."""
     plain = replace(setting, recompute="none", streamed=1, peer_copies=False, joint_gradients=True)
-    return replace(plain, ep=1, expert_tp=1, casts_experts=False)
+    return replace(plain, ep=1, expert_tp=1, ep_node=1, casts_experts=False)
 
 
 def _kept_together(traced: _Traced, scale: Scale) -> tuple[Kept, ...]:

@@ -83,6 +83,8 @@ class Setting:
     """Ranks over which each expert is sharded; more than 1 where ranks have one expert each."""
     ep_chunks: int = 1
     """Parts of the tokens whose rows travel to experts one after the other, where `ep` is more than 1."""
+    ep_node: int = 1
+    """Ranks of a node that rows for its experts come to first; 1 where they go to the ranks of their experts at once."""
     loads: ExpertLoads = PRIOR
     """How evenly routers use experts."""
     share: ExpertShare | None = None
@@ -211,6 +213,7 @@ class TracedModel(LayoutModel):
         if layout.ep > 1:
             apart = bool(layout.table.lone_experts[0]) and self.precision.copies_parameters
             setting = replace(setting, ep=layout.ep, expert_tp=layout.expert_tp, casts_experts=apart)
+            setting = replace(setting, ep_node=layout.ep_node)
         return setting.apart() if layout.splits_backward else setting
 
     def expert_load(self, layout: ResolvedLayout) -> Fraction:
