@@ -104,7 +104,6 @@ TAKES_LONG: dict[str, tuple[str, ...]] = {
         "phalanx train runs/quickstart training.steps=2000",
         "phalanx ensemble run.yaml --train --seeds 5 --out ensembles/seeds",
         "phalanx ensemble examples/materials-xtb.yaml --train --seeds 5 --out ensembles/seeds",
-        "phalanx ensemble studies/xtb --train training.steps=12000 --out e",
     ),
     "torchrun starts its ranks; tests/hardware/doctor, tests/verification and tests/training join ranks started so.": (
         "torchrun --nproc-per-node 8 -m phalanx doctor --json",
@@ -147,6 +146,9 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "phalanx tune examples/materials-tune.yaml --out studies/materials --write best.yaml --html study.html",
         "phalanx tune run.yaml --out studies/a",
         "phalanx tune run.yaml --out studies/a --devices 4 --slots 6",
+    ),
+    "It trains five networks for 12,000 steps each; tests/cli/test_ensemble.py chooses of a study and trains seeds.": (
+        "phalanx ensemble studies/xtb --train training.steps=12000 --out e",
     ),
     "It injects faults for minutes; tests/faults and tests/chaos do.": (
         "phalanx chaos run.yaml --nproc 8 --minutes 30 --seed 1 --out acceptance training.steps=200 restart.heartbeat_s=10",
