@@ -36,30 +36,38 @@ def spherical_harmonics(degree: int, unit_E3: Tensor) -> Tensor:
     return torch.cat(found, dim=1)
 
 
-class MaceBlock(nn.Module):
-    """One interaction and the symmetric contraction behind it."""
+class EquivariantConvolution(nn.Module):
+    """Sums messages that couple features of atoms with harmonics of bonds, and adds a skip connection that elements weigh.
 
-    def __init__(self, config: MaterialsModel, number: int) -> None:
+    Interactions of MACE and NequIP begin and end so.
+    """
+
+    def __init__(
+        self, config: MaterialsModel, inside: int, degree: int, reached: int, *, radial_width: int, scale: float
+    ) -> None:
+        """inside: largest degree of the features that come in. degree: of the harmonics. reached: of the messages.
+        radial_width: of the network of radial weights. scale: of every message."""
         super().__init__()
-        width, options = config.d_model, config.mace
-        # Before the first block atoms are scalars from a table of elements.
-        inside = 0 if number == 0 else options.hidden_degree
-        self.outside = outgoing_degree(config, number)
-        self.scale = 1.0 / config.mean_neighbors
-        self.paths = coupling_paths(inside, options.degree, options.degree)
-        self.couplings = stack_couplings(tuple(self.paths), count_components(inside), count_components(options.degree))
+        width = config.d_model
+        self.scale = scale
+        self.paths = coupling_paths(inside, degree, reached)
+        self.couplings = stack_couplings(tuple(self.paths), count_components(inside), count_components(degree))
         self.inward = DegreeLinear([width] * (inside + 1), width)
-        self.radial = Mlp(config.n_radial, options.radial_width, len(self.paths) * width)
-        counts = [sum(path.result == degree for path in self.paths) for degree in range(options.degree + 1)]
+        self.radial = Mlp(config.n_radial, radial_width, len(self.paths) * width)
+        counts = [sum(path.result == one for path in self.paths) for one in range(reached + 1)]
         self.outward = DegreeLinear([count * width for count in counts], width)
-        self.contraction = SymmetricContraction(config, self.outside)
-        self.mix = DegreeLinear([width] * (self.outside + 1), width)
-        kept = min(inside, self.outside) + 1
-        self.skip = DegreeLinear([width] * kept, width)
-        self.skip_element = ElementTable(config.max_atomic_number, kept, width)
 
-    def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Return the next features: scalars [N, C] and, above degree 0, components [N, M, C]."""
+    def add_skip(self, config: MaterialsModel, inside: int, outside: int) -> None:
+        """Make the skip connection of the degrees that both come in and go out.
+
+        Apart from the rest, so that parameters which a body has in between keep their order.
+        """
+        kept = min(inside, outside) + 1
+        self.skip = DegreeLinear([config.d_model] * kept, config.d_model)
+        self.skip_element = ElementTable(config.max_atomic_number, kept, config.d_model)
+
+    def convolve(self, atoms: Atoms, geometry: Geometry) -> tuple[Tensor, Tensor]:
+        """Return the features that come in, [N, S, C], and the sums of messages, mixed by degree, [N, S', C]."""
         features_NSC = atoms.scalars_NC[:, None]
         if atoms.vectors_NMC is not None:
             features_NSC = torch.cat((features_NSC, atoms.vectors_NMC), dim=1)
@@ -73,13 +81,37 @@ class MaceBlock(nn.Module):
         message = partial(couple_messages, couplings.on(device, dtype), path_Q.on(device, torch.int64))
         # Q components of all paths, those of one degree together.
         sums_NQC = sum_messages(message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
-        products_NSC = self.mix(self.contraction(self.outward.paths(sums_NQC), geometry.species_N))
+        return features_NSC, self.outward.paths(sums_NQC)
+
+    def join_skip(self, features_NSC: Tensor, new_NSC: Tensor, species_N: Tensor) -> Tensor:
+        """Add the incoming features, as elements weigh them, to the degrees that both have."""
         kept_NSC = self.skip(features_NSC[:, : count_components(len(self.skip) - 1)])
-        element_NLC = self.skip_element(geometry.species_N, kept_NSC.dtype)
+        element_NLC = self.skip_element(species_N, kept_NSC.dtype)
         count = kept_NSC.shape[1]
         kept_NSC = kept_NSC * by_component(element_NLC)
-        joined = torch.cat((products_NSC[:, :count] + kept_NSC, products_NSC[:, count:]), dim=1)
-        return Atoms(joined[:, 0], joined[:, 1:] if self.outside else None)
+        return torch.cat((new_NSC[:, :count] + kept_NSC, new_NSC[:, count:]), dim=1)
+
+
+class MaceBlock(EquivariantConvolution):
+    """One interaction and the symmetric contraction behind it."""
+
+    def __init__(self, config: MaterialsModel, number: int) -> None:
+        width, options = config.d_model, config.mace
+        # Before the first block atoms are scalars from a table of elements.
+        inside = 0 if number == 0 else options.hidden_degree
+        scale = 1.0 / config.mean_neighbors
+        super().__init__(config, inside, options.degree, options.degree, radial_width=options.radial_width, scale=scale)
+        self.outside = outgoing_degree(config, number)
+        self.contraction = SymmetricContraction(config, self.outside)
+        self.mix = DegreeLinear([width] * (self.outside + 1), width)
+        self.add_skip(config, inside, self.outside)
+
+    def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
+        """Return the next features: scalars [N, C] and, above degree 0, components [N, M, C]."""
+        features_NSC, sums_NSC = self.convolve(atoms, geometry)
+        products_NSC = self.mix(self.contraction(sums_NSC, geometry.species_N))
+        joined_NSC = self.join_skip(features_NSC, products_NSC, geometry.species_N)
+        return Atoms(joined_NSC[:, 0], joined_NSC[:, 1:] if self.outside else None)
 
 
 class SymmetricContraction(nn.Module):
