@@ -78,10 +78,10 @@ class PhalanxCalculator(Calculator):
             dispersion=dispersion,
         )
         self.network, self.ensemble = self._predictor.network, self._predictor.ensemble
-        self._untaught, model = self._predictor.untaught, self.network.run.model
+        untaught, model = self._predictor.untaught, self.network.run.model
         extra = {"charges": model.charges, "dipole": model.dipole}
         there = [*_OF_ENERGY, *(name for name, head in extra.items() if head is not None)]
-        self.implemented_properties = [name for name in there if _head_of(name) not in self._untaught]
+        self.implemented_properties = [name for name in there if _head_of(name) not in untaught]
         if self.ensemble is not None:
             # The spread of members is known of what validation has labels of, which these two are not.
             uncertain = [name for name in self.implemented_properties if name not in ("free_energy", "energies")]
@@ -99,14 +99,9 @@ class PhalanxCalculator(Calculator):
     def get_property(self, name: str, atoms: Atoms | None = None, allow_calculation: bool = True) -> Any:
         """Answer ASE's question for a property. Raises PropertyNotImplementedError, too, for what the branch was never
         trained on."""
-        head = _head_of(name.removesuffix(_UNCERTAINTY))
-        if head in self._untaught:
-            others = self._untaught[head]
-            instead = f"; ask for branch {' or '.join(others)}" if others else ""
-            raise PropertyNotImplementedError(
-                f"{name}: the data of branch {self._predictor.branch_name} of {self.network.where} have no labels that "
-                f"teach its {head} head, which would answer at random{instead}"
-            )
+        refusal = self._predictor.explain_untaught(_head_of(name.removesuffix(_UNCERTAINTY)))
+        if refusal is not None:
+            raise PropertyNotImplementedError(f"{name}: {refusal}")
         return super().get_property(name, atoms, allow_calculation)
 
     def calculate(

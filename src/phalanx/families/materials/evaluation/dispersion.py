@@ -66,7 +66,7 @@ class References:
 
 
 class DispersionResult(NamedTuple):
-    """What is added to the predictions for a batch, float64."""
+    """Holds what dispersion adds to the predictions for a batch, float64."""
 
     energy_N: Tensor
     """Each atom's halves of its pairs, eV."""
@@ -100,13 +100,12 @@ class D3Dispersion:
         distance_E = vector_E3.norm(dim=1)
         pairs = _Pairs(source_E, target_E, distance_E, species_N)
         neighbours_N = distance_E.new_zeros(len(species_N))
-        for chunk in pairs.chunks():
+        for _, chunk in pairs.chunks():
             neighbours_N.index_add_(0, chunk.target_E, self._count(chunk))
         energy_N, slope_E = torch.zeros_like(neighbours_N), torch.zeros_like(distance_E)
         by_neighbours_N = torch.zeros_like(neighbours_N)
         # By chunks, each with its derivative: energies of pairs first, then what they owe to the counts of neighbours.
-        for number, chunk in enumerate(pairs.chunks()):
-            run = slice(number * _CHUNK, number * _CHUNK + len(chunk.distance_E))
+        for run, chunk in pairs.chunks():
             with torch.enable_grad():
                 leaves = chunk.distance_E.clone().requires_grad_(), neighbours_N.clone().requires_grad_()
                 pair_E = self._attract(chunk._replace(distance_E=leaves[0]), leaves[1])
@@ -114,8 +113,7 @@ class D3Dispersion:
             energy_N.index_add_(0, chunk.target_E, pair_E.detach())
             slope_E[run] += slopes[0]
             by_neighbours_N += slopes[1]
-        for number, chunk in enumerate(pairs.chunks()):
-            run = slice(number * _CHUNK, number * _CHUNK + len(chunk.distance_E))
+        for run, chunk in pairs.chunks():
             with torch.enable_grad():
                 distance = chunk.distance_E.clone().requires_grad_()
                 owed_E = self._count(chunk._replace(distance_E=distance)) * by_neighbours_N[chunk.target_E]
@@ -175,13 +173,14 @@ class _Pairs(NamedTuple):
         """Return those of the targets."""
         return self.species_N[self.target_E]
 
-    def chunks(self) -> Iterator[_Pairs]:
-        """Yield the pairs in runs of `_CHUNK`."""
+    def chunks(self) -> Iterator[tuple[slice, _Pairs]]:
+        """Yield where each run of `_CHUNK` pairs stands, and its pairs."""
         for first in range(0, len(self.distance_E), _CHUNK):
             run = slice(first, first + _CHUNK)
-            yield self._replace(
+            chunk = self._replace(
                 source_E=self.source_E[run], target_E=self.target_E[run], distance_E=self.distance_E[run]
             )
+            yield run, chunk
 
 
 def _read_references(device: torch.device) -> References:

@@ -96,6 +96,17 @@ class StructurePredictor:
         self._known = [(where, elements) for where, elements in known if elements is not None]
         self._dispersion = None if dispersion is None else D3Dispersion(dispersion, self.device)
 
+    def explain_untaught(self, head: str) -> str | None:
+        """Return why `head` cannot be asked, for an error of whoever asks; None where labels of the branch taught it."""
+        others = self.untaught.get(head)
+        if others is None:
+            return None
+        instead = f"; ask for branch {' or '.join(others)}" if others else ""
+        return (
+            f"the data of branch {self.branch_name} of {self.network.where} have no labels that teach its {head} head, "
+            f"which would answer at random{instead}"
+        )
+
     def predict(self, given: GivenStructures, *, stress: bool) -> tuple[Predictions, dict[str, Tensor]]:
         """Return all that can be predicted, and by quantity its uncertainty where that is known.
 

@@ -53,13 +53,9 @@ class PhalanxTorchSim(ModelInterface):
             untrained_elements=untrained_elements,
             dispersion=dispersion,
         )
-        others = self.predictor.untaught.get("energy")
-        if others is not None:
-            instead = f"; ask for branch {' or '.join(others)}" if others else ""
-            raise ConfigError(
-                f"the data of branch {self.predictor.branch_name} of {self.predictor.network.where} have no labels that "
-                f"teach its energy head, which would answer at random{instead}"
-            )
+        refusal = self.predictor.explain_untaught("energy")
+        if refusal is not None:
+            raise ConfigError(refusal)
         self._device = self.predictor.device
         # Positions, as all simulations have them; activations have the format of `precision`.
         self._dtype = torch.float64
