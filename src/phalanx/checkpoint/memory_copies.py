@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class CopyState(BaseModel):
-    """What state.json of a copy holds."""
+    """Holds what state.json of a copy says."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -58,7 +58,7 @@ class CopyState(BaseModel):
     stored: Annotated[int, Field(ge=0)]
     """Step of the newest checkpoint on storage by then, or 0: without it the run was begun from somewhere else."""
     state: dict[str, Any]
-    """Of this rank, as a checkpoint on storage has it of the first."""
+    """JSON values of this rank; a checkpoint on storage has those of the first rank."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class MemoryCopies:
         self._warn = warn
         self._ranks = RankGroup.own(timeout_s)
         # By folder as well: ranks of one host may be told to keep apart.
-        nodes = self._ranks.share(f"{platform.node()}:{folder}")
+        nodes = self._ranks.all_gather(f"{platform.node()}:{folder}")
         peers = choose_peers(nodes)
         self.peer: int | None = peers[self._ranks.rank]
         """The rank on another node that keeps a copy of this one's state; None where there is one node alone."""

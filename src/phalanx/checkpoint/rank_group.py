@@ -56,7 +56,7 @@ class RankGroup:
             dist.gather_object(value, values, group=self._group, group_dst=0)
         return values or []
 
-    def share(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return every rank's `value`, in rank order, on every rank."""
         values = self.gather(value)
         return self.from_first(lambda: values)

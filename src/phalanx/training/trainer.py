@@ -383,7 +383,7 @@ class Trainer:
             self.checkpoint_waits = False
             self.interval.saved(self.step, self.stall, self.checkpointer.write_seconds)
         elif _is_due(step, self.run.checkpoint.memory_every) and not self.guard.skipped:
-            self.stall = self.checkpointer.copy(self.step)
+            self.stall = self.checkpointer.copy_to_memory(self.step)
         self._evaluate(self._due_evaluators(step))
 
     def _evaluators(self) -> list[ScheduledEvaluator]:
@@ -515,7 +515,7 @@ class Checkpointer:
         )
         return stall
 
-    def copy(self, step: int) -> float:
+    def copy_to_memory(self, step: int) -> float:
         """Copy the state after `step` to the memory of nodes; return the seconds training stood still for it."""
         parts, start = self._parts, time.perf_counter()
         assert parts.copies is not None

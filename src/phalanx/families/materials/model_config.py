@@ -39,21 +39,21 @@ MAX_ATOMIC_NUMBER = 118
 
 
 class GatOptions(Section):
-    """What only the body gatv2 has."""
+    """Holds the options that only the body gatv2 has."""
 
     heads: Width = 4
     """Attention heads over neighbours; must divide d_model."""
 
 
 class MfcOptions(Section):
-    """What only the body mfc has."""
+    """Holds the options that only the body mfc has."""
 
     degrees: Annotated[int, Field(ge=1, le=64)] = 5
     """Matrices, each for atoms with about as many neighbours: from none to twice the mean number and more."""
 
 
 class DimeNetOptions(Section):
-    """What only the body dimenet++ has."""
+    """Holds the options that only the body dimenet++ has."""
 
     angular: Annotated[int, Field(ge=1, le=16)] = 7
     """Legendre polynomials that describe the angle between two bonds."""
@@ -64,7 +64,7 @@ class DimeNetOptions(Section):
 
 
 class NequipOptions(Section):
-    """What only the body nequip has."""
+    """Holds the options that only the body nequip has."""
 
     degree: Annotated[int, Field(ge=1, le=3)] = 2
     """Largest degree of the spherical harmonics of bonds and of what atoms keep: 1 vectors, 2 tensors too."""
@@ -73,7 +73,7 @@ class NequipOptions(Section):
 
 
 class MaceOptions(Section):
-    """What only the body mace has."""
+    """Holds the options that only the body mace has."""
 
     degree: Annotated[int, Field(ge=1, le=4)] = 3
     """Largest degree of the spherical harmonics of bonds."""

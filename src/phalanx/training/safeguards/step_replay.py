@@ -95,7 +95,7 @@ class StepReplay:
         changed = differs_in_bits(own, self._step.own_loss)
         # Tokens of all ranks meet in experts that are shared out: no rank's loss is its own doing there.
         samples = None if self._step.applied.mesh.ep.size > 1 else tuple(batch.sample_indices.tolist())
-        replay = classify_replay(before, after, RankGroup.default().share((changed, samples)))
+        replay = classify_replay(before, after, RankGroup.default().all_gather((changed, samples)))
         was = f"loss {before.loss:.6g}, gradient norm {before.grad_norm:.6g}"
         self._log.note(f"warning: step {number}: {was}; {replay.in_words()}")
         said = {"loss": str(before.loss), "grad_norm": str(before.grad_norm)}

@@ -25,7 +25,7 @@ class Cells(NamedTuple):
     """The cells of a batch; a cube of 1 angstrom stands where there is none."""
 
     lengths_G3: Tensor
-    """Of the lattice vectors; 0 where there is no cell. Without derivatives."""
+    """Lengths of the lattice vectors, detached; 0 where there is no cell."""
     inverse_G33: Tensor
     volume_G: Tensor
     periodic_G: Tensor
