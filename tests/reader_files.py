@@ -140,6 +140,8 @@ def write_materials_files(folder: Path) -> None:
     write_set(molecules / "alloy_emt_1500.npz", _STRUCTURES, periodic=True)
     for name in ("xtb", "three-sources"):
         _call(folder, "data", "prepare-graphs", f"small/materials-{name}.yaml", "--workers", "1")
+    # What the guide to ensembles chooses from: any prepared structures.
+    shutil.copytree(folder / "data" / "graphs" / "three-sources" / "qm9", folder / "data" / "pool" / "candidates")
     for seed, name in enumerate(("materials-xtb", "a", "b", "c", "d")):
         _train(folder, "small/materials-xtb.yaml", f"runs/{name}", f"training.seed={seed}")
     _write_study(folder)

@@ -111,7 +111,6 @@ TAKES_LONG: dict[str, tuple[str, ...]] = {
         "torchrun --nproc-per-node 8 -m phalanx train examples/quickstart.yaml",
         "torchrun --nproc-per-node 8 -m phalanx verify RUN.yaml --full --precision fp32",
         "torchrun --nproc-per-node 8 -m phalanx verify run.yaml --full --precision fp32",
-        "torchrun --nproc-per-node 8 -m phalanx calibrate --cluster frontier --out frontier.profile.yaml",
     ),
     "It measures four devices for a minute; tests/cli/test_calibrate.py and test_bench.py measure less.": (
         "phalanx calibrate --nproc 4",
@@ -146,6 +145,9 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "phalanx tune examples/materials-tune.yaml --out studies/materials --write best.yaml --html study.html",
         "phalanx tune run.yaml --out studies/a",
         "phalanx tune run.yaml --out studies/a --devices 4 --slots 6",
+    ),
+    "It measures the devices of Frontier, and is refused on others; `phalanx calibrate --nproc 4` runs.": (
+        "torchrun --nproc-per-node 8 -m phalanx calibrate --cluster frontier --out frontier.profile.yaml",
     ),
     "It trains five networks for 12,000 steps each; tests/cli/test_ensemble.py chooses of a study and trains seeds.": (
         "phalanx ensemble studies/xtb --train training.steps=12000 --out e",
