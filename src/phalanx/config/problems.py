@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from phalanx.config.document import FieldPath, Scalar, Value, dotted_name, plain_scalar, show_value
 from phalanx.config.fields import (
@@ -54,38 +55,14 @@ def explain_errors(error: ValidationError, values: Value, kind: type[Run] = Run)
     found: dict[FieldPath, Problem] = {}
     missing: dict[FieldPath, list[str]] = {}
     for item in error.errors(include_url=False, include_input=False):
-        # Without what pydantic adds: names of union members, and the name of a missing field.
-        path: FieldPath = ()
-        inside = values
-        for part in item["loc"]:
-            if isinstance(inside, dict) and part in inside:
-                inside = inside[str(part)]
-            elif isinstance(inside, list) and isinstance(part, int) and part < len(inside):
-                inside = inside[part]
-            else:
-                break
-            path = (*path, part)
+        path = _existing_part(item["loc"], values)
         if item["type"] == "missing" and isinstance(item["loc"][-1], str):
             missing.setdefault(path, []).append(str(item["loc"][-1]))
         # A hostile file may hold a million mistakes: those beyond what is shown are only counted.
         elif len(found) > MAX_SHOWN:
             found.setdefault(path, Problem(path, dotted_name(path)))
         else:
-            value = _value_at(values, path)
-            if item["type"] == "extra_forbidden":
-                problem = _unknown_field(path, value, kind)
-            elif item["type"] == "value_error":
-                problem = Problem(path, f"{dotted_name(path)}: {item['ctx']['error']}")
-            else:
-                field_path, field = _field_around(path, kind)
-                if field is None:
-                    problem = Problem(path, f"{dotted_name(path)}={show_value(value)} must be a mapping of fields")
-                else:
-                    name, value = dotted_name(field_path), _value_at(values, field_path)
-                    # What it likely stands for is offered, never taken: a run must not depend on a guess.
-                    meant = _likely_value(value, field)
-                    nearest = None if meant is None else f"{name}={show_value(meant)}"
-                    problem = Problem(field_path, f"{name}={show_value(value)} must be {field.allowed}", nearest)
+            problem = _explain_mistake(item, path, values, kind)
             # A mapping that was read and does not fit together says more than that it is no list and no number either.
             if item["type"] == "value_error" and isinstance(_value_at(values, path), dict):
                 found[problem.path] = problem
@@ -93,6 +70,37 @@ def explain_errors(error: ValidationError, values: Value, kind: type[Run] = Run)
     # A field that is written wrongly is reported once: as misspelt, and not as missing too.
     misspelt = {problem.nearest for problem in found.values()}
     return [*found.values(), *_missing_problems(missing, misspelt, values, kind)]
+
+
+def _existing_part(loc: FieldPath, values: Value) -> FieldPath:
+    """Return `loc` without what pydantic adds to it: names of union members, and the name of a missing field."""
+    path: FieldPath = ()
+    for part in loc:
+        if isinstance(values, dict) and part in values:
+            values = values[str(part)]
+        elif isinstance(values, list) and isinstance(part, int) and part < len(values):
+            values = values[part]
+        else:
+            break
+        path = (*path, part)
+    return path
+
+
+def _explain_mistake(item: ErrorDetails, path: FieldPath, values: Value, kind: type[Run]) -> Problem:
+    """Return one mistake that pydantic found at `path`, in the words of the schema."""
+    value = _value_at(values, path)
+    if item["type"] == "extra_forbidden":
+        return _unknown_field(path, value, kind)
+    if item["type"] == "value_error":
+        return Problem(path, f"{dotted_name(path)}: {item['ctx']['error']}")
+    field_path, field = _field_around(path, kind)
+    if field is None:
+        return Problem(path, f"{dotted_name(path)}={show_value(value)} must be a mapping of fields")
+    name, value = dotted_name(field_path), _value_at(values, field_path)
+    # What it likely stands for is offered, never taken: a run must not depend on a guess.
+    meant = _likely_value(value, field)
+    nearest = None if meant is None else f"{name}={show_value(meant)}"
+    return Problem(field_path, f"{name}={show_value(value)} must be {field.allowed}", nearest)
 
 
 def unknown_choice(path: FieldPath, value: str, kind: str, known: Iterable[str]) -> Problem:

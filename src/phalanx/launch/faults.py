@@ -255,29 +255,7 @@ def name_fault(
     stacks: dict[int, str] | None = None,
 ) -> Fault:
     """Return the fault of the rank `view`, the first that failed. silent: whether it was found by its silence."""
-    cause: Cause
-    # A rank that has said what it fails of, and is silent while it closes what it holds, does not hang.
-    if silent and view.error is None:
-        seconds = f"{now - view.heard:.1f} s"
-        if view.stopped:
-            cause, detail = "stopped", f"its process {view.pid} has not run for {seconds}"
-        else:
-            cause, detail = "hang", f"nothing for {seconds}"
-    else:
-        code = view.code or 0
-        if out_of_memory:
-            cause, detail = "out of memory", f"signal {-code} from the kernel"
-        # Before the code: a rank that has said why it ends may be killed on its way out.
-        elif view.error is not None:
-            first = str(view.error.get("message", "")).strip().partition("\n")[0]
-            cause = view.error["kind"] if view.error.get("kind") in CAUSES else "exception"
-            detail = f"{view.error.get('error')}: {first}"
-        elif code == GONE:
-            cause, detail = "exit", "its process is gone: killed, or ended by whoever started it"
-        elif code < 0:
-            cause, detail = "signal", f"{-code} ({signal.strsignal(-code) or 'no name'})"
-        else:
-            cause, detail = "exit", f"exit code {code}"
+    cause, detail = _name_cause(view, now, out_of_memory=out_of_memory, silent=silent)
     return Fault(
         rank=view.rank,
         cause=cause,
@@ -290,6 +268,29 @@ def name_fault(
         ranks=tuple(describe_rank(one, now) for one in views),
         stacks=stacks or {},
     )
+
+
+def _name_cause(view: RankView, now: float, *, out_of_memory: bool, silent: bool) -> tuple[Cause, str]:
+    """Return why a rank failed, and what tells it."""
+    # A rank that has said what it fails of, and is silent while it closes what it holds, does not hang.
+    if silent and view.error is None:
+        seconds = f"{now - view.heard:.1f} s"
+        if view.stopped:
+            return "stopped", f"its process {view.pid} has not run for {seconds}"
+        return "hang", f"nothing for {seconds}"
+    code = view.code or 0
+    if out_of_memory:
+        return "out of memory", f"signal {-code} from the kernel"
+    # Before the code: a rank that has said why it ends may be killed on its way out.
+    if view.error is not None:
+        kind: Cause = view.error["kind"] if view.error.get("kind") in CAUSES else "exception"
+        first = str(view.error.get("message", "")).strip().partition("\n")[0]
+        return kind, f"{view.error.get('error')}: {first}"
+    if code == GONE:
+        return "exit", "its process is gone: killed, or ended by whoever started it"
+    if code < 0:
+        return "signal", f"{-code} ({signal.strsignal(-code) or 'no name'})"
+    return "exit", f"exit code {code}"
 
 
 def collect_stacks(folder: Path, views: Sequence[RankView]) -> dict[int, str]:

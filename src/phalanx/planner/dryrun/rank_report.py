@@ -192,23 +192,36 @@ def _by_kind(calls: dict[Call, int], axes: dict[str, Axis], rank: int, devices_p
     counts: dict[Kind, int] = defaultdict(int)
     for call, count in calls.items():
         axis = axes[call.group]
-        share = (axis.size - 1) / axis.size
-        # A ring all-reduce is a reduce-scatter and an all-gather; what is received is counted by the rank that sends it.
-        by_operation = {"send": float(call.bytes), "receive": 0.0, "all_reduce": call.bytes * share * 2}
-        sent, crossing = by_operation.get(call.operation, call.bytes * share), 0.0
-        if devices_per_node is not None:
-            # Ranks fill one node after the other.
-            nodes, mine = [member // devices_per_node for member in axis.ranks], rank // devices_per_node
-            if call.peer is not None:
-                crossing = float(nodes[call.peer] != mine)
-            elif call.operation == "all_to_all":
-                # Every pair of ranks exchanges as much.
-                crossing = sum(node != mine for node in nodes) / max(1, axis.size - 1)
-            else:
-                # Around a ring each rank sends to the next one alone.
-                crossing = sum(a != b for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True)) / axis.size
+        sent, crossing = _bytes_sent(call, axis.size), _crossing_share(call, axis, rank, devices_per_node)
         counts[call.operation, axis.name, axis.size, call.bytes, sent, crossing] += count
     return counts
+
+
+def _bytes_sent(call: Call, size: int) -> float:
+    """Return the bytes that a rank of a group of `size` sends in a call."""
+    share = (size - 1) / size
+    if call.operation == "send":
+        return float(call.bytes)
+    if call.operation == "receive":
+        # Counted by the rank that sends it.
+        return 0.0
+    # A ring all-reduce is a reduce-scatter and an all-gather.
+    return call.bytes * share * (2 if call.operation == "all_reduce" else 1)
+
+
+def _crossing_share(call: Call, axis: Axis, rank: int, devices_per_node: int | None) -> float:
+    """Return the share of what is sent that leaves the node; 0 where nodes are not known."""
+    if devices_per_node is None:
+        return 0.0
+    # Ranks fill one node after the other.
+    nodes, mine = [member // devices_per_node for member in axis.ranks], rank // devices_per_node
+    if call.peer is not None:
+        return float(nodes[call.peer] != mine)
+    if call.operation == "all_to_all":
+        # Every pair of ranks exchanges as much.
+        return sum(node != mine for node in nodes) / max(1, axis.size - 1)
+    # Around a ring each rank sends to the next one alone.
+    return sum(a != b for a, b in zip(nodes, nodes[1:] + nodes[:1], strict=True)) / axis.size
 
 
 def group_axes(mesh: Mesh, world_size: int) -> dict[str, Axis]:

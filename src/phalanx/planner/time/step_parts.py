@@ -229,19 +229,7 @@ class Steps:
         for field in fields(cls):
             columns = [getattr(steps, field.name) for steps in moved]
             if isinstance(columns[0], RankParts):
-                # Layouts with fewer ranks than others get ranks without parts.
-                most = max(parts.blocks.shape[1] for parts in columns)
-                values[field.name] = RankParts(
-                    **{
-                        inner.name: np.concatenate(
-                            [
-                                np.pad(column, ((0, 0), (0, most - column.shape[1])))
-                                for column in (getattr(parts, inner.name) for parts in columns)
-                            ]
-                        )
-                        for inner in fields(RankParts)
-                    }
-                )
+                values[field.name] = _join_rank_parts(columns)
             elif isinstance(columns[0], LayoutTable | Streams | Tensors | TrainedElements):
                 kind = type(columns[0])
                 values[field.name] = kind(
@@ -491,3 +479,15 @@ def _largest_ranks(
         for one in distinct
         if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in distinct if other != one)
     ]
+
+
+def _join_rank_parts(several: Sequence[RankParts]) -> RankParts:
+    """Return the ranks of several lists of layouts, one after the other."""
+    # Layouts with fewer ranks than others get ranks without parts.
+    most = max(parts.blocks.shape[1] for parts in several)
+
+    def join(name: str) -> Floats:
+        columns = [getattr(parts, name) for parts in several]
+        return np.concatenate([np.pad(column, ((0, 0), (0, most - column.shape[1]))) for column in columns])
+
+    return RankParts(**{field.name: join(field.name) for field in fields(RankParts)})

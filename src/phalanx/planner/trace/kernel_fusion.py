@@ -131,8 +131,10 @@ class _Fusion:
             results = [node for node in kernel.nodes if node in wanted]
             several = [user for node in kernel.nodes for user in node.users if _is_getitem(user) and user in wanted]
             kernel.writes = [*results, *several]
-        # Order: each kernel as early as its last operation allows.
-        kernels = [kernel for kernel in kernels if kernel.writes or kernel.alone]
+        return self._order_kernels([kernel for kernel in kernels if kernel.writes or kernel.alone])
+
+    def _order_kernels(self, kernels: list[Kernel]) -> list[Kernel]:
+        """Return the kernels, each as early as its last operation allows, behind those whose results it reads."""
         makes = {node: kernel for kernel in kernels for node in kernel.writes}
         place = {id(kernel): max(self.order[node] for node in kernel.nodes) for kernel in kernels}
         waits = {id(k): {id(makes[n]) for n in k.reads if n in makes and makes[n] is not k} for k in kernels}

@@ -68,24 +68,14 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
         path = Path(given)
         # Sorted within each folder: the order of documents, and so of samples, never changes.
         if given == PYTHON_STDLIB:
-            root = Path(sysconfig.get_path("stdlib"))
-            found = []
-            for source in sorted(root.rglob("*.py")):
-                relative = source.relative_to(root)
-                if not {"site-packages", "dist-packages", "__pycache__"} & set(relative.parts):
-                    name = f"{PYTHON_STDLIB}/{relative.as_posix()}"
-                    found.append(InputFile(source, name, ".py", "", source.stat().st_size))
+            found = _list_standard_library()
         elif path.is_dir():
             below = (_classify_file(p, p.relative_to(path).as_posix()) for p in sorted(path.rglob("*")) if p.is_file())
             found = [file for file in below if file is not None]
         elif path.is_file():
             file = _classify_file(path, path.name)
             if file is None:
-                ending = "".join(path.suffixes[-2:] if path.suffix in COMPRESSIONS else path.suffixes[-1:])
-                known = [kind + packed for kind in KINDS for packed in ("", *COMPRESSIONS)]
-                near = get_close_matches(ending, known, 1, 0.5)
-                hint = f"; nearest: {near[0]}" if near else ""
-                raise DataError(f"{path}: unknown ending {ending or '(none)'}; known endings: {_KNOWN_ENDINGS}{hint}")
+                raise DataError(_explain_ending(path))
             found = [file]
         else:
             raise DataError(f"{path} does not exist; give files, folders, or {PYTHON_STDLIB}")
@@ -93,6 +83,25 @@ def find_files(inputs: Sequence[str]) -> list[InputFile]:
             raise DataError(f"{given}: no text files found; known endings: {_KNOWN_ENDINGS}")
         files += found
     return files
+
+
+def _list_standard_library() -> list[InputFile]:
+    """Return the sources of this Python's standard library, without packages that were installed beside it."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not {"site-packages", "dist-packages", "__pycache__"} & set(relative.parts):
+            files.append(InputFile(path, f"{PYTHON_STDLIB}/{relative.as_posix()}", ".py", "", path.stat().st_size))
+    return files
+
+
+def _explain_ending(path: Path) -> str:
+    """Say that the ending of `path` is not known, and the known one nearest to it."""
+    ending = "".join(path.suffixes[-2:] if path.suffix in COMPRESSIONS else path.suffixes[-1:])
+    near = get_close_matches(ending, [kind + packed for kind in KINDS for packed in ("", *COMPRESSIONS)], 1, 0.5)
+    hint = f"; nearest: {near[0]}" if near else ""
+    return f"{path}: unknown ending {ending or '(none)'}; known endings: {_KNOWN_ENDINGS}{hint}"
 
 
 def count_other_files(inputs: Sequence[str]) -> int:
