@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -46,11 +47,18 @@ def record_on_ranks(folder: Path) -> list[tuple[str, int, bool]]:
     dist.all_reduce(torch.ones(2))
     # Rank 1 never comes to the next one.
     work = dist.all_reduce(torch.ones(2), async_op=True) if dist.get_rank() == 0 else None
-    text = last_collectives()
-    assert text is not None
-    collectives_file(folder, dist.get_rank()).write_text(text)
+    deadline = time.monotonic() + 60
+    while True:
+        text = last_collectives()
+        assert text is not None
+        collectives_file(folder, dist.get_rank()).write_text(text)
+        found = read_collectives(folder, dist.get_rank())
+        # gloo's own thread notes the end of a collective, at times a moment after this thread goes on.
+        if sum(one.finished for one in found if one.name == "all_reduce") or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
     del work
-    return [(one.name, one.number, one.finished) for one in read_collectives(folder, dist.get_rank())]
+    return [(one.name, one.number, one.finished) for one in found]
 
 
 def test_what_gloo_records_is_read(tmp_path: Path) -> None:
