@@ -2,20 +2,27 @@
 
     python benchmarks/low_precision_verify.py --out benchmarks/results/verify/low_precision.json
     python benchmarks/low_precision_verify.py --precision fp8-tensor --each 3 --out fp8_tensor.json
+    python benchmarks/low_precision_verify.py --precision fp8-row --ranks 8 --models moe-quickstart --seed 1 --out row.json
 
 Every example of `RUN_FILES` stands for its kind of model, as in `phalanx verify`: a small model of the same kind, in
-`--each` layouts of 2 ranks and as many of 4, spread evenly over all legal ones. Written are the layouts that failed,
-quantiles of error over bound by kind of check, and the checks that came nearest to their bounds. Ranks run on the CPU.
+`--each` layouts of 2 ranks and as many of 4, spread evenly over all legal ones. With `--seed` they are drawn, so that few
+layouts bring many pairs of choices together. Written are the layouts that failed, quantiles of error over bound by kind of
+check, and the checks that came nearest to their bounds. Ranks run on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+import shlex
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +52,6 @@ RUN_FILES = (
 )
 NO_FLOAT8 = ("materials-quickstart",)
 """Models without a layer that 8-bit recipes multiply."""
-RANKS = (2, 4)
 STEPS = 2
 NEAREST = 12
 """Checks that are written down for each number of ranks and model."""
@@ -69,6 +75,22 @@ def spread_layouts(run: Run, ranks: int, count: int) -> list[ResolvedLayout]:
     """Return `count` of all legal layouts, evenly spread over their list."""
     layouts = list(every_layout(bind(run), ranks))
     return [layouts[number * len(layouts) // count] for number in range(min(count, len(layouts)))]
+
+
+def draw_layouts(run: Run, ranks: int, count: int, seed: int) -> list[ResolvedLayout]:
+    """Return `count` of all legal layouts in an order that `seed` shuffles: each next one has the most new pairs of choices.
+
+    A choice is a field and its value where this is not the plain one, such as `tp=2` or `schedule=gpipe`.
+    """
+    layouts = list(every_layout(bind(run), ranks))
+    random.Random(seed).shuffle(layouts)
+    pairs = {layout: set(combinations_with_replacement(str(layout).split(), 2)) for layout in layouts}
+    drawn: list[ResolvedLayout] = []
+    seen: set[tuple[str, str]] = set()
+    while pairs and len(drawn) < count:
+        drawn.append(max(pairs, key=lambda layout: len(pairs[layout] - seen)))
+        seen |= pairs.pop(drawn[-1])
+    return drawn
 
 
 def verify_on_rank(run: Run, layouts: list[ResolvedLayout]) -> list[Found]:
@@ -99,9 +121,12 @@ def sweep_model(name: str, ranks: int, options: argparse.Namespace) -> dict[str,
     """Return what the layouts of one model on `ranks` ranks came to."""
     model = bind(load_run(ROOT / f"examples/{name}.yaml", []), VerifiableModel)
     run = reduced_run(model, options.precision, STEPS, ranks)
-    layouts = spread_layouts(run, ranks, options.each)
+    if options.seed is None:
+        layouts = spread_layouts(run, ranks, options.each)
+    else:
+        layouts = draw_layouts(run, ranks, options.each, options.seed)
     start = time.monotonic()
-    found: list[Found] = run_ranks(verify_on_rank, ranks, run, layouts, timeout_s=1200.0)[0]
+    found: list[Found] = run_ranks(verify_on_rank, ranks, run, layouts, timeout_s=3600.0)[0]
     ratios: dict[str, list[float]] = defaultdict(list)
     for one in found:
         for what, values in one.ratios.items():
@@ -123,20 +148,27 @@ def main() -> None:
     """Sweep all models, and keep what was found after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp16", "fp8-tensor", "fp8-row", "fp8-block"])
-    parser.add_argument("--each", type=int, default=14, help="layouts of each model on 2 ranks, and on 4")
+    parser.add_argument("--each", type=int, default=14, help="layouts of each model on each number of ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--models", nargs="+", default=RUN_FILES, choices=RUN_FILES)
+    parser.add_argument(
+        "--seed", type=int, help="draw layouts by this seed; spread evenly over all legal ones without it"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     ratios: dict[str, list[float]] = defaultdict(list)
-    names = [name for name in RUN_FILES if not (options.precision.startswith("fp8") and name in NO_FLOAT8)]
-    for ranks in RANKS:
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=ROOT, text=True).strip()
+    names = [name for name in options.models if not (options.precision.startswith("fp8") and name in NO_FLOAT8)]
+    for ranks in options.ranks:
         for name in names:
             row = sweep_model(name, ranks, options)
             for what, values in row.pop("ratios").items():
                 ratios[what] += values
             rows.append(row)
             document = {
-                "command": f"benchmarks/low_precision_verify.py --precision {options.precision} --each {options.each}",
+                "command": shlex.join(["python", *sys.argv]),
+                "commit": commit,
                 "date": datetime.now(UTC).date().isoformat(),
                 "torch": torch.__version__,
                 "precision": options.precision,
