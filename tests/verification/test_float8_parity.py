@@ -29,7 +29,7 @@ from phalanx.torch_compat import common as compat
 from phalanx.verification.family import VerifiableModel
 from phalanx.verification.verify_run import Verdict, Verifier
 
-CPU, RANKS = torch.device("cpu"), 4
+CPU = torch.device("cpu")
 RECIPES = {
     "tensor": Float8Recipe("tensor"),
     "row": Float8Recipe("row", wide_gradients=True),
@@ -43,14 +43,16 @@ LAYOUTS = {
     ),
     "tp=4": ResolvedLayout(4, 1, tp=4),
     "dp_shard=4, once a step": ResolvedLayout(4, 1, dp_shard=4, zero=1),
-    "dp_replicate=2 dp_shard=2": ResolvedLayout(4, 1, dp_replicate=2, dp_shard=2, zero=2),
-    "pp=2 dp_shard=2": ResolvedLayout(4, 1, pp=2, dp_shard=2, zero=3, reshard_after_forward=True),
-    "dp_replicate=4": ResolvedLayout(4, 1, dp_replicate=4, zero=0),
+}
+EIGHT_RANKS = {
+    "tp=2 pp=2 dp_shard=2": ResolvedLayout(4, 1, tp=2, pp=2, dp_shard=2, zero=3, reshard_after_forward=True),
+    "tp=4 dp_shard=2": ResolvedLayout(4, 1, tp=4, dp_shard=2, zero=2),
+    "dp_replicate=4 pp=2": ResolvedLayout(4, 1, dp_replicate=4, pp=2, zero=0, schedule="gpipe"),
 }
 
 TRIED = {
     "tensor": tuple(LAYOUTS),
-    "row": ("tp=2 dp_shard=2", "tp=4", "pp=2 dp_shard=2"),
+    "row": ("tp=2 dp_shard=2",),
     "block": ("tp=2 dp_shard=2", "dp_shard=4, once a step"),
 }
 """The layouts of each recipe; blocks are too long for four ranks of tp."""
@@ -139,9 +141,16 @@ def verify_recipes() -> dict[tuple[str, str], Verdict]:
     return found
 
 
+def verify_on_eight() -> dict[str, Verdict]:
+    """On one of the ranks: verdicts by layout, of the recipe with a scale for each row and each column."""
+    with wide(RECIPES["row"]):
+        verifier = Verifier(bind(small_run(), VerifiableModel), CPU, steps=1, activations=True)
+        return {words: verifier.verify(layout) for words, layout in EIGHT_RANKS.items()}
+
+
 @pytest.fixture(scope="module")
 def verdicts() -> dict[tuple[str, str], Verdict]:
-    found: dict[tuple[str, str], Verdict] = run_ranks(verify_recipes, RANKS, timeout_s=240.0)[0]
+    found: dict[tuple[str, str], Verdict] = run_ranks(verify_recipes, 4, timeout_s=240.0)[0]
     return found
 
 
@@ -150,6 +159,12 @@ def test_layouts_compute_what_one_rank_computes(verdicts: dict[tuple[str, str], 
     assert len(right) == sum(map(len, TRIED.values()))
     failed = [f"{key}: {verdict.first}" for key, verdict in right.items() if not verdict.passed]
     assert not failed, "\n".join(failed)
+
+
+def test_layouts_of_eight_ranks_compute_what_one_rank_computes() -> None:
+    verdicts: dict[str, Verdict] = run_ranks(verify_on_eight, 8, timeout_s=240.0)[0]
+    failed = [f"{words}: {verdict.first}" for words, verdict in verdicts.items() if not verdict.passed]
+    assert len(verdicts) == len(EIGHT_RANKS) and not failed, "\n".join(failed)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
