@@ -18,12 +18,14 @@ from phalanx.planner.plan.layout_list import LayoutList, list_layouts, list_ques
 from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.report import plan_page
 from phalanx.report.plan_layouts import (
+    LAYOUT_COLUMNS,
     answer_rows,
     draw_trade_off,
     encode_layouts,
     encode_questions,
     explore_layouts,
     find_front,
+    layout_columns,
     list_rows,
 )
 from phalanx.report.plan_page import render_plan
@@ -98,6 +100,12 @@ def test_cells_are_those_of_the_plan_and_sort_by_their_figures() -> None:
         ~listed().exact[: listed().fitting]
     ).tolist()
     assert set(steps[listed().fitting :]) == {""}
+
+
+def test_columns_of_what_is_plain_in_all_rows_are_left_out() -> None:
+    rows = [{"gather": "layer", "ep_chunks": 1}, {"gather": "layer", "ep_chunks": 2}]
+    plain, chunked = ({column.head for column in layout_columns(some, LAYOUT_COLUMNS)} for some in (rows[:1], rows))
+    assert chunked - plain == {"chunks"} and "gather" not in chunked
 
 
 def test_answers_say_what_is_lost_and_why_it_does_not_fit() -> None:

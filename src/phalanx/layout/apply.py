@@ -290,6 +290,7 @@ def make_context(
         SequenceShare(mesh.cp, mesh.tp, layout.context),
         ep=mesh.ep,
         expert_tp=layout.expert_tp,
+        ep_chunks=layout.ep_chunks,
         ep_stages=Stages(mesh.ep_across, mesh.ep_within) if layout.ep_node > 1 else None,
         branches=None if groups is None else groups.of_rank(mesh.data_rank).branches,
         sharding=sharding,

@@ -145,6 +145,8 @@ class BuildContext:
     """Ranks over which the experts of a mixture, and each expert, are sharded."""
     expert_tp: int = 1
     """Ranks of `ep`, neighbours, over which each expert is sharded."""
+    ep_chunks: int = 1
+    """Parts of a micro-batch's tokens that travel to their experts one after the other."""
     ep_stages: Stages | None = None
     """Groups in which rows go to the node of their expert, and on from there; None where they go at once."""
     branches: range | None = None

@@ -105,6 +105,7 @@ def with_degrees(model: BoundModel, degrees: Degrees, fits: MemoryFits | None = 
         **degrees,
         ep=chosen.ep,
         expert_tp=chosen.expert_tp,
+        ep_chunks=chosen.ep_chunks,
         zero=chosen.zero,
         schedule=chosen.schedule,
         stages_per_rank=per_rank if pp > 1 else 1,

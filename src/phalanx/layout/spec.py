@@ -79,6 +79,8 @@ class ResolvedLayout:
     """Ranks of EXPERT_AXES over which the experts of a mixture are sharded; no factor of the world size."""
     expert_tp: int = 1
     """Ranks of EXPERT_AXES over which each expert is sharded; neighbours, and no factor of the world size either."""
+    ep_chunks: int = 1
+    """Parts of a micro-batch's tokens that travel to their experts one after the other; has no effect where `ep` is 1."""
     ep_node: int = 1
     """Ranks of a node among those that exchange rows for experts, where these go to the node first; else 1."""
     zero: int = 3
@@ -167,6 +169,8 @@ class ResolvedLayout:
             chosen.append(("ep", self.ep))
         if everything or self.expert_tp > 1:
             chosen.append(("expert_tp", self.expert_tp))
+        if everything or (self.ep > 1 and self.ep_chunks > 1):
+            chosen.append(("ep_chunks", self.ep_chunks))
         if everything or self.ep_node > 1:
             chosen.append(("ep_node", self.ep_node))
         # Where ranks share nothing all levels of ZeRO are one program; 0 is another one wherever gradients are reduced.
@@ -208,6 +212,7 @@ class LayoutTable:
     pp: Ints
     ep: Ints
     expert_tp: Ints
+    ep_chunks: Ints
     ep_node: Ints
     zero: Ints
     schedule: Ints
@@ -228,6 +233,11 @@ class LayoutTable:
     def from_rows(cls, rows: Sequence[ResolvedLayout]) -> LayoutTable:
         """Return the table of these layouts, in their order."""
         return cls(**{f.name: encode_column(f.name, [getattr(row, f.name) for row in rows]) for f in fields(cls)})
+
+    @classmethod
+    def joined(cls, several: Sequence[LayoutTable]) -> LayoutTable:
+        """Return the layouts of several tables, one after the other."""
+        return cls(**{f.name: np.concatenate([getattr(table, f.name) for table in several]) for f in fields(cls)})
 
     def __len__(self) -> int:
         return len(self.tp)

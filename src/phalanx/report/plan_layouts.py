@@ -66,6 +66,7 @@ _SPLIT_COLUMNS: tuple[Column[Row], ...] = (
     Column("cp", lambda row: row["cp"], gives_way=4),
     # ranks over which experts are sharded; times those over which each one is
     Column("ep", lambda row: f"{row['ep']}" + (f" x{row['expert_tp']}" if row["expert_tp"] > 1 else ""), gives_way=4),
+    Column("chunks", lambda row: row["ep_chunks"], gives_way=3),
     Column("dp_shard", lambda row: row["dp_shard"], gives_way=1),
     Column("dp_rep", lambda row: row["dp_replicate"], gives_way=2),
     Column("mbs", lambda row: row["microbatch"], gives_way=1),
@@ -114,9 +115,9 @@ LAYOUT_COLUMNS: tuple[Column[Row], ...] = (
 
 
 def layout_columns(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> list[Column[Row]]:
-    """Return the columns without that of the gathering where all rows gather a layer at a time."""
-    differ = any(row["gather"] != "layer" for row in rows)
-    return [column for column in columns if column.head != "gather" or differ]
+    """Return the columns without those of what all rows have plain: gathering by layer, tokens that travel in one chunk."""
+    plain = {"gather": all(row["gather"] == "layer" for row in rows), "chunks": all(r["ep_chunks"] == 1 for r in rows)}
+    return [column for column in columns if not plain.get(column.head, False)]
 
 
 def name_slower_causes(row: Row) -> list[str]:
@@ -300,7 +301,7 @@ def list_choices(explorer: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[
         (name, values[name], write_value(fixed[name]) if name in fixed else "")
         for name in CHOSEN
         # a model without experts has nothing to spread
-        if name not in ("ep", "expert_tp") or len(values[name]) > 1
+        if name not in ("ep", "expert_tp", "ep_chunks") or len(values[name]) > 1
     ]
 
 
@@ -390,5 +391,6 @@ def describe_limits(limits: Limits) -> str:
     """Return how far a plan's free choices go, in words."""
     return (
         f"micro-batches of up to {limits.microbatch:g} samples, up to {limits.stages_per_rank:g} stages a rank, at least "
-        f"{limits.positions:,} positions of a sample on a rank of cp, weights streamed over up to {limits.streamed:g} ranks"
+        f"{limits.positions:,} positions of a sample on a rank of cp, weights streamed over up to {limits.streamed:g} "
+        f"ranks, up to {limits.ep_chunks:g} chunks of tokens where one fits"
     )

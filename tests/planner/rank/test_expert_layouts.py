@@ -13,8 +13,10 @@ from phalanx.families.registry import bind
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.planner.memory.probability import BESIDE, fits
+from phalanx.planner.plan.compare_layouts import explain_choice
+from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
-from phalanx.planner.rank.ranking import bound_memory
+from phalanx.planner.rank.ranking import Planner, Task, bound_memory
 from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.step_time import StepBreakdown
 from phalanx.planner.time.timing import step_times
@@ -23,6 +25,15 @@ from phalanx.planner.trace.part_costs import part_costs
 from phalanx.planner.trace.traced_model import TracedModel
 
 EXPERTS = {"model.experts": {"count": 8, "active": 2}}
+WIDE = {
+    "model.experts": {"count": 16, "active": 8},
+    "model.d_model": 4096,
+    "model.d_ff": 4096,
+    "model.max_positions": 2048,
+    "data.sequence_length": 2048,
+    "training.compile": False,
+}
+"""Rows between nodes weigh more than what the host does."""
 
 
 def table(**fields: Any) -> LayoutTable:
@@ -54,6 +65,38 @@ def test_an_expert_is_sharded_where_ranks_have_one_each() -> None:
     fixed = enumerate_layouts(model, 8, fixed={"expert_tp": 2}, limits=Limits(1, 1, 32, 1))
     assert set(zip(fixed.ep.tolist(), fixed.expert_tp.tolist(), strict=True)) == {(2, 2)}
     assert set(enumerate_layouts(bind(run_with()), 8).expert_tp.tolist()) == {1}
+
+
+def test_plans_try_chunks_of_tokens_in_layouts_that_fit_with_one() -> None:
+    run = run_with(WIDE, global_batch=64)
+    machine, model = load_machine("frontier"), bind(run, TracedModel)
+    planner = Planner(machine, CostModels(machine, default_profile(machine.node.device)), limits=Limits(1, 1, 32, 1))
+    alone = {"pp": 1, "cp": 1, "dp_replicate": 1, "recompute": "full", "zero": 3, "gather": "layer"}
+    task = Task(model, 16, alone)
+    ranking = planner.rank_layouts(task)
+    fitting, ranked = ranking.legal.take(ranking.fitting), ranking.ranked.layouts
+    chunked = fitting.take(fitting.ep_chunks > 1)
+    assert set(chunked.ep_chunks.tolist()) == {2} and np.all(chunked.ep > 1)
+    whole = replace(chunked, ep_chunks=np.ones_like(chunked.ep_chunks))
+    assert {whole.row(row) for row in range(len(whole))} <= {fitting.row(row) for row in range(len(fitting))}
+    # Between nodes rows that travel beside others are waited for less.
+    between = [row for row in range(len(ranked)) if ranked.ep[row] == 16 and ranked.tp[row] == 1]
+    seconds = {int(ranked.ep_chunks[row]): ranking.ranked.times.total[row] for row in reversed(between)}
+    answers = {chunks: explain_choice(planner, ranking, f"ep_chunks={chunks},ep=16,tp=1") for chunks in (1, 2)}
+    assert seconds[2] < seconds[1]
+    assert 0 <= answers[2].slower_by < answers[1].slower_by
+    fixed = planner.find_fitting(replace(task, fixed=alone | {"ep_chunks": 4}))[0]
+    assert set(fixed.ep_chunks.tolist()) == {4}
+
+
+def test_a_layout_takes_as_long_behind_any_other() -> None:
+    model, machine = bind(run_with(EXPERTS | {"training.compile": False}), TracedModel), load_machine("dgx-h100")
+    profile = default_profile(machine.node.device).profile
+    plain, spread = ResolvedLayout(64, dp_shard=16), ResolvedLayout(64, dp_shard=16, ep=8, ep_chunks=2)
+    split = ResolvedLayout(64, dp_shard=8, pp=2, stages_per_rank=2, schedule="interleaved_zero_bubble")
+    alone = step_times(model, plain.table, machine, profile).total[0]
+    for other in (spread, split):
+        assert step_times(model, LayoutTable.from_rows([other, plain]), machine, profile).total[1] == alone
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -64,6 +64,19 @@ def test_what_was_measured_beside_the_tensors_leaves_less_room() -> None:
     assert np.all(less.margin < plain.margin - 0.1)
 
 
+def test_a_search_chooses_in_how_many_chunks_tokens_travel() -> None:
+    run = run_with(WIDE | {"model.experts": {"count": 4, "active": 2}, "training.compile": False}, global_batch=16)
+    task, layout = Task(bind(run, TracedModel), 4), {"recompute": ["none"], "microbatch": [2], "pp": [1], "ep": [1, 4]}
+    found, chunked = (
+        planned_space(PLANNER, task, Search(layout=layout | more))[0] for more in ({}, {"ep_chunks": [2, 4]})
+    )
+    both = {(found.values(point)["ep"], found.values(point)["ep_chunks"]) for point in range(len(found))}
+    assert both == {(1, 1), (4, 1), (4, 2)}
+    assert {(chunked.values(point)["ep"], chunked.values(point)["ep_chunks"]) for point in range(len(chunked))} == {
+        (4, 2)
+    }
+
+
 def _seconds(run: LanguageRun, one: LayoutTable) -> float:
     return float(MODELS.bound_times(bind(run, TracedModel), one).total[0])
 

@@ -177,7 +177,6 @@ class LanguageTracing(TracedModel):
             chunk_tokens=loss_chunk_tokens(self.run, torch.device("meta"), layout.tp),
             document_mask=self.run.data.document_mask,
             z_loss=self.run.training.z_loss,
-            ep_chunks=self.run.layout.ep_chunks,
             loads=self.loads,
         )
 

@@ -141,7 +141,7 @@ class LanguageLayout(LayoutModel):
             model,
             building.ep,
             slices=building.expert_tp,
-            chunks=run.layout.ep_chunks,
+            chunks=building.ep_chunks,
             stages=building.ep_stages,
         )
         split_context(model, building.share, building.attention.core)

@@ -144,9 +144,9 @@ SPLIT_RULES = (
         fixes=({"layout.ep_node": "auto"},),
     ),
     Rule(
-        reads=("ep", "cp", "tp"),
-        broken=lambda needs, t: (t.ep > 1) & (needs.positions.count // (t.cp * t.tp) % needs.run.layout.ep_chunks != 0),
-        message="layout.ep_chunks={needs.run.layout.ep_chunks} does not divide the positions of a sample on each rank: "
+        reads=("ep", "ep_chunks", "cp", "tp"),
+        broken=lambda needs, t: (t.ep > 1) & (needs.positions.count // (t.cp * t.tp) % t.ep_chunks != 0),
+        message="layout.ep_chunks={x.ep_chunks} does not divide the positions of a sample on each rank: "
         "{needs.positions.field}={needs.positions.count} over layout.cp={x.cp} x layout.tp={x.tp}",
         fixes=({"layout.ep_chunks": 1},),
     ),

@@ -131,7 +131,7 @@ class ModelBytes:
 
 
 _TRACED = (
-    *("tp", "cp", "ep", "expert_tp", "ep_node", "context", "recompute"),
+    *("tp", "cp", "ep", "expert_tp", "ep_chunks", "ep_node", "context", "recompute"),
     *("microbatch", "streamed", "splits_backward", "lone_experts"),
 )
 """What the costs of parts depend on."""

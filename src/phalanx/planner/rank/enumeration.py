@@ -32,6 +32,7 @@ CHOSEN = (
     *(
         "ep",
         "expert_tp",
+        "ep_chunks",
         "zero",
         "schedule",
         "stages_per_rank",
@@ -45,7 +46,7 @@ CHOSEN = (
 """Fields of `layout` that enumeration chooses, unless they are fixed; all else stays as the run file has it."""
 
 
-EFFECTIVE_WITH = {"context": "cp", "schedule": "pp", "stages_per_rank": "pp"}
+EFFECTIVE_WITH = {"ep_chunks": "ep", "context": "cp", "schedule": "pp", "stages_per_rank": "pp"}
 """Fields that have no effect where this degree is 1: there they are not varied."""
 
 
@@ -63,11 +64,14 @@ class Limits:
     """Most ranks around which the chunks of a block go."""
     expert_tp: float = 8
     """Most ranks over which one expert is sharded."""
+    ep_chunks: float = 2
+    """Most chunks in which tokens travel to their experts: between the H100s of a host four took half as long again as one
+    (`benchmarks/results/experts`)."""
 
     @classmethod
     def none(cls) -> Limits:
         """Return limits that leave out nothing that is legal."""
-        return cls(inf, inf, 1, inf, inf)
+        return cls(inf, inf, 1, inf, inf, inf)
 
 
 def enumerate_layouts(
@@ -122,7 +126,9 @@ def list_splits(model: BoundModel, world_size: int, fixed: Fixed) -> LayoutTable
     """Return a layout for each choice of degrees whose product is `world_size`, legal or not; all else is plain or fixed."""
     # Where these have no effect they stay as they are fixed; others are normalized when they are chosen.
     kept = {
-        name: fixed[name] for name in ("schedule", "zero", "reshard_after_forward", "ep", "expert_tp") if name in fixed
+        name: fixed[name]
+        for name in ("schedule", "zero", "reshard_after_forward", "ep", "expert_tp", "ep_chunks")
+        if name in fixed
     }
     first = ResolvedLayout(global_batch_samples(model.run), **kept)
     order = ("tp", "pp", "cp", "dp_replicate", "dp_shard")
@@ -151,6 +157,7 @@ def list_options(model: BoundModel, fixed: Fixed, limits: Limits) -> dict[str, S
         # Each rank of `ep` has whole experts; a model without any has ep=1, or what is fixed and then refused.
         "ep": [1] if experts is None else list_divisors(experts.count),
         "expert_tp": [parts for parts in list_divisors(model.expert_slices().count) if parts <= limits.expert_tp],
+        "ep_chunks": [chunks for chunks in (1, 2, 4, 8, 16) if chunks == 1 or (experts and chunks <= limits.ep_chunks)],
         "context": CONTEXTS,
         "schedule": SCHEDULES,
         "stages_per_rank": range(1, int(min(limits.stages_per_rank, model.run.model.n_layers)) + 1),

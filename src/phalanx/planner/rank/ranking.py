@@ -16,13 +16,15 @@ from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.hardware.device_facts import known_devices
 from phalanx.hardware.machine import Machine
+from phalanx.layout.legality import is_legal
+from phalanx.layout.legality.rule import Requirements
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import SCHEDULES, Bools, Ints, LayoutTable
 from phalanx.nn.precision import PRECISIONS
 from phalanx.optimizers import kept_values
 from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.rank.cost_models import LEAST_P, CostModels, Floats, Memory, Times
-from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts
+from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts, list_options
 from phalanx.planner.schedule.bounds import in_flight
 from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.planner.trace.trained_flops import trained_flops_per_sample
@@ -168,6 +170,7 @@ class Planner:
     def find_fitting(self, task: Task) -> tuple[LayoutTable, Floats, Ints]:
         """Return (all legal layouts, bytes on the worst rank of each, indices of those that are likely enough to fit).
 
+        Of layouts that do not fit, those whose tokens travel in several chunks are left out, unless they are asked for.
         Bytes are NaN where a bound showed that a layout does not fit. Raises what `rank_layouts` raises.
         """
         self.machine.check_devices(task.devices)
@@ -177,7 +180,13 @@ class Planner:
             raise ConfigError(self._explain_nothing_legal(task))
         peak, p_fits = self._estimate_memory(task, legal)
         # Memory comes before time: most layouts do not fit, and times need a trace of each micro-batch that is left.
-        return legal, peak, np.flatnonzero(p_fits >= self.least_p)
+        fitting = np.flatnonzero(p_fits >= self.least_p)
+        chunked = self._chunk_tokens(task, legal.take(fitting))
+        if len(chunked):
+            found = self.models.memory(task.model, chunked)
+            legal, peak = LayoutTable.joined([legal, chunked]), np.concatenate([peak, found.peak])
+            fitting = np.flatnonzero(np.concatenate([p_fits, found.p_fits]) >= self.least_p)
+        return legal, peak, fitting
 
     def simulate_best(self, model: TracedModel, layouts: LayoutTable, peak: Floats) -> RankedLayouts:
         """Simulate the layouts that are best in some respect, and rank these.
@@ -203,13 +212,27 @@ class Planner:
             seconds[chosen], energy[chosen] = found.total, found.total * found.mean_power(1.0)
             known[chosen] = True
 
+    def _chunk_tokens(self, task: Task, layouts: LayoutTable) -> LayoutTable:
+        """Return those of the layouts that are legal with tokens which travel to their experts in more chunks than one."""
+        more = list_options(task.model, task.fixed, self.limits)["ep_chunks"][1:]
+        if not more:
+            return layouts.take([])
+        chunked = layouts.take(layouts.ep > 1).vary("ep_chunks", more)
+        needs = Requirements.of_model(task.model, task.devices, self.machine.node.devices)
+        return chunked.take(is_legal(needs, chunked))
+
     def legal_layouts(self, task: Task) -> LayoutTable:
-        """Return all legal layouts of a task, within the limits; one of those that run the same way."""
+        """Return all legal layouts of a task, within the limits; one of those that run the same way.
+
+        Tokens travel to their experts in one chunk, unless another number is fixed: more change little of the memory, so
+        they are tried where one fits (`find_fitting`), which spares half of the table.
+        """
         return drop_equivalent(self.every_legal(task))
 
     def every_legal(self, task: Task) -> LayoutTable:
-        """Return all legal layouts of a task, within the limits."""
-        legal = enumerate_layouts(task.model, task.devices, self.machine.node.devices, task.fixed, self.limits)
+        """Return all legal layouts of a task, within the limits; see `legal_layouts`."""
+        fixed = {"ep_chunks": 1, **task.fixed}
+        legal = enumerate_layouts(task.model, task.devices, self.machine.node.devices, fixed, self.limits)
         if "gather" in task.fixed:
             return legal
         # Where gathered blocks are small, streaming has nothing to save; without `tp` they are whole, and FSDP does better.

@@ -336,6 +336,7 @@ def _setting_keys(layouts: LayoutTable) -> list[Ints]:
         layouts.splits_backward.astype(np.int64),
         layouts.ep,
         layouts.expert_tp,
+        layouts.ep_chunks,
         layouts.ep_node,
         layouts.lone_experts.astype(np.int64),
     ]
@@ -343,7 +344,7 @@ def _setting_keys(layouts: LayoutTable) -> list[Ints]:
 
 def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, int] | None) -> tuple[Setting, int]:
     """Return `plain` in layouts with these `_setting_keys`, and the samples of a micro-batch."""
-    tp, cp, context, recompute, microbatch, streamed, apart, ep, slices, node, lone = key
+    tp, cp, context, recompute, microbatch, streamed, apart, ep, slices, chunks, node, lone = key
     one = replace(plain, tp=tp, cp=cp, context=CONTEXTS[context], recompute=RECOMPUTES[recompute], streamed=streamed)
     # Chunks are computed one after the other from Python: such blocks are not compiled.
     if streamed > 1:
@@ -352,7 +353,7 @@ def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, i
         one = one.apart()
     if ep > 1:
         casts = bool(lone) and PRECISIONS[one.precision].copies_parameters
-        one = replace(one, ep=ep, expert_tp=slices, ep_node=node, casts_experts=casts)
+        one = replace(one, ep=ep, expert_tp=slices, ep_chunks=chunks, ep_node=node, casts_experts=casts)
     return one if chunk_tokens is None else replace(one, chunk_tokens=chunk_tokens[tp]), microbatch
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from phalanx.hardware.collectives import Constants, default_constants
 from phalanx.hardware.machine import Machine
-from phalanx.layout.spec import LayoutTable
+from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.optimizers import find_optimizer, updates_whole_matrices
 from phalanx.planner.time.framework import COMPILED, EAGER, FrameworkProfile
 from phalanx.planner.time.part_time import part_times
@@ -64,6 +64,7 @@ def steps_of_run(
 ) -> Steps:
     """Return the steps of `candidates`. attention: the kernel; the likely one where None."""
     kernel = attention or model.likely_kernel(rocm=machine.node.device.startswith("MI"))
-    setting = model.setting_of(candidates.row(0), attention=kernel, compiled=framework.compiled)
+    # What a candidate's fields change is put in for each: beginning at one of them would leave traces of it in others.
+    setting = model.setting_of(ResolvedLayout(global_batch=1), attention=kernel, compiled=framework.compiled)
     chunks = {tp: model.chunk_tokens(tp) for tp in np.unique(candidates.tp).tolist()}
     return steps_of(setting, candidates, machine, framework, chunks, model.run.layout.gather_blocks)

@@ -213,7 +213,7 @@ class TracedModel(LayoutModel):
         if layout.ep > 1:
             apart = bool(layout.table.lone_experts[0]) and self.precision.copies_parameters
             setting = replace(setting, ep=layout.ep, expert_tp=layout.expert_tp, casts_experts=apart)
-            setting = replace(setting, ep_node=layout.ep_node)
+            setting = replace(setting, ep_chunks=layout.ep_chunks, ep_node=layout.ep_node)
         return setting.apart() if layout.splits_backward else setting
 
     def expert_load(self, layout: ResolvedLayout) -> Fraction:

@@ -179,7 +179,7 @@ def build_layout_space(layouts: LayoutTable, search: Search) -> LayoutSpace:
     layouts = layouts.take(matching_layouts(layouts, search))
     columns = {name: layout_column(layouts, name) for name in CHOSEN}
     # A model without experts has no choice of `ep`: its trials keep the names that studies gave them before there was one.
-    names = [name for name in LAYOUT if name not in ("ep", "expert_tp") or (columns[name] > 1).any()]
+    names = [name for name in LAYOUT if name not in ("ep", "expert_tp", "ep_chunks") or (columns[name] > 1).any()]
     parameters, positions = [], []
     for name in names:
         found = np.unique(columns[name]).tolist()

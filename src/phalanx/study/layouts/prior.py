@@ -75,9 +75,10 @@ class _Narrowed(Planner):
     search: Search = field(default_factory=Search)
 
     def every_legal(self, task: Task) -> LayoutTable:
-        """Return the legal layouts with the values that the search allows."""
+        """Return the legal layouts with the values that the search allows; chunks of tokens are chosen later."""
         legal = super().every_legal(task)
-        return legal.take(matching_layouts(legal, self.search))
+        wanted = {name: values for name, values in self.search.layout.items() if name != "ep_chunks"}
+        return legal.take(matching_layouts(legal, self.search.model_copy(update={"layout": wanted})))
 
 
 def expect_layouts(planner: Planner, model: TracedModel, layouts: LayoutTable) -> Prior:
