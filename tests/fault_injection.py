@@ -25,15 +25,17 @@ from phalanx.training.metrics import StepMetrics
 
 CHANGES = {"open", "os.mkdir", "os.rename"}
 """What happens to files as a checkpoint is written."""
+ELSEWHERE = {"save", "slow save", "flip", "lost"}
+"""Kinds that do not happen once before a step."""
 
 
 class FaultCallback(Callback):
     """Does `kind` to rank `rank` (-1: a random one) before step `step`; see `happen`.
 
     marker: file that says that it has happened; empty for a fault that happens each time. seconds: of a slow rank, in every
-    step from `step` on. samples: what memory is enough for. passes: of a stage, that find memory all the same.
-    seed: chooses the rank where it is -1, and
-    the place in a checkpoint. place: of the machine, whose rank it is in place of `rank`, whatever that is called.
+    step from `step` on, or of each rename in a slow checkpoint. samples: what memory is enough for. passes: of a stage, that
+    find memory all the same. seed: chooses the rank where it is -1, and the place in a checkpoint. place: of the machine,
+    whose rank it is in place of `rank`, whatever that is called.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class FaultCallback(Callback):
         self.parameters = context.parameters
         if self.kind == "full" and self.mine:
             register_module_forward_pre_hook(self.refuse_memory)
+        if self.kind == "slow save" and self.mine:
+            self.slow_checkpoints(context.run_dir / "checkpoints")
         if self.kind == "save" and self.mine and self.may_happen():
             self.die_in_checkpoint(context.run_dir / "checkpoints", self.random.randrange(12))
 
@@ -86,6 +90,15 @@ class FaultCallback(Callback):
 
         sys.addaudithook(before_change)
 
+    def slow_checkpoints(self, folder: Path) -> None:
+        """Have each rename in the folder of checkpoints take `seconds`."""
+
+        def before_rename(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "os.rename" and str(folder) in str(arguments[0]):
+                time.sleep(self.seconds)
+
+        sys.addaudithook(before_rename)
+
     def on_step_begin(self, step: int) -> None:
         """Have the fault happen, if it is time."""
         self.now = step
@@ -95,7 +108,7 @@ class FaultCallback(Callback):
             time.sleep(self.seconds)
         elif self.kind == "lost" and self.mine and step >= self.step:
             os.kill(os.getpid(), signal.SIGKILL)
-        elif self.kind not in ("save", "flip", "lost") and self.mine and step == self.step and self.may_happen():
+        elif self.kind not in ELSEWHERE and self.mine and step == self.step and self.may_happen():
             self.mark()
             self.happen()
 
@@ -152,15 +165,16 @@ class FaultCallback(Callback):
 
 
 def offer_callback(folder: Path) -> Path:
-    """Write the description of a package that offers the callback `fault`; processes with `folder` on their path find it."""
+    """Write the description of a package that offers tests' callbacks; processes with `folder` on their path find it."""
     described = folder / "fault_injection-1.0.dist-info"
     described.mkdir(parents=True)
     (described / "METADATA").write_text("Metadata-Version: 2.1\nName: fault-injection\nVersion: 1.0\n")
-    (described / "entry_points.txt").write_text("[phalanx.callbacks]\nfault = fault_injection:FaultCallback\n")
+    offered = "fault = fault_injection:FaultCallback\npoison = poisoned_batches:Poison\n"
+    (described / "entry_points.txt").write_text(f"[phalanx.callbacks]\n{offered}")
     return folder
 
 
-def fault_words(**options: Any) -> str:
-    """Return the override that puts the callback into a run."""
+def fault_words(callback: str = "fault", **options: Any) -> str:
+    """Return the override that puts a callback of tests into a run."""
     chosen = ", ".join(f"{name}: {value}" for name, value in options.items())
-    return f"training.callbacks=[{{name: fault, options: {{{chosen}}}}}]"
+    return f"training.callbacks=[{{name: {callback}, options: {{{chosen}}}}}]"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.launch.faults import Limits, RankView, first_failed, silent_ranks
-from phalanx.launch.heartbeat import FOLDER, SILENT, Beat, Heartbeat, beat_file, heartbeat_of, read_beat
+from phalanx.launch.heartbeat import FOLDER, Beat, Heartbeat, beat_file, heartbeat_of, read_beat
 
 
 def test_a_phase_is_seen_as_it_begins(tmp_path: Path) -> None:
@@ -37,10 +37,10 @@ def test_a_file_that_is_no_heartbeat_is_none(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_for_this_process_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert heartbeat_of(0) is SILENT
+    assert heartbeat_of(0).folder is None
     monkeypatch.setenv(FOLDER, str(tmp_path))
     assert heartbeat_of(0).folder == tmp_path
-    assert FOLDER not in os.environ and heartbeat_of(0) is SILENT
+    assert FOLDER not in os.environ and heartbeat_of(0).folder is None
 
 
 def test_a_heartbeat_costs_little_beside_a_step(tmp_path: Path) -> None:

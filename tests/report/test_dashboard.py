@@ -69,7 +69,7 @@ def test_the_figures_are_those_of_the_report(tmp_path: Path) -> None:
     assert row(lines, "Checkpoint") == "step 20 path checkpoints/20 · stall seconds 0.1250"
     parts = split_wall_time(run.summary)
     assert sum(parts.values()) == pytest.approx(115.0) and parts["training"] == pytest.approx(0.99 * 20)
-    assert row(lines, "Goodput") == "17.2 % of 1 min 55 s; 0.17 % waiting for data, 82.6 % between steps"
+    assert row(lines, "Goodput") == "17.2 % of 1 min 55 s; 82.5 % idle"
     # the newest first, without what lines of their own tell
     kinds = [line.plain.split()[3] for line in lines if re.match(r" +\d+  2026-", line.plain)]
     assert kinds == ["end", "resume", "start"]

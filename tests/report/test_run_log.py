@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.report.run_log import RunLog, RunLogError, Summary, summarise_run
+from phalanx.report.run_log import RunLog, RunLogError, Summary, split_wall_time, summarise_run
 from report.run_dirs import EVENTS, MACHINE, RUN_YAML, TOKENS_A_STEP, event, metric, write_lines, write_run
 
 
@@ -252,6 +252,28 @@ def test_a_killed_run_counts_the_steps_after_its_last_event(tmp_path: Path) -> N
     assert not summary.finished
     # 12 s from the start to the checkpoint at step 20, then 20 steps of half a second
     assert summary.wall_seconds == 22 and summary.step_seconds == 20
+
+
+def test_the_wall_time_is_divided_into_what_it_went_to(tmp_path: Path) -> None:
+    # Two processes: 10 steps of 0.5 s, the first of which compiles for 6 s more; killed, and begun again from step 8.
+    def change(step: int) -> dict[str, float]:
+        seconds = 6.5 if step in (1, 9) else 0.5
+        return {"step_seconds": seconds, "checkpoint_stall_seconds": 0.25 * (step == 5), "data_wait_seconds": 0.0}
+
+    events = [
+        event("start", 0, 5, start_seconds=5.0),
+        event("checkpoint", 4, 13, stall_seconds=0.25),
+        event("evaluated", 8, 16, evaluation_seconds=1.0),
+        event("checkpoint", 8, 16, stall_seconds=0.25),
+        event("resume", 8, 40, start_seconds=4.0, redone_seconds=2.0),
+        event("checkpoint", 10, 50, stall_seconds=0.5),
+        event("end", 10, 50),
+    ]
+    parts = split_wall_time(_summary(write_run(tmp_path, 10, change, events)))
+    expected = {"training": 4.75, "waiting for data": 0.0, "checkpoints": 1.0, "evaluation": 1.0, "compilation": 12.0}
+    expected |= {"steps done again": 2.0, "start and restart": 9.0}
+    # From 5 s before the first event to the last one.
+    assert parts == pytest.approx({**expected, "idle": 50.0 - sum(expected.values())})
 
 
 def test_without_events_the_wall_time_is_that_of_the_steps(tmp_path: Path) -> None:

@@ -32,9 +32,8 @@ def train_recording(
     left = dict(kills)
     read = Trainer._next_batch
 
-    def next_batch(trainer: Trainer) -> Batch:
-        batch = read(trainer)
-        step = trainer.step + len(trainer.launched) + 1
+    def next_batch(trainer: Trainer, step: int) -> Batch:
+        batch = read(trainer, step)
         seen[step] = [tuple(sample) for sample in batch.inputs()[0].tolist()]
         if left.get(step):
             left[step] -= 1

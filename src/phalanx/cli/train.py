@@ -15,7 +15,9 @@ from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.launch.__main__ import become_supervisor
 from phalanx.launch.faults import Limits
+from phalanx.launch.job_script import parse_walltime
 from phalanx.launch.restart import RestartPolicy
+from phalanx.launch.time_limit import set_time_limit
 from phalanx.layout.resolve import fallback_layouts, resolve_layout
 from phalanx.training.start import train
 
@@ -24,6 +26,8 @@ def run_train(asked: TrainArguments) -> None:
     """Run the subcommand."""
     words = asked.overrides or []
     loaded = load_run(asked.run, words)
+    if asked.time is not None:
+        set_time_limit(parse_walltime(asked.time))
     if asked.nproc is None:
         train(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words), until=asked.until)
         return

@@ -399,7 +399,11 @@ class Restart(Section):
 
 
 class Safeguards(Section):
-    """What a run does about wrong numbers that are finite."""
+    """What a run does about data that cannot be read, and about wrong numbers that are finite."""
+
+    on_bad_data: Literal["stop", "skip"] = "stop"
+    """What a batch does that some rank cannot read (cut short, altered, ids outside the vocabulary): the run ends, or all
+    ranks pass over it, up to training.max_skipped_steps of them in a row; its samples are kept in bad_batches/."""
 
     on_spike: Literal["warn", "skip", "rewind"] = "warn"
     """What a loss or gradient norm far above those of the last 64 steps does: a warning, the update left out, or the run

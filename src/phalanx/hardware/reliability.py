@@ -1,12 +1,13 @@
 """How often nodes fail, and what failures and checkpoints leave of a job's time.
 
-Plans ask this before a run, and a run that chooses its own interval between checkpoints with what it measures. Imports
-nothing: run files and help texts show the figures.
+Plans ask this before a run, and a run that chooses its own interval between checkpoints with what it measures; reports
+divide the time of a run into parts of the same names. Imports nothing: run files and help texts show the figures.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MTBF_HOURS = 6300.0
@@ -14,6 +15,9 @@ MTBF_HOURS = 6300.0
 (The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.4)."""
 RESTART_MINUTES = 10.0
 """From a failure to the first new step: an assumption."""
+
+TRAINING, CHECKPOINTS, REDONE, STARTS = "training", "checkpoints", "steps done again", "start and restart"
+"""Names of parts of a job's time."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Goodput:
     """Seconds of training between checkpoints that lose least."""
     share: float
     """Share of the job's time that is spent in steps that count."""
+    parts: Mapping[str, float]
+    """Shares of the job's time by what it goes to: `share` and what is lost."""
 
 
 def find_goodput(
@@ -55,4 +61,10 @@ def find_goodput(
     # A job that fails a hundred times before it is up again makes no headway: no need to overflow over it.
     waiting = math.expm1(min((interval + checkpoint_s) / failure, 100.0))
     elapsed = failure * math.exp(min(restart_s / failure, 100.0)) * waiting
-    return Goodput(failure, checkpoint_s, interval, interval / elapsed if elapsed else 1.0)
+    share = interval / elapsed if elapsed else 1.0
+    saving = share * checkpoint_s / interval if interval else 0.0
+    # Failures come at their rate in all of the time. Each begins a restart, which lasts restart_s or to the next failure.
+    starting = -math.expm1(-restart_s / failure)
+    again = max(0.0, 1.0 - share - saving - starting)
+    parts = {TRAINING: share, CHECKPOINTS: saving, REDONE: again, STARTS: starting}
+    return Goodput(failure, checkpoint_s, interval, share, parts)

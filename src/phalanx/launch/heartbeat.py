@@ -133,6 +133,8 @@ class Heartbeat:
         """Begin in the phase "start". folder: of the heartbeats of this node's ranks."""
         self.folder = folder
         self.rank = rank
+        self.began = time.monotonic()
+        """When this process began its part of the run."""
         self._memory: mmap.mmap | None = None
         self._writes = 0
         self._since = time.monotonic()
@@ -258,10 +260,10 @@ SILENT = Heartbeat()
 
 
 def heartbeat_of(rank: int) -> Heartbeat:
-    """Return the heartbeat of this process where the process that started it watches, else a silent one."""
+    """Return the heartbeat of this process where the process that started it watches, else a silent one; it begins now."""
     # Processes that this one starts are not watched under its number.
     folder = os.environ.pop(FOLDER, None)
-    return Heartbeat(Path(folder), rank) if folder and Path(folder).is_dir() else SILENT
+    return Heartbeat(Path(folder), rank) if folder and Path(folder).is_dir() else Heartbeat()
 
 
 def _replace_text(file: Path, text: str) -> None:

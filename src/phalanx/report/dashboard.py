@@ -23,6 +23,7 @@ from phalanx.report.interactive_chart import Chart
 from phalanx.report.page import Tile
 from phalanx.report.run_charts import chart_run
 from phalanx.report.run_log import (
+    EVALUATED_EVENT,
     SAVE_EVENT,
     Event,
     FloatArray,
@@ -60,13 +61,12 @@ _UNBOUNDED_CHART, _UNBOUNDED_ROWS = 10, 12
 """Lines of the chart, and of events or trials, where no height is given."""
 _LEAST_CHART, _LARGEST_CHART = 4, 14
 _MOST_NOTES = 3
-_SHORTENED = {"between steps (start, compilation, evaluation, restart, pauses)": "between steps"}
 _TOLD_TILES = (
     *("tokens", "tokens_per_second", "wall", "data_wait"),
     *("final_loss", "validation_loss", "perplexity", "bits_per_byte"),
 )
 """Headline figures of the page that other lines tell here."""
-_TOLD_EVENTS = ("sample", "checkpoint", SAVE_EVENT, "evaluation")
+_TOLD_EVENTS = ("sample", "checkpoint", SAVE_EVENT, EVALUATED_EVENT, "evaluation")
 """Kinds of events that are not listed: lines of their own tell the last of each, and samples are long."""
 _PLAIN = str.maketrans({"·": "-", "×": "x", "…": ".", "−": "-", "–": "-", "∞": "inf"})
 _BRAILLE = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
@@ -222,9 +222,9 @@ def _list_run_rows(log: RunLog, summary: Summary, faults: Sequence[str]) -> list
     total = sum(parts.values())
     if total > 0.0:
         rest = ", ".join(
-            f"{format_percent(seconds / total)} {_SHORTENED.get(name, name)}"
+            f"{format_percent(seconds / total)} {name}"
             for name, seconds in parts.items()
-            if name != "training" and seconds >= 0.0005 * total
+            if name != "training" and seconds >= 0.005 * total
         )
         note = f"of {format_duration(total)}" + (f"; {rest}" if rest else "")
         rows.append(Tile("goodput", "Goodput", format_percent(parts["training"] / total), "", note))

@@ -20,6 +20,7 @@ from phalanx.formatting import (
     format_number,
     format_percent,
 )
+from phalanx.hardware.reliability import TRAINING
 from phalanx.planner.plan.layout_list import LayoutList, list_layouts, pick_drawn
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.plan_summary import Row, describe_break_evens, describe_large_batch, summarise_plan
@@ -145,7 +146,9 @@ def _headline_tiles(summary: Row) -> list[Tile]:
     mfu = "" if row["mfu"] is None else f"{format_percent(row['mfu'])} of nominal peak"
     room = f"of {format_gibibytes(summary['device_memory_bytes'], 0)}"
     amount = f"{format_count(budget['amount'])} {budget['unit']}"
-    goodput = format_percent(budget["goodput"]["share"])
+    parts = budget["goodput"]["parts"]
+    goodput = format_percent(parts[TRAINING])
+    lost = ", ".join(f"{format_percent(share)} {name}" for name, share in parts.items() if name != TRAINING)
     tiles = [
         Tile("step", "Step", step, "", f"90%: {interval.rstrip(')')} {step.rpartition(' ')[2]}"),
         Tile("tflops", "Model TFLOP/s a device", f"{row['tflops_per_device']:.1f}", "", mfu),
@@ -155,7 +158,7 @@ def _headline_tiles(summary: Row) -> list[Tile]:
         Tile("exposed", "Exposed communication", format_percent(row["exposed_share"]), "", "of a step"),
         Tile("elapsed", "Training", format_duration(budget["elapsed_s"]), "", amount),
         Tile("hours", "Device-hours", format_count(budget["device_hours"])),
-        Tile("goodput", "Goodput", goodput, "", "left by failures and checkpoints"),
+        Tile("goodput", "Goodput", goodput, "", f"left by {lost}"),
     ]
     if budget["energy_mwh"] is not None:
         tiles.append(Tile("energy", "Energy", format_number(budget["energy_mwh"]), "MWh", "of the devices"))

@@ -20,6 +20,7 @@ import yaml
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.files import open_own_file, read_json_lines, require_step
+from phalanx.hardware.reliability import CHECKPOINTS, REDONE, STARTS, TRAINING
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -49,6 +50,8 @@ LARGEST = 1e60
 """Larger figures count as infinite, and as small ones as 0: nobody measures them, and sums of them leave the range."""
 SAVE_EVENT = "checkpoint_written"
 """Kind of the event that says how long a checkpoint took from the copy of the state until it was published."""
+EVALUATED_EVENT = "evaluated"
+"""Kind of the event that says how long evaluations after a step took."""
 EXPERT_WINDOW = 100
 """Last records whose use of experts is read: what a router does changes as training goes on."""
 _SMALL_BYTES = 1 << 20
@@ -350,12 +353,19 @@ class Summary:
     flops_convention: str | None
     """Convention by which model FLOPs were counted, as `machine.json` names it."""
     wall_seconds: float
-    """Seconds from the first event to the last step or event, pauses between a kill and a resume included; at least
+    """Seconds from the first start to the last step or event, pauses between a kill and a resume included; at least
     `step_seconds`."""
     step_seconds: float
     """Sum of the seconds of all steps."""
     redone_seconds: float
     """Seconds of steps that were done again after a restart or a rewind; what the steps dropped from the log took."""
+    start_seconds: float
+    """Seconds that ranks took to join, build the model and load what they begin from, over all starts."""
+    compile_seconds: float
+    """Seconds that the first step behind each start took beyond the median step: compilation, and what else comes once."""
+    evaluation_seconds: float
+    save_seconds: float
+    """Seconds that training stood still for checkpoints, the last one of each start included."""
     data_wait_share: float
     """Share of `step_seconds` spent waiting for data."""
     checkpoint_stall_share: float
@@ -407,7 +417,11 @@ def summarise_run(log: RunLog) -> Summary:
         flops_convention=str(convention) if convention is not None else None,
         wall_seconds=_measure_wall_time(log),
         step_seconds=_sum_finite(seconds),
-        redone_seconds=sum(s for event in log.events if math.isfinite(s := event.number("redone_seconds"))),
+        redone_seconds=_sum_of_events(log, "redone_seconds"),
+        start_seconds=_sum_of_events(log, "start_seconds"),
+        compile_seconds=_sum_finite(np.maximum(0.0, seconds[_first_steps(log)] - median_of_finite(seconds))),
+        evaluation_seconds=_sum_of_events(log, "evaluation_seconds"),
+        save_seconds=_sum_of_events(log, "stall_seconds", "checkpoint"),
         data_wait_share=_share_of(log.column("data_wait_seconds"), seconds),
         checkpoint_stall_share=_share_of(log.column("checkpoint_stall_seconds"), seconds),
         rank_wait_share=_share_of(log.column("rank_wait_seconds"), seconds),
@@ -420,20 +434,40 @@ def summarise_run(log: RunLog) -> Summary:
 
 
 def split_wall_time(summary: Summary) -> dict[str, float]:
-    """Return the seconds that the wall time of a run went to, by name; the share of "training" is its goodput."""
+    """Return the seconds that the wall time of a run went to, by name; the share of "training" is its goodput.
+
+    Names are those of `hardware.reliability.Goodput.parts` where a plan knows the part.
+    """
     stall, wait = (
         summary.step_seconds * (share if math.isfinite(share) else 0.0)
         for share in (summary.checkpoint_stall_share, summary.data_wait_share)
     )
-    # Clocks of two logs: what is left is never below nothing.
-    between = max(0.0, summary.wall_seconds - summary.step_seconds - summary.redone_seconds)
-    return {
-        "training": summary.step_seconds - stall - wait,
+    # A step counts what training stood still for before it, so the last checkpoint of a start is in none.
+    saving = max(stall, summary.save_seconds)
+    known = {
+        TRAINING: summary.step_seconds - stall - wait - summary.compile_seconds,
         "waiting for data": wait,
-        "checkpoints": stall,
-        "steps done again": summary.redone_seconds,
-        "between steps (start, compilation, evaluation, restart, pauses)": between,
+        CHECKPOINTS: saving,
+        "evaluation": summary.evaluation_seconds,
+        "compilation": summary.compile_seconds,
+        REDONE: summary.redone_seconds,
+        STARTS: summary.start_seconds,
     }
+    # Clocks of two logs: what is left is never below nothing.
+    return {**known, "idle": max(0.0, summary.wall_seconds - sum(known.values()))}
+
+
+def _first_steps(log: RunLog) -> IntArray:
+    """Return the rows of the first steps behind each start of the run."""
+    starts = [event.step + 1 for event in log.events if event.kind in ("start", "resume")]
+    return np.flatnonzero(np.isin(log.steps, starts))
+
+
+def _sum_of_events(log: RunLog, name: str, kind: str | None = None) -> float:
+    """Return the sum of a field over the events of a kind, or over all, as far as they have it."""
+    return sum(
+        s for event in log.events if (kind is None or event.kind == kind) and math.isfinite(s := event.number(name))
+    )
 
 
 def _measure_wall_time(log: RunLog) -> float:
@@ -446,7 +480,10 @@ def _measure_wall_time(log: RunLog) -> float:
     last: Event = max(log.events, key=lambda event: event.time)
     # a killed run trains on after its last event; those steps are only known by their length
     after = _sum_finite(seconds[log.steps > last.step])
-    return max(in_steps, (last.time - first.time).total_seconds() + after)
+    # The first start began before it was told of.
+    before = first.number("start_seconds")
+    passed = (last.time - first.time).total_seconds() + (before if math.isfinite(before) else 0.0)
+    return max(in_steps, passed + after)
 
 
 def _sum_finite(values: FloatArray) -> float:

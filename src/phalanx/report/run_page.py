@@ -31,7 +31,7 @@ from phalanx.report.interactive_chart import PLOT_HEIGHT, PLOT_WIDTH, Chart, dra
 from phalanx.report.page import Tile, render_page, write_script_json
 from phalanx.report.page_sections import LAYER_COLUMNS, TASK_COLUMNS, describe_experts, describe_tasks, describe_widths
 from phalanx.report.run_charts import chart_run, format_value, read_out
-from phalanx.report.run_log import Event, RunLog, Summary, split_wall_time, summarise_run
+from phalanx.report.run_log import EVALUATED_EVENT, Event, RunLog, Summary, split_wall_time, summarise_run
 from phalanx.report.table import Column
 
 Item = TypeVar("Item")
@@ -47,7 +47,7 @@ LONGEST_CONFIG = 100_000
 _CONVENTIONS = {"causal": "causal half of attention", "palm": "PaLM, attention not halved"}
 _COUNTED = {"weather": "attention sees all pairs", "materials": "of a structure of mean size"}
 """FLOPs convention of the families for which `training.flops` makes no difference."""
-_ROUTINE = ("checkpoint", "evaluation", "tasks")
+_ROUTINE = ("checkpoint", "evaluation", EVALUATED_EVENT, "tasks")
 _MACHINE_LABELS = {
     "device": "Device",
     "device_type": "Device type",
@@ -119,7 +119,7 @@ def render_run(log: RunLog, live: str | None = None) -> str:
         marks={name: len(log.of_kind(kind)) for name, kind in (("resumes", "resume"), ("checkpoints", "checkpoint"))},
         last=figures.last,
         median_step=format_duration(summary.median_step_seconds),
-        time_split=split_time(log, summary),
+        time_split=split_time(summary),
         samples=pick_samples(log),
         events=pick_events(log),
         event_columns=EVENT_COLUMNS,
@@ -187,7 +187,7 @@ class EventTable:
 
 @dataclass(frozen=True)
 class TimePart:
-    """One part of the time spent in steps."""
+    """One part of the wall time."""
 
     label: str
     share: float
@@ -279,12 +279,6 @@ def list_notes(log: RunLog, summary: Summary) -> list[str]:
             f"lose least (Young, Daly): one holds training up for {format_duration(stall)}, and the job fails every "
             f"{format_duration(failure)} on average; expected goodput {format_percent(goodput)}."
         )
-    # a run that did nothing twice has its waits in the chart of step times already
-    if summary.redone_seconds > 0.0 and summary.wall_seconds > 0.0:
-        parts = split_wall_time(summary)
-        total = sum(parts.values())
-        words = ", ".join(f"{seconds / total:.1%} {name}" for name, seconds in parts.items())
-        found.append(f"Of {format_duration(total)} wall time: {words}.")
     warnings = log.of_kind("warning")
     found += [f"Warning at step {event.step:,}: {describe_event(event)}" for event in warnings[:MOST_WARNINGS]]
     if len(warnings) > MOST_WARNINGS:
@@ -324,21 +318,16 @@ def list_facts(log: RunLog, summary: Summary) -> list[str]:
     return found
 
 
-def split_time(log: RunLog, summary: Summary) -> list[TimePart]:
-    """Return computing, data wait, checkpoint stall and ranks' wait as parts of the time in steps; none where unrecorded."""
-    waits = [
-        ("data wait", summary.data_wait_share, 2),
-        ("checkpoint stall", summary.checkpoint_stall_share, 3),
-        ("ranks' wait", summary.rank_wait_share, 4),
-    ]
-    waits = [(label, min(share, 1.0), colour) for label, share, colour in waits if math.isfinite(share)]
-    if not waits:
+def split_time(summary: Summary) -> list[TimePart]:
+    """Return what the wall time of a run went to; none where it is not known."""
+    parts = split_wall_time(summary)
+    total = sum(parts.values())
+    if not total:
         return []
-    # waits are measured apart and may overlap a little
-    rest = max(0.0, 1 - sum(share for _, share, _ in waits))
     return [
-        TimePart(label, share, format_percent(share), format_duration(share * summary.step_seconds), colour)
-        for label, share, colour in [("computing", rest, 1), *waits]
+        TimePart(name, seconds / total, format_percent(seconds / total), format_duration(seconds), colour)
+        for colour, (name, seconds) in enumerate(parts.items(), 1)
+        if seconds > 0.0
     ]
 
 

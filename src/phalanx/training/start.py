@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from functools import partial
@@ -210,7 +211,8 @@ def _build_parts(
             _warn_user(directory, text)
         changes = directory.changes_since(run, machine) if restored.step else []
         describe()
-        _record_start(run, directory, place.layout, attention, restored, spared, changes)
+        started_s = time.monotonic() - heartbeat.began
+        _record_start(run, directory, place.layout, attention, restored, spared, changes, started_s)
     # Opened after the rewind, which cuts what an interrupted run wrote beyond the step that this one resumes from.
     log = RunLog(directory, open_sinks(model, directory.path, restored.step) if ranks.first else [])
     opened.callback(log.close)
@@ -247,10 +249,11 @@ def _record_start(
     restored: Restored,
     spared: int,
     changes: list[str],
+    started_s: float,
 ) -> None:
     """Write the event that the run starts or resumes, after that of a smaller micro-batch where it has one.
 
-    changes: what is another than at the last start.
+    changes: what is another than at the last start. started_s: seconds until now since this process took part.
     """
     first_step = restored.step
     if spared:
@@ -263,6 +266,7 @@ def _record_start(
         attention=attention.name,
         layout=layout.in_words(run.layout),
         redone_seconds=round(directory.redone_seconds, 3),
+        start_seconds=round(started_s, 3),
         **({"from_memory": restored.from_memory} if restored.from_memory else {}),
         **({"changes": changes} if changes else {}),
     )

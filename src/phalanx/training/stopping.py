@@ -26,6 +26,8 @@ from phalanx.layout.mesh import Ranks
 
 DIRECTORY_GONE = 1000
 """Stands for a signal's number where the run directory is gone and no further step can be kept. Outranks signals."""
+TIME_IS_UP = 999
+"""Stands for a signal's number where the wall time leaves room for the last checkpoint alone. Outranks signals too."""
 
 
 class StopRequest:
@@ -36,7 +38,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_number = 0
-        self._asked_at = 0.0
+        """The request, by a signal's number or what stands for one; 0 while there is none."""
+        self._asked_at: float | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -53,8 +56,9 @@ class StopRequest:
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
-        if not self.signal_number:
-            self.signal_number, self._asked_at = number, now
+        if self._asked_at is None:
+            # The run may have asked itself by now: a scheduler's signal behind that is no second wish.
+            self.signal_number, self._asked_at = self.signal_number or number, now
         elif now - self._asked_at >= ONE_WISH_S:
             # The handler from before ends the process at once, which is what a repeated signal asks for.
             signal.signal(number, self._previous[number])
@@ -64,7 +68,7 @@ class StopRequest:
         """Return the signal that any rank was sent, or 0; the same answer on every rank."""
         if not dist.is_initialized():
             return self.signal_number
-        # The largest number wins, so that all ranks name the same signal; DIRECTORY_GONE is above all of them.
+        # The largest number wins, so that all ranks name the same signal; what stands for one is above all of them.
         flag = torch.tensor(self.signal_number, device=device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return int(flag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,30 +18,33 @@ from torch import Tensor
 from phalanx.checkpoint import CheckpointStore, MemoryCopies, RankGroup, SaveHandle
 from phalanx.checkpoint.folders import list_published
 from phalanx.data.batch_stream import Batch
-from phalanx.errors import CheckpointError, Interrupted, PhalanxError
+from phalanx.errors import CheckpointError, DataError, Interrupted, PhalanxError
 from phalanx.hardware.device import HostCopy, Moment
 from phalanx.launch.heartbeat import SILENT, Heartbeat
+from phalanx.launch.time_limit import granted_seconds
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Mesh, Ranks
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.object_store import StoreUnavailable
 from phalanx.optimizers import LearningRateSchedule, set_learning_rate
-from phalanx.report.run_log import SAVE_EVENT
+from phalanx.planner.plan.budget import CHECKPOINT_GB_S
+from phalanx.report.run_log import EVALUATED_EVENT, SAVE_EVENT
 from phalanx.training.callbacks import CallbackList, TrainingContext
 from phalanx.training.checkpointing import Restored, collect_state, load_newest
 from phalanx.training.inputs import Inputs, ScheduledEvaluator, TrainableModel
 from phalanx.training.logs import RunLog, format_duration
 from phalanx.training.metrics import RankTimes, StepMeter, StepMetrics
-from phalanx.training.run_dir import RunDirectory
+from phalanx.training.run_dir import RunDirectory, measured_save_seconds
 from phalanx.training.safeguards.checkpoint_interval import CheckpointInterval
 from phalanx.training.safeguards.dead_experts import DeadExperts
 from phalanx.training.safeguards.divergence import Divergence, DivergenceGuard, all_finite
 from phalanx.training.safeguards.memory_limit import note_out_of_memory, smaller_microbatch
 from phalanx.training.safeguards.step_replay import StepReplay
 from phalanx.training.safeguards.straggler_log import StragglerLog
+from phalanx.training.safeguards.time_limit import TimeLimit
 from phalanx.training.safeguards.wrong_numbers import WrongNumbers
 from phalanx.training.step import StepLimits, StepResult, TrainStep
-from phalanx.training.stopping import DIRECTORY_GONE, StopRequest
+from phalanx.training.stopping import DIRECTORY_GONE, TIME_IS_UP, StopRequest
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Trainer:
         self.remote = "://" in run.data.model_dump_json()
         """Whether data may come from a store that does not answer; the same on all ranks."""
         self.stop = StopRequest()
+        self.time_limit = self._limit_time()
         self.lost: str | None = None
         """What was lost of the run directory's logs, on the first rank."""
         self.stall = 0.0
@@ -155,6 +160,7 @@ class Trainer:
                 if self._rewind_if_wanted():
                     step = self.step
                     continue
+                self._watch_time()
                 self._stop_if_asked()
                 if not self.launched and step < self.until:
                     self._save_and_evaluate(step)
@@ -203,7 +209,7 @@ class Trainer:
         self.parts.callbacks.call_each(f"on_step_begin of step {step}", lambda callback: callback.on_step_begin(step))
         # Before the batch is asked for: a step lasts from here, waiting for data included.
         began, asked = Moment(self.parts.place.device), time.perf_counter()
-        batch = self._next_batch()
+        batch = self._next_batch(step)
         wait = time.perf_counter() - asked
         limits = self.wrong.limits()
         # A spike that is to be done again leaves the weights alone, whatever is to become of it.
@@ -230,22 +236,40 @@ class Trainer:
         )
         return smaller
 
-    def _next_batch(self) -> Batch:
-        """Return this rank's batch of the next step; where a store fails any rank, keep the last step and end, on all ranks.
+    def _next_batch(self, step: int) -> Batch:
+        """Return this rank's batch of `step`; by `safeguards.on_bad_data` pass over those that some rank cannot read.
 
-        Raises StoreUnavailable.
+        Raises DataError for what cannot be read, and StoreUnavailable, on all ranks, where a store fails any of them.
         """
-        lost: StoreUnavailable | None = None
-        try:
-            batch = self.parts.inputs.stream.next()
-        except StoreUnavailable as error:
-            lost = error
-        failed = lost is not None
-        if self.remote:
-            # Only where data come from a store: the exchange makes the hosts wait for each other, though not the devices.
-            failed = bool(RankGroup.default().any(torch.tensor([failed], dtype=torch.uint8)).item())
-        if not failed:
-            return batch
+        skips = self.run.safeguards.on_bad_data == "skip"
+        while True:
+            batch: Batch | None = None
+            lost: StoreUnavailable | None = None
+            bad: DataError | None = None
+            try:
+                batch = self.parts.inputs.stream.next()
+            except StoreUnavailable as error:
+                lost = error
+            except DataError as error:
+                if not skips:
+                    raise
+                bad = error
+            failed = torch.tensor([lost is not None, bad is not None], dtype=torch.uint8)
+            if self.remote or skips:
+                # Only then: the exchange makes the hosts wait for each other, though not the devices.
+                failed = RankGroup.default().any(failed)
+            any_lost, any_bad = failed.tolist()
+            if any_lost:
+                self._end_without_store(lost)
+            if batch is not None and not any_bad:
+                return batch
+            samples = torch.empty(0, dtype=torch.int64) if batch is None else batch.sample_indices
+            self.wrong.pass_over(step, bad, samples)
+            # A stream that failed reads no further by itself.
+            self.parts.inputs.stream.seek(step - 1 + self.wrong.skipped_batches)
+
+    def _end_without_store(self, lost: StoreUnavailable | None) -> NoReturn:
+        """Keep the last step and end, on all ranks. lost: what this rank met. Raises StoreUnavailable."""
         while self.launched:
             self._finish(self.launched.popleft())
         if self.step:
@@ -394,11 +418,34 @@ class Trainer:
         return [one for one in self._evaluators() if _is_due(step, one.every)]
 
     def _evaluate(self, evaluators: Sequence[ScheduledEvaluator]) -> None:
+        began = time.perf_counter()
         for one in evaluators:
             with self.heartbeat.during("evaluate"):
                 findings = one.evaluator.evaluate(self.parts.step.executor)
             for finding in findings:
                 self.parts.log.log_finding(self.step, finding)
+        if evaluators:
+            taken = round(time.perf_counter() - began, 4)
+            self.parts.log.event(EVALUATED_EVENT, self.step, evaluation_seconds=taken)
+
+    def _limit_time(self) -> TimeLimit:
+        """Return the limit of the wall time, with what a checkpoint took or, where none was written, will by its size."""
+        granted_s = granted_seconds()
+        if granted_s is None:
+            return TimeLimit(None, 0.0)
+        ranks, measured_s = self.parts.place.ranks, measured_save_seconds(self.parts.directory.path)
+        state = sum(place.local.nbytes for place in self.parts.step.saved_tensors().values())
+        expected_s = state * (ranks.ranks_per_node or ranks.world_size) / (CHECKPOINT_GB_S * 1e9)
+        return TimeLimit(granted_s, expected_s if measured_s is None else measured_s)
+
+    def _watch_time(self) -> None:
+        """Ask all ranks to stop where the wall time leaves room for no further step; the first rank's clock decides."""
+        if not self.parts.place.ranks.first or self.step == self.until:
+            return
+        # A wish reaches the other ranks with the step that is launched next, and is read behind the one after that.
+        passes = 1 + 2 * len(self.launched)
+        if self.time_limit.is_near(self.checkpointer.write_seconds, passes) and not self.stop.signal_number:
+            self.stop.signal_number = TIME_IS_UP
 
     def _stop_if_asked(self) -> None:
         """End the run in good order where any rank was asked to stop. Raises Interrupted, on all ranks."""
@@ -414,9 +461,12 @@ class Trainer:
         if signal_number == DIRECTORY_GONE:
             self._end_without_directory()
         self.checkpointer.save(self.step, final=True)
+        by = f"by signal {signal_number}"
+        if signal_number == TIME_IS_UP:
+            # As a scheduler's own warning would end it: its job is to be queued again.
+            by, signal_number = "before the end of the wall time", signal.SIGTERM
         raise Interrupted(
-            f"stopped by signal {signal_number} after step {self.step}, checkpoint written; "
-            f"the same command goes on from there",
+            f"stopped {by} after step {self.step}, checkpoint written; the same command goes on from there",
             signal_number,
         )
 

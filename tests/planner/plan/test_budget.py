@@ -41,6 +41,11 @@ def test_goodput_is_what_random_failures_leave(nodes: int, mtbf: float) -> None:
     assert found.checkpoint_s == pytest.approx(12e12 / (nodes * 1e9))
     simulated = 1 / elapsed_per_useful_second(found.interval_s, found.checkpoint_s, 600.0, found.failure_s)
     assert found.share == pytest.approx(simulated, rel=0.04)
+    assert sum(found.parts.values()) == pytest.approx(1.0) and min(found.parts.values()) > 0.0
+    assert found.parts["checkpoints"] / found.share == pytest.approx(found.checkpoint_s / found.interval_s)
+    # By simulation: of 100,000 failures, each begins 600 s of restart, or as much as the next one leaves of it.
+    lengths = np.minimum(np.random.default_rng(2).exponential(found.failure_s, 100_000), 600.0)
+    assert found.parts["start and restart"] == pytest.approx(lengths.mean() / found.failure_s, rel=0.02)
 
 
 @pytest.mark.parametrize("nodes", [8, 512, 8192])

@@ -38,6 +38,13 @@ class TrainArguments:
             metavar="STEP", min=1, help="End there, before the last step, as at a pause: changes nothing else."
         ),
     ] = None
+    time: Annotated[
+        str | None,
+        typer.Option(
+            metavar="H:MM:SS",
+            help="Save and stop in time to have ended by then; by default when a Slurm job's time is up.",
+        ),
+    ] = None
     grace: Annotated[
         float,
         typer.Option(metavar="SECONDS", min=0.0, help="Time that ranks of --nproc have to save and stop."),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from math import isfinite
 
 from phalanx.formatting import format_count, format_duration, format_gibibytes, format_percent
+from phalanx.hardware.reliability import TRAINING
 from phalanx.planner.plan.budget import Budget
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.plan_summary import Row, describe_break_evens, describe_large_batch, summarise_plan
@@ -130,10 +131,11 @@ def _describe_budget(found: Budget, devices: int) -> str:
         "that while it waits; --watts sets it right)"
     )  # fmt: skip
     every = f"{format_duration(losses.interval_s)}" if isfinite(losses.interval_s) else "never"
+    lost = ", ".join(f"{format_percent(share)} {name}" for name, share in losses.parts.items() if name != TRAINING)
     return (
         f"{format_count(found.amount)} {found.unit}: {found.steps:,} steps, {format_duration(found.seconds)} of steps; with "
         f"failures and checkpoints {format_duration(found.elapsed_s)}, {format_count(found.device_hours)} "
-        f"device-hours{energy}. Goodput {format_percent(losses.share)}: a job of {devices:,} devices fails every "
+        f"device-hours{energy}. Goodput {format_percent(losses.share)} ({lost}): a job of {devices:,} devices fails every "
         f"{format_duration(losses.failure_s)} on average; a checkpoint every {every} (each "
         f"{format_duration(losses.checkpoint_s)}) loses least."
     )

@@ -3,42 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from phalanx.checkpoint import RankGroup
 from phalanx.files import write_atomically
-from phalanx.training.metrics import StepMetrics
 
 FOLDER = "bad_batches"
 
 
-def keep_bad_batch(run_dir: Path, metrics: StepMetrics, reason: str, samples: Tensor) -> str | None:
+def keep_bad_batch(
+    run_dir: Path, name: str, step: int, reason: str, samples: Tensor, figures: Mapping[str, object]
+) -> str | None:
     """Write which samples a step read, of all ranks together; return a warning where that fails. Every rank calls it.
 
-    samples: global sample numbers of this rank's batch, int64 [B]. What a sample holds is a function of its number.
+    name: of the file. samples: global sample numbers of this rank's batch, int64 [B]; what a sample holds is a function of
+    its number. figures: what the step came to, as JSON has it.
     """
     ranks = RankGroup.default()
     shares = ranks.gather(samples.tolist())
 
     def write() -> str | None:
-        record = {
-            "step": metrics.step,
-            "reason": reason,
-            # As text: JSON has no NaN.
-            "loss": str(metrics.loss),
-            "grad_norm": str(metrics.grad_norm),
-            "lr": metrics.lr,
-            # Ranks over which positions or layers are split read the same samples.
-            "samples": sorted({number for share in shares for number in share}),
-        }
+        # Ranks over which positions or layers are split read the same samples.
+        numbers = sorted({number for share in shares for number in share})
+        record = {"step": step, "reason": reason, **figures, "samples": numbers}
         folder = run_dir / FOLDER
         try:
             folder.mkdir(exist_ok=True)
-            write_atomically(folder / f"step-{metrics.step:08d}.json", json.dumps(record, indent=1) + "\n")
+            write_atomically(folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
         except OSError as error:
-            return f"{folder} cannot be written ({error.strerror}): the samples of step {metrics.step} are not kept"
+            return f"{folder} cannot be written ({error.strerror}): the samples of step {step} are not kept"
         return None
 
     return ranks.on_first(write)

@@ -6,6 +6,7 @@ Every decision follows from figures that all ranks have alike, so that all ranks
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +14,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from phalanx.checkpoint import RankGroup
 from phalanx.config.schema import Run
-from phalanx.errors import PhalanxError
+from phalanx.errors import DataError, PhalanxError
 from phalanx.layout.apply import ParallelModel
 from phalanx.training.logs import RunLog
 from phalanx.training.metrics import StepMetrics
@@ -27,6 +29,8 @@ from phalanx.training.step import NO_LIMITS, StepLimits
 
 REPLICAS_DIFFER = "replicas_differ"
 """Kind of the event that says which parameters differ, and on which ranks."""
+UNREAD = "unread_batch"
+"""Kind of the event that says why a batch could not be read and was passed over."""
 REWIND = "rewind"
 """Kind of the event that says why and how far a run was rewound."""
 
@@ -78,6 +82,9 @@ class WrongNumbers:
         self._spiking = False
         self._disagreement: Disagreement | None = None
         """The last one whose steps are being done again."""
+        self._most_unread = run.training.max_skipped_steps
+        self._unread: Counter[int] = Counter()
+        """Batches passed over so far because a rank could not read them, by the step that was to read them."""
         self._rewinds: Counter[int] = Counter()
         """Rewinds so far by the step of the checkpoint."""
 
@@ -109,9 +116,9 @@ class WrongNumbers:
         if spike is None and not nonfinite:
             return
         reason = f"loss {metrics.loss}, gradient norm {metrics.grad_norm}: not finite" if spike is None else str(spike)
-        warning = keep_bad_batch(self._run_dir, metrics, reason, samples)
-        if warning is not None:
-            self._log.note(f"warning: {warning}")
+        # As text: JSON has no NaN.
+        figures = {"loss": str(metrics.loss), "grad_norm": str(metrics.grad_norm), "lr": metrics.lr}
+        self._keep_batch(f"step-{metrics.step:08d}", metrics.step, reason, samples, figures)
         # One line for a spike of several steps.
         if spike is not None and not before:
             fields = {"figure": spike.figure, "value": spike.value, "median": spike.median, "limit": spike.limit}
@@ -120,6 +127,30 @@ class WrongNumbers:
         rewinds = self._rewinds_nonfinite if spike is None else self._config.on_spike == "rewind"
         if rewinds:
             self.wanted = Rewind(metrics.step, reason, passes_samples=True, vital=nonfinite)
+
+    def pass_over(self, step: int, error: DataError | None, samples: Tensor) -> None:
+        """Leave out the batch that `step` was to read, and keep what is known of it. Every rank calls it.
+
+        error: why this rank cannot read its samples; None where another one cannot. samples: what this rank has read of
+        the batch, global sample numbers, int64 [B]. Raises DataError after `training.max_skipped_steps` batches in a row.
+        """
+        said = RankGroup.default().all_gather(None if error is None else str(error))
+        reason = next(one for one in said if one is not None)
+        self.skipped_batches += 1
+        self._unread[step] += 1
+        self._keep_batch(f"step-{step:08d}-unread-{self._unread[step]}", step, reason, samples, {})
+        self._log.event(UNREAD, step, reason=reason)
+        if self._unread[step] >= self._most_unread:
+            raise DataError(
+                f"step {step}: {self._unread[step]} batches in a row cannot be read "
+                f"(training.max_skipped_steps={self._most_unread}): {reason}"
+            )
+        self._log.note(f"warning: step {step} passes over a batch that cannot be read: {reason}")
+
+    def _keep_batch(self, name: str, step: int, reason: str, samples: Tensor, figures: Mapping[str, object]) -> None:
+        warning = keep_bad_batch(self._run_dir, name, step, reason, samples, figures)
+        if warning is not None:
+            self._log.note(f"warning: {warning}")
 
     def compare_replicas(self, step: int) -> None:
         """Compare what ranks hold alike after `step`; where it differs, ask for the steps to be done again.

@@ -263,11 +263,14 @@ def test_a_chunk_that_was_never_written_is_missing(tmp_path: Path) -> None:
     assert not np.isin(windows.starts, np.arange(40, 60)).any()
 
 
-def test_infinite_values(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("value", "words"), [(np.inf, "infinite values"), (-1e30, "the value -1e+30, which no field has")]
+)
+def test_infinite_and_absurd_values(value: float, words: str, tmp_path: Path) -> None:
     bad = dataset(HOURS)
-    bad["z500"][7, 0, 0] = np.inf
+    bad["z500"][7, 0, 0] = value
     bad.to_netcdf(tmp_path / "a.nc")
-    assert "a.nc: z500, time index 7 (2000-01-02 18:00): holds infinite values" in refused(DataError, tmp_path / "a.nc")
+    assert f"a.nc: z500, time index 7 (2000-01-02 18:00): holds {words}" in refused(DataError, tmp_path / "a.nc")
 
 
 def test_a_variable_that_never_changes(tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ from phalanx.families.weather.data.field_store import FieldStore
 
 _BLOCK_BYTES = 64 * 2**20
 """Memory for the frames that are looked at together."""
+LEAST_ABSURD = 1e20
+"""Magnitude from which on a number is no field's but stands for a missing value: 1e20 in CMIP, 9.97e36 in netCDF."""
 
 
 @dataclass(frozen=True)
@@ -154,14 +156,15 @@ class Surveyor:
         )
 
     def add(self, first: int, variable: int, block: Float32Array) -> None:
-        """Add frames [n, H, W] of a variable from frame `first` on. Raises DataError for infinite values."""
-        infinite = np.isinf(block).any(axis=(1, 2))
-        # One infinity would make the mean and every loss infinite; unlike NaN it marks nothing.
-        if infinite.any():
-            raise DataError(
-                f"{self._store.place(variable, first + int(np.flatnonzero(infinite)[0]))}: holds infinite values; "
-                f"mark missing points as NaN"
-            )
+        """Add frames [n, H, W] of a variable from frame `first` on. Raises DataError for infinite and absurd values."""
+        absurd = np.abs(block) >= LEAST_ABSURD
+        # One infinity would make the mean and every loss infinite; one number of this size makes the spread so large that
+        # all others are normalised to the same. Unlike NaN they mark nothing.
+        if absurd.any():
+            frame = int(np.flatnonzero(absurd.any(axis=(1, 2)))[0])
+            value = float(block[frame][absurd[frame]][0])
+            what = "infinite values" if np.isinf(value) else f"the value {value:g}, which no field has"
+            raise DataError(f"{self._store.place(variable, first + frame)}: holds {what}; mark missing points as NaN")
         there = ~np.isnan(block)
         values = np.where(there, block, 0.0).astype(np.float64)
         rows = slice(first, first + len(block))
@@ -189,7 +192,7 @@ class Surveyor:
 
 
 def survey_store(store: FieldStore) -> Survey:
-    """Look at every frame of `store` once, in order. Raises DataError for infinite values and unreadable files."""
+    """Look at every frame of `store` once, in order. Raises DataError for absurd values and unreadable files."""
     surveyor = Surveyor(store)
     rows, columns = store.grid.shape
     # float64 copies of a block are made on the way, hence 8 bytes a value.
