@@ -207,14 +207,35 @@ def cases(model: str, world: int) -> list[ResolvedLayout]:
     return [in_few_microbatches(layout, others=False) for layout in (layouts if world == 2 else covering(layouts))]
 
 
-def option_cases(model: str, world: int) -> list[ResolvedLayout]:
-    """The layouts to verify an option of attention or MLP in: every pair of features of those with one schedule.
+def further_cases(model: str, world: int, tried: list[ResolvedLayout]) -> list[ResolvedLayout]:
+    """The layouts to verify a further model in: every feature, and every pair of axes with the usual schedule.
 
-    Schedules move whole blocks, whatever these compute.
+    tried: those of another model; where the choice is free, others than these are taken.
+    """
+    found = [in_few_microbatches(x, others=False) for x in every_layout(bind(run_of(model, world, "fp64")), world)]
+    return covering(sorted(found, key=tried.__contains__), count=lambda x: _each([x]) | _usual_axis_pairs(x))
+
+
+def _usual_axis_pairs(layout: ResolvedLayout) -> set[tuple[str, ...]]:
+    return axis_pairs(layout) if layout.schedule == "1f1b" else set()
+
+
+def option_cases(model: str, world: int) -> list[ResolvedLayout]:
+    """The layouts to verify an option of attention or MLP in: every pair of the axes that cut what blocks compute or hold,
+    with one schedule.
+
+    Schedules move whole blocks, and ZeRO stages and replicas whole gradients, whatever blocks compute.
     """
     # Masks that differ between samples need micro-batches in between, besides the first and the last.
     others = model == "mpt"
-    return [in_few_microbatches(layout, others=others) for layout in covering(plain_layouts(model, world))]
+    chosen = covering(plain_layouts(model, world), count=axis_pairs)
+    return [in_few_microbatches(layout, others=others) for layout in chosen]
+
+
+def axis_pairs(layout: ResolvedLayout) -> set[tuple[str, ...]]:
+    """The axes that cut what blocks compute or hold, each context apart, alone and two at a time."""
+    axes = {name for name in features(layout) if name in ("dp_shard", "tp") or name.startswith(("cp", "pp"))}
+    return {pair for count in (1, 2) for pair in combinations(sorted(axes), count)}
 
 
 def plain_layouts(model: str, world: int) -> list[ResolvedLayout]:
@@ -225,9 +246,21 @@ def plain_layouts(model: str, world: int) -> list[ResolvedLayout]:
 @cache
 def expert_cases(model: str, world: int) -> list[ResolvedLayout]:
     """Few layouts to verify a mixture in on `world` ranks: of those that spread experts, every pair of features, ways to
-    recompute among them; on eight ranks the pairs that need so many."""
-    held = pairs_of_all(layout for fewer in (2, 4) if world == 8 for layout in expert_cases(model, fewer))
-    return [in_few_microbatches(layout, others=False) for layout in covering(spread_layouts(model, world), held)]
+    recompute among them; on eight ranks the pairs of axes that need so many, whatever the schedule, and every feature."""
+    spread = spread_layouts(model, world)
+    if world < 8:
+        chosen = covering(spread)
+    else:
+        held = set().union(*(expert_pairs(layout) for fewer in (2, 4) for layout in expert_cases(model, fewer)))
+        chosen = covering(spread, held, expert_pairs)
+    return [in_few_microbatches(layout, others=False) for layout in chosen]
+
+
+def expert_pairs(layout: ResolvedLayout) -> set[tuple[str, ...]]:
+    """Each feature and number of ranks to spread over, and the axes two at a time, whatever the schedule and the context."""
+    axes = {"pp" if name.startswith("pp ") else "cp" if name.startswith("cp ") else name for name in features(layout)}
+    axes = {name for name in axes if not name.startswith(("zero", "recompute", "reshard"))}
+    return _each([layout]) | {(f"ep={layout.ep}",)} | set(combinations(sorted(axes), 2))
 
 
 @cache

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distributed_ranks import run_ranks
-from layout_cases import expert_cases, pairs_of_all, run_of, sliced_cases, spread_layouts
+from layout_cases import expert_cases, expert_pairs, pairs_of_all, run_of, sliced_cases, spread_layouts
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.spec import ResolvedLayout
@@ -73,5 +73,12 @@ def test_more_than_forty_layouts_hold_every_pair_of_features() -> None:
     assert len({f"{layout} {layout.recompute}" for layout in tried}) >= 40
     assert all(layout.ep > 1 for layout in tried)
     held = pairs_of_all(tried)
-    for world in WORLDS:
+    for world in (2, 4):
         assert pairs_of_all(spread_layouts("deepseek", world)) <= held
+    # Eight ranks add pairs of axes, and of features what goes together with `ep`.
+    for world in WORLDS:
+        assert _expert_pairs_of_all(spread_layouts("deepseek", world)) <= _expert_pairs_of_all(tried)
+
+
+def _expert_pairs_of_all(layouts: list[ResolvedLayout]) -> set[tuple[str, ...]]:
+    return set().union(*map(expert_pairs, layouts))

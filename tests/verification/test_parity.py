@@ -12,7 +12,19 @@ import pytest
 import torch
 
 from distributed_ranks import run_ranks
-from layout_cases import MODELS, cases, covering, in_few_microbatches, option_cases, pairs, plain_layouts, run_of
+from layout_cases import (
+    MODELS,
+    axis_pairs,
+    cases,
+    covering,
+    features,
+    further_cases,
+    in_few_microbatches,
+    option_cases,
+    pairs_of_all,
+    plain_layouts,
+    run_of,
+)
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups
 from phalanx.layout.resolve import every_layout
@@ -27,7 +39,7 @@ LIMITS = {"fp64": 1e-9, "fp32": 2e-5}
 
 def precisions(world: int, model: str) -> dict[str, int]:
     """Formats to compute in, with the steps to compare. One model runs in all layouts; the others on four ranks alone,
-    where all pairs of features occur that occur on two and on eight. Float32 and a second update are for one model on two.
+    where all features occur that occur on two and on eight. Float32 and a second update are for one model on two.
     """
     if model != "llama":
         return {"fp64": 1} if world == 4 else {}
@@ -36,11 +48,14 @@ def precisions(world: int, model: str) -> dict[str, int]:
 
 @cache
 def layouts_of(model: str, world: int) -> list[ResolvedLayout]:
-    """The layouts of `model`: ALiBi and document masks are options of attention alone. Of eight ranks, which have no pair of
-    features that four have not, those that together have any three axes at once."""
+    """The layouts of `model`: ALiBi and document masks are options of attention alone; learned positions and a tied head
+    meet every feature and every pair of axes. Of eight ranks, which have no pair of features that four have not, those
+    that together have any three axes at once."""
     if world == 8:
         found = every_layout(_bound(model, world), world)
         return [in_few_microbatches(layout, others=False) for layout in covering(found, count=axes_by_three)]
+    if model == "gpt":
+        return further_cases(model, world, layouts_of("llama", world))
     return (option_cases if model == "mpt" else cases)(model, world)
 
 
@@ -96,11 +111,18 @@ def test_more_than_eighty_layouts_hold_every_pair_of_features() -> None:
     tried = {(w, m): layouts_of(m, w) for w in WORLDS for m in MODELS if precisions(w, m)}
     distinct = {str(layout) for layouts in tried.values() for layout in layouts}
     assert len(distinct) >= 80, len(distinct)
-    for model in MODELS:
-        held = set().union(*(pairs(x) for (_, m), layouts in tried.items() if m == model for x in layouts))
-        for world in WORLDS:
-            every = plain_layouts(model, world) if model == "mpt" else every_layout(_bound(model, world), world)
-            assert set().union(*map(pairs, every)) <= held
+    held = pairs_of_all(layout for (_, model), layouts in tried.items() if model == "llama" for layout in layouts)
+    for world in WORLDS:
+        assert pairs_of_all(every_layout(_bound("llama", world), world)) <= held
+    for model in ("gpt", "mpt"):
+        usual = plain_layouts(model, 4)
+        assert _axis_pairs_of_all(usual) <= _axis_pairs_of_all(tried[4, model])
+    every = every_layout(_bound("gpt", 4), 4)
+    assert set().union(*map(features, every)) <= set().union(*map(features, tried[4, "gpt"]))
+
+
+def _axis_pairs_of_all(layouts: list[ResolvedLayout]) -> set[tuple[str, ...]]:
+    return set().union(*map(axis_pairs, layouts))
 
 
 def _bound(model: str, world: int) -> VerifiableModel:

@@ -81,22 +81,22 @@ def test_margin_is_half_the_gap_of_two_logits() -> None:
     assert float(found * logits_TE.std(-1)) == pytest.approx(0.0005, rel=1e-2)
 
 
+TRIED = (("mixtral", "bf16"), ("deepseek", "fp32"))
+"""Models and the formats that they compute in."""
+
 LAYOUTS = ({"dp_shard": 2, "ep": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"tp": 2, "recompute": "full"})
 
 
 def verify_in_low_precision() -> dict[str, list[Verdict]]:
     """On one of two ranks: verdicts on the layouts by model and precision; on the second also without replay."""
     groups, found = Groups(), {}
-    for model in ("mixtral", "deepseek"):
-        for precision in ("fp32", "bf16"):
-            run = run_of(model, 2, precision)
-            verifier = Verifier(
-                bind(run, VerifiableModel), torch.device("cpu"), steps=2, activations=True, groups=groups
-            )
-            layouts = [resolve_layout(bind(run_of(model, 2, precision, **fields)), 2) for fields in LAYOUTS]
-            found[f"{model} {precision}"] = [verifier.verify(layout) for layout in layouts]
-            verifier.choices = None
-            found[f"{model} {precision} alone"] = [verifier.verify(layouts[1])]
+    for model, precision in TRIED:
+        run = run_of(model, 2, precision)
+        verifier = Verifier(bind(run, VerifiableModel), torch.device("cpu"), steps=2, activations=True, groups=groups)
+        layouts = [resolve_layout(bind(run_of(model, 2, precision, **fields)), 2) for fields in LAYOUTS]
+        found[f"{model} {precision}"] = [verifier.verify(layout) for layout in layouts]
+        verifier.choices = None
+        found[f"{model} {precision} alone"] = [verifier.verify(layouts[1])]
     return found
 
 
@@ -105,8 +105,7 @@ def verdicts() -> dict[str, list[Verdict]]:
     return run_ranks(verify_in_low_precision, 2, timeout_s=300.0)[0]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", ["mixtral", "deepseek"])
+@pytest.mark.parametrize(("model", "precision"), TRIED)
 def test_layouts_pass_in_low_precision(model: str, precision: str, verdicts: dict[str, list[Verdict]]) -> None:
     for verdict in verdicts[f"{model} {precision}"]:
         assert verdict.passed, f"{verdict.layout}: {verdict.first}"

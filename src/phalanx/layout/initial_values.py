@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.counter_random import normal_values, stream_key
 from phalanx.errors import PhalanxError
-from phalanx.layout.place import TensorSplit, TensorSplits, place_of
+from phalanx.layout.place import Place, TensorSplit, TensorSplits, place_of
 from phalanx.nn.adapters import ADAPTER_RULES
 from phalanx.nn.parameters import InitRule, InitRules
 
@@ -53,7 +53,13 @@ def fill_initial(tensor: Tensor, name: str, rule: InitRule, seed: int, split: Te
 
     Values are rounded to float32 first, whatever the format of `tensor`: all precisions start from the same weights.
     """
-    local, offsets, shape = place_of(tensor, split)
+    fill_part(place_of(tensor, split), name, rule, seed)
+
+
+@torch.no_grad()
+def fill_part(part: Place, name: str, rule: InitRule, seed: int) -> None:
+    """Fill a part of a tensor: see `fill_initial`."""
+    local, offsets, shape = part
     if rule.kind == "constant":
         local.fill_(rule.value)
         return

@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.gradients import local_gradient
-from phalanx.layout.initial_values import fill_initial, find_rule
+from phalanx.layout.initial_values import fill_part, find_rule
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
@@ -130,32 +130,26 @@ def record_training(
 def _perturb_constants(applied: ParallelModel, model: VerifiableModel) -> None:
     """Move the parameters that all start equal (biases at 0, norms at 1): a mistake with them would not show otherwise."""
     rules = model.initial_rules()
-    for name, parameter in applied.parameters.items():
-        rule = find_rule(name, rules)
-        if rule.kind == "constant":
-            # Of the name and the position alone, so that all layouts move by the same.
-            noise = torch.empty_like(parameter)
-            fill_initial(
-                noise,
-                f"{name} shaken",
-                InitRule.normal(PERTURBATION),
-                model.run.training.seed,
-                applied.splits.get(name),
-            )
-            parameter.add_(noise)
+    seed, rule = model.run.training.seed, InitRule.normal(PERTURBATION)
+    for name, place in _parameter_places(applied).items():
+        if find_rule(name, rules).kind == "constant":
+            place.local.add_(_draw_noise(place, f"{name} shaken", rule, seed))
     applied.refresh()
 
 
 @torch.no_grad()
 def _perturb_parameters(applied: ParallelModel, model: VerifiableModel, perturbation: Perturbation) -> None:
-    for name, parameter in applied.parameters.items():
-        noise = torch.empty_like(parameter)
-        stream = f"{name} perturbed {perturbation.number}"
-        fill_initial(
-            noise, stream, InitRule.normal(perturbation.size), model.run.training.seed, applied.splits.get(name)
-        )
-        parameter.mul_(1.0 + noise)
+    seed, rule = model.run.training.seed, InitRule.normal(perturbation.size)
+    for name, place in _parameter_places(applied).items():
+        place.local.mul_(1.0 + _draw_noise(place, f"{name} perturbed {perturbation.number}", rule, seed))
     applied.refresh()
+
+
+def _draw_noise(place: Place, name: str, rule: InitRule, seed: int) -> Tensor:
+    """Return this rank's part of noise that is a function of the name and the position alone: all layouts draw the same."""
+    noise = torch.empty_like(place.local)
+    fill_part(place._replace(local=noise), name, rule, seed)
+    return noise
 
 
 class RecordedStep(TrainStep):
@@ -179,7 +173,12 @@ class RecordedStep(TrainStep):
 
 
 def _copy_parameters(applied: ParallelModel) -> dict[str, Place]:
-    return {name: _copy_to_host(place_of(p, applied.splits.get(name))) for name, p in applied.parameters.items()}
+    return {name: _copy_to_host(place) for name, place in _parameter_places(applied).items()}
+
+
+@torch.no_grad()
+def _parameter_places(applied: ParallelModel) -> dict[str, Place]:
+    return {name: place_of(p, applied.splits.get(name)) for name, p in applied.parameters.items()}
 
 
 def _copy_to_host(place: Place) -> Place:

@@ -14,9 +14,9 @@ from phalanx.families.language.config import LanguageRun
 from phalanx.families.language.sizes import model_flops_per_token
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import resolve_layout
-from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE, LayoutTable
+from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE, LayoutTable, ResolvedLayout
 from phalanx.planner.dryrun.run_step import dry_run
-from phalanx.planner.memory.model import Kernels, memory, rank_memory
+from phalanx.planner.memory.model import Kernels, RankMemory, memory, rank_memory
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.planner.trace.part_costs import part_costs
 from phalanx.planner.trace.traced_model import TracedModel
@@ -68,7 +68,7 @@ def test_memory_of_many_layouts_is_that_of_every_rank_and_of_the_code_that_runs(
 
 
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", *ZERO_BUBBLE])
-@pytest.mark.parametrize(("pp", "count"), [(2, 16), (4, 32)])
+@pytest.mark.parametrize(("pp", "count"), [(2, 16), (4, 12)])
 def test_several_stages_a_rank_hold_on_accelerators_what_the_code_holds(schedule: str, pp: int, count: int) -> None:
     batch = {"microbatch": 2, "global_batch": 2 * count}
     run = run_with(
@@ -76,16 +76,20 @@ def test_several_stages_a_rank_hold_on_accelerators_what_the_code_holds(schedule
     )
     layout = resolve_layout(bind(run), pp)
     ranks = rank_memory(bind(run, TracedModel), layout, "none", Kernels("flash", compiled=False))
+    check_worst_rank(run, layout, ranks)
+
+
+def check_worst_rank(run: LanguageRun, layout: ResolvedLayout, ranks: list[RankMemory]) -> None:
+    """Assert that the pipeline rank that takes most, which is what a plan says, takes that where the code runs."""
     worst = max(ranks, key=lambda rank: rank.allocated)
-    found = dry_run(
-        bind(run, TracedModel), layout, worst.rank, build_full_step, accelerator=True, devices_per_node=None
-    )
-    assert worst.allocated == pytest.approx(found.peak, rel=0.02), (worst, found.categories)
+    first = worst.rank * layout.world_size // layout.pp
+    found = dry_run(bind(run, TracedModel), layout, first, build_full_step, accelerator=True, devices_per_node=None)
+    assert worst.allocated == pytest.approx(found.peak, rel=0.02), (worst, found.moment, found.categories)
 
 
 PIPED: list[dict[str, Any]] = [
-    {"pp": 4, "dp_shard": 2, "zero": 2, "schedule": "zbv"},
-    {"pp": 2, "cp": 4, "zero": 3, "schedule": "zbv", "context": "all_to_all", "microbatch": 2},
+    {"pp": 4, "dp_shard": 2, "zero": 2, "schedule": "zbv", "global_batch": 24},
+    {"pp": 2, "cp": 4, "zero": 3, "schedule": "zbv", "context": "all_to_all", "microbatch": 2, "global_batch": 12},
     {"pp": 2, "dp_shard": 4, "zero": 1, "schedule": "interleaved_zero_bubble", "stages_per_rank": 2, "microbatch": 2},
     {"pp": 2, "dp_shard": 4, "gather": "stream", "microbatch": 2},
     {"pp": 2, "dp_shard": 2, "dp_replicate": 2, "schedule": "gpipe", "gather": "stream", "microbatch": 2},
@@ -102,10 +106,7 @@ def test_split_backward_passes_and_streamed_blocks_hold_on_accelerators_what_the
     run = run_with(SIZES | layers, **{"global_batch": 32, "recompute": "none", **words})
     layout = resolve_layout(bind(run), WORLD)
     ranks = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, Kernels("flash", compiled=False))
-    for rank in (ranks[0], ranks[-1]):
-        first = rank.rank * WORLD // layout.pp
-        found = dry_run(bind(run, TracedModel), layout, first, build_full_step, accelerator=True, devices_per_node=None)
-        assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
+    check_worst_rank(run, layout, ranks)
 
 
 IN_TURN: list[dict[str, Any]] = [
@@ -123,10 +124,7 @@ def test_stages_that_reduce_their_gradients_in_turn_hold_what_the_code_holds(wor
     run = run_with(SIZES | heavy, **{"schedule": "interleaved_1f1b", **words})
     layout = resolve_layout(bind(run), WORLD)
     ranks = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, Kernels("flash", compiled=False))
-    for rank in (ranks[0], ranks[-1]):
-        first = rank.rank * WORLD // layout.pp
-        found = dry_run(bind(run, TracedModel), layout, first, build_full_step, accelerator=True, devices_per_node=None)
-        assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
+    check_worst_rank(run, layout, ranks)
 
 
 UNEVEN: list[dict[str, Any]] = [
@@ -147,10 +145,7 @@ def test_pipelines_hold_at_every_action_what_the_code_holds(words: dict[str, Any
     run = run_with(SIZES | {"model.n_layers": 8}, **fields)
     layout = resolve_layout(bind(run), WORLD)
     ranks = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, Kernels("flash", compiled=False))
-    for rank in (ranks[0], ranks[layout.pp // 2]):
-        first = rank.rank * WORLD // layout.pp
-        found = dry_run(bind(run, TracedModel), layout, first, build_full_step, accelerator=True, devices_per_node=None)
-        assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)
+    check_worst_rank(run, layout, ranks)
 
 
 def test_micro_batches_that_are_done_leave_nothing_on_the_last_rank() -> None:
@@ -191,8 +186,7 @@ def test_blocks_gathered_together_hold_what_the_code_holds(words: dict[str, Any]
     assert first.allocated == pytest.approx(found.peak, rel=0.02), (first, found.moment, found.categories)
 
 
-@pytest.mark.parametrize(("together", "units"), [(1, 4), (2, 2), (3, 2), (9, 1)])
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(("together", "units", "microbatches"), [(1, 4, 3), (2, 2, 1), (2, 2, 3), (3, 2, 1), (9, 1, 3)])
 def test_as_few_exchanges_as_there_are_units(together: int, units: int, microbatches: int) -> None:
     run = run_with(dp_shard=4, global_batch=4 * microbatches, gather_blocks=together)
     found = dry_run(

@@ -44,14 +44,14 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (QWEN, {"dp_shard": 8, "ep": 8, "recompute": "none", "microbatch": 2, "global_batch": 32}),
     (QWEN, {"dp_shard": 4, "dp_replicate": 2, "ep": 4, "zero": 1, "recompute": "selective", "global_batch": 32}),
     (QWEN, {"dp_shard": 4, "tp": 2, "ep": 4, "zero": 2, "recompute": "selective", "global_batch": 16}),
-    (QWEN, {"dp_shard": 4, "pp": 2, "ep": 2, "recompute": "full", "global_batch": 32}),
+    (QWEN, {"dp_shard": 4, "pp": 2, "ep": 2, "recompute": "full", "global_batch": 12}),
     (WIDE_ROWS, {"dp_shard": 8, "ep": 8, "recompute": "full", "global_batch": 32}),
-    (DEEPSEEK, {"dp_shard": 4, "pp": 2, "ep": 4, "recompute": "none", "global_batch": 32}),
+    (DEEPSEEK, {"dp_shard": 4, "pp": 2, "ep": 4, "recompute": "none", "global_batch": 12}),
     # The first stage has none but dense blocks.
-    (DEEPSEEK | {"dense_layers": 2}, {"dp_shard": 4, "pp": 2, "ep": 4, "recompute": "full", "global_batch": 32}),
+    (DEEPSEEK | {"dense_layers": 2}, {"dp_shard": 4, "pp": 2, "ep": 4, "recompute": "full", "global_batch": 12}),
     # The second of four stages has a dense block and one of experts.
-    (MIXED, {"dp_shard": 2, "pp": 4, "ep": 2, "recompute": "none", "global_batch": 32}),
-    (MIXED, {"dp_shard": 2, "pp": 4, "ep": 2, "recompute": "full", "zero": 1, "microbatch": 2, "global_batch": 32}),
+    (MIXED, {"dp_shard": 2, "pp": 4, "ep": 2, "recompute": "none", "global_batch": 10}),
+    (MIXED, {"dp_shard": 2, "pp": 4, "ep": 2, "recompute": "full", "zero": 1, "microbatch": 2, "global_batch": 20}),
     # Several stages a rank, of which the first ones have dense blocks.
     (MIXED, {"dp_shard": 2, "pp": 4, "ep": 2, "recompute": "none", "global_batch": 16, **ZERO_BUBBLE}),
     (MIXED, {"dp_shard": 2, "pp": 2, "tp": 2, "ep": 4, "recompute": "selective", "global_batch": 8, **INTERLEAVED}),
@@ -75,8 +75,9 @@ def test_mixtures_hold_what_the_code_holds(experts: dict[str, Any], words: dict[
     model = bind(run, TracedModel)
     model.loads = BALANCED  # type: ignore[attr-defined]
     ranks = rank_memory(model, layout, run.layout.recompute, Kernels("flash", compiled=False))
-    for number in sorted({0, min(1, len(ranks) - 1), len(ranks) - 1}):
-        rank = ranks[number]
+    worst = max(ranks, key=lambda rank: rank.allocated)
+    # Of four stages, the second is the one that may have blocks of both kinds.
+    for rank in (worst, ranks[1]) if layout.pp == 4 and worst is not ranks[1] else (worst,):
         first = rank.rank * WORLD // layout.pp
         found = dry_run(model, layout, first, build_full_step, accelerator=True, devices_per_node=None)
         # A shared network beside `tp`: the plan is 2.3% above what the code holds, for a reason that is not found yet.
