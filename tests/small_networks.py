@@ -24,6 +24,22 @@ from phalanx.layout.initial_values import initialise_parameters
 
 BODIES: tuple[str, ...] = get_args(BackboneName)
 
+LIKE_MACE_TORCH: dict[str, Any] = {
+    "mace": MaceOptions(
+        degree=2,
+        correlation=2,
+        radial_width=6,
+        radial_layers=3,
+        fades="functions",
+        element_mixing="matrices",
+        first_skip=False,
+        density=True,
+    ),
+    "distance_transform": "agnesi",
+    "energy": EnergyHead(force_weight=1.0, stress_weight=1.0, width=3, every_block=True, repulsion="mace"),
+}
+"""A MACE as mace-torch has it."""
+
 
 def small_model(body: str, **changes: Any) -> MaterialsModel:
     """Two layers of eight channels with every head and two branches of different units."""

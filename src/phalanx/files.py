@@ -54,6 +54,27 @@ def whole_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which becomes `path` at the end; nothing stays where that fails.
+
+    Raises ConfigError if `path` is already in use, PhalanxError if it cannot be written.
+    """
+    refuse_used(path)
+    path = path.absolute()
+    try:
+        with whole_folder(path) as folder:
+            yield folder
+    except OSError as error:
+        raise PhalanxError(f"{path} cannot be written: {error.strerror}; nothing was left there") from error
+
+
+def refuse_used(path: Path) -> None:
+    """Raise ConfigError if there is something at `path` that could be lost."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path} already exists and is not an empty folder; give another name, or remove it first")
+
+
 def open_own_file(path: Path) -> BinaryIO:
     """Open a file of a run's folder for reading. Raises PhalanxError for a link and for what is no regular file, without
     waiting for either, and OSError for what cannot be opened."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 import torch
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.io import write
 from safetensors.torch import load_file
 
 from small_models import GPT, LLAMA, READER, huggingface_config, random_decoder, save_huggingface, save_run
@@ -15,6 +20,8 @@ from token_data import write_token_folder
 
 if TYPE_CHECKING:
     from command_line import Call
+
+MACE_TORCH = Path(__file__).parents[1] / "families" / "materials" / "evaluation" / "mace_torch"
 
 
 def test_there_and_back(call: Call, tmp_path: Path) -> None:
@@ -124,3 +131,31 @@ def test_newer_architectures_go_both_ways(call: Call, tmp_path: Path, name: str,
     other = call("convert", str(tmp_path / "ours"), str(tmp_path / "x"), "--architecture", "LlamaForCausalLM")
     assert other.code == 2
     assert "LlamaForCausalLM, the architecture of Hugging Face asked for, has no counterpart for model." in other.err
+
+
+def test_a_run_begins_with_weights_of_mace_torch(call: Call, tmp_path: Path) -> None:
+    source, target = MACE_TORCH / "repulsive.safetensors", tmp_path / "own"
+    done = call("convert", str(source), str(target))
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines() == [
+        f"{target}: Phalanx checkpoint of a MACE, 1.46K parameters, 3 elements, cutoff 4 A",
+        f"train from it with phalanx train {target}/run.yaml, once its data.sources name your structures",
+    ]
+    structures = [Atoms("CO", [[0, 0, 0], [0, 0, 1.1 + 0.01 * number]]) for number in range(40)]
+    for atoms in structures:
+        atoms.calc = SinglePointCalculator(atoms, energy=-5.0 - atoms.positions[1, 2], forces=np.zeros((2, 3)))
+    write(tmp_path / "main.extxyz", structures)
+    fields = [f"data.sources.0.path={tmp_path}/main.extxyz", f"data.prepared={tmp_path}/graphs"]
+    fields += ["data.validation_fraction=0.2", "data.test_fraction=0.2", "data.sources.0.check_units=false"]
+    done = call("data", "prepare-graphs", str(target / "run.yaml"), *fields)
+    assert done.code == 0, done.err
+    fields += ["training.steps=2", "optimizer.warmup_steps=1", "training.tensorboard=false", "training.compile=false"]
+    done = call("train", str(target / "run.yaml"), "--run-dir", str(tmp_path / "run"), *fields)
+    assert done.code == 0, done.err
+    assert re.search(r"head\.energy\.copies\.main\.0\.weight +taken", done.out + done.err)
+
+
+def test_options_of_language_models_are_refused_for_mace_torch(call: Call, tmp_path: Path) -> None:
+    source = str(MACE_TORCH / "residual.safetensors")
+    done = call("convert", source, str(tmp_path / "own"), "--to", "huggingface")
+    assert done.code == 2 and "--to counts for language models alone" in done.err

@@ -99,14 +99,15 @@ class GenerateArguments:
 
 @dataclass(frozen=True)
 class ConvertArguments:
-    """Import or export weights: Llama, Mistral, Mixtral, Qwen and others (docs/guides/convert.md).
+    """Import or export weights: Llama, Mistral, Mixtral, Qwen and others; import a MACE of mace-torch.
 
     Nothing is fetched from a network, and nothing is computed: every number is carried over as it is, unless --dtype
-    rounds it. An import has no optimizer state; train from it with training.init_from=OUT.
+    rounds it. An import has no optimizer state; train from it with training.init_from=OUT. See docs/guides/convert.md.
     """
 
     source: Annotated[
-        Path, typer.Argument(metavar="IN", help="Run directory, one checkpoint of it, or a Hugging Face folder.")
+        Path,
+        typer.Argument(metavar="IN", help="Run directory, one checkpoint, a Hugging Face folder, or MACE.safetensors."),
     ]
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder to write.")]
     to: Annotated[

@@ -34,7 +34,8 @@ class DeclaredMaterials(DeclaredModel):
             return "norm"
         if name.endswith((".bias", ".eps", ".sharpness")):
             return "bias"
-        if name.startswith("embedding.elements.") or ".contraction." in name or ".skip_element." in name:
+        of_elements = (".contraction.", ".skip_element.", ".message_element.")
+        if name.startswith("embedding.elements.") or any(part in name for part in of_elements):
             return "embedding"
         return "matrix"
 
@@ -73,6 +74,9 @@ def _read_network(description: str) -> tuple[tuple[str, InitRule], ...]:
 def _choose_rule(config: MaterialsModel, name: str, module: nn.Module, parameter: nn.Parameter) -> InitRule:
     if name.endswith((".bias", ".eps")):
         return InitRule.constant(0.0)
+    if isinstance(module, ElementTable) and parameter.dim() == 4:
+        # A matrix of each element and degree keeps the size of what flows through.
+        return InitRule.normal(1.0 / math.sqrt(config.d_model))
     if isinstance(module, Norm) or ".skip_element." in name or name.endswith(".sharpness"):
         return InitRule.constant(1.0)
     if isinstance(module, ElementTable):
@@ -85,7 +89,6 @@ def _choose_rule(config: MaterialsModel, name: str, module: nn.Module, parameter
         raise NotImplementedError(f"{name} has no rule for its initial values")
     parts = name.split(".")
     # The last layer of a head; what weighs vectors for a dipole gives no result of its own.
-    gives_result = (
-        parts[0] == "head" and parts[1] != "dipole_vectors" and parts[-2] == str(getattr(config, parts[1]).layers - 1)
-    )
+    last = parts[0] == "head" and parts[1] not in ("dipole_vectors", "early_energies")
+    gives_result = parts[1] == "early_energies" or (last and parts[-2] == str(getattr(config, parts[1]).layers - 1))
     return InitRule.normal((0.1 if gives_result else 1.0) / math.sqrt(fan_in))

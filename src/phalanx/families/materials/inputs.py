@@ -193,7 +193,8 @@ class MaterialsInputs(TrainableModel):
             # Row 0 belongs to no element, and is matched too.
             there, here = ([str(z) for z in range(one.max_atomic_number + 1)] for one in (before, model))
             rows = match_rows(there, here, "elements")
-            found += [(pattern, rows) for pattern in ("*.elements.weight", "*.contraction.*", "*.skip_element.*")]
+            tables = ("*.elements.weight", "*.contraction.*", "*.skip_element.*", "*.message_element.*")
+            found += [(pattern, rows) for pattern in tables]
         for name in ("properties", "atom_properties"):
             old, new = getattr(before, name), getattr(model, name)
             if old is not None and new is not None and old.names != new.names:

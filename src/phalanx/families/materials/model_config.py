@@ -83,6 +83,17 @@ class MaceOptions(Section):
     """Neighbours that enter one feature together; body order less one."""
     radial_width: Width = 64
     """Hidden width of the network that gives the radial weights."""
+    radial_layers: Annotated[int, Field(ge=1, le=8)] = 1
+    """Hidden layers of that network; 3 in mace-torch."""
+    fades: Literal["weights", "functions"] = "weights"
+    """What fades towards the cutoff: the radial weights, or as in mace-torch the functions of distance that a network
+    without biases makes them of."""
+    element_mixing: Literal["channels", "matrices"] = "channels"
+    """How elements weigh the skip connection: channel by channel, or as in mace-torch each by matrices of its own."""
+    first_skip: bool = True
+    """Whether the first block has a skip connection; without one its messages pass through matrices of the element."""
+    density: bool = False
+    """Whether sums of messages are divided by a learned density of neighbours, plus 1, in place of mean_neighbors."""
 
 
 class GlobalAttention(Section):
@@ -99,6 +110,10 @@ class EnergyHead(Section):
 
     layers: Annotated[int, Field(ge=1, le=8)] = 2
     """Linear layers of the head."""
+    width: Width | None = None
+    """Width in between these layers; null takes half of d_model."""
+    every_block: bool = False
+    """Whether a linear layer reads a part of the energy off each block before the last, too, as in mace-torch."""
     shared: bool = False
     """Whether all branches share one head."""
     loss: Loss = "mse"
@@ -111,9 +126,9 @@ class EnergyHead(Section):
     """Weight of a force component (eV/angstrom); null computes no forces in training."""
     stress_weight: Weight | None = None
     """Weight of a stress component (eV/angstrom^3); null computes no stress in training."""
-    repulsion: Literal["zbl"] | None = None
-    """Repulsion of nuclei nearer than their covalent radii, added to what is learned: the universal potential of Ziegler,
-    Biersack and Littmark; null has none."""
+    repulsion: Literal["zbl", "mace"] | None = None
+    """Repulsion of nuclei nearer than their covalent radii, added to what is learned. zbl: the universal potential of
+    Ziegler, Biersack and Littmark; mace: mace-torch's form of it, in units of energy_scale; null has none."""
 
 
 class Electrostatics(Section):
@@ -229,6 +244,11 @@ class MaterialsModel(Model):
     """Number of these functions."""
     envelope: Literal["polynomial", "cosine"] = "polynomial"
     """How messages fade towards the cutoff: polynomial (two continuous derivatives) or cosine (one)."""
+    envelope_power: Annotated[int, Field(ge=3, le=16)] = 6
+    """Lowest power of the polynomial: the higher, the later messages begin to fade."""
+    distance_transform: Literal["agnesi"] | None = None
+    """Distance that the radial functions are of: agnesi maps it to 1 for near atoms and less for far ones, by the covalent
+    radii of both; null leaves it as it is."""
     mean_neighbors: Positive = 1.0
     """Sums over neighbours are divided by this; left out, training takes the mean number of neighbours of its data."""
     gatv2: GatOptions = GatOptions()
@@ -282,6 +302,15 @@ class MaterialsModel(Model):
 
     @model_validator(mode="after")
     def _options_have_an_effect(self) -> MaterialsModel:
+        if self.envelope != "polynomial" and self.envelope_power != 6:
+            raise ValueError(
+                f"envelope_power={self.envelope_power} has no effect with envelope={self.envelope}; leave it out or set "
+                "envelope=polynomial"
+            )
+        if self.energy is not None and self.energy.layers == 1 and self.energy.width is not None:
+            raise ValueError(
+                f"energy.width={self.energy.width} has no effect with energy.layers=1; leave it out or set energy.layers=2"
+            )
         for name, body in (
             ("gatv2", "gatv2"),
             ("mfc", "mfc"),
@@ -295,6 +324,11 @@ class MaterialsModel(Model):
         if self.body == "mace" and self.mace.hidden_degree > self.mace.degree:
             raise ValueError(
                 f"mace.hidden_degree={self.mace.hidden_degree} must be at most mace.degree={self.mace.degree}"
+            )
+        if not self.mace.first_skip and self.mace.element_mixing != "matrices":
+            raise ValueError(
+                "mace.first_skip=false puts matrices of the element in place of the skip connection; set "
+                "mace.element_mixing=matrices or mace.first_skip=true"
             )
         return self
 

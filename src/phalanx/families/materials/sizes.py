@@ -176,9 +176,12 @@ def head_piece(config: MaterialsModel) -> Piece:
         head = getattr(config, name)
         if head is None or (name in ("electrostatics", "dipole") and head.from_charges):
             continue
-        sizes = [width, *[max(width // 2, 1)] * (head.layers - 1), len(getattr(head, "names", [0]))]
+        between = (getattr(head, "width", None) or max(width // 2, 1),) * (head.layers - 1)
+        sizes = [width, *between, len(getattr(head, "names", [0]))]
         copies = 1 if head.shared else len(config.branches)
         matmuls += [Matmul("atom", a, b) for a, b in pairwise(sizes)] * copies
+        if getattr(head, "every_block", False):
+            matmuls += [Matmul("atom", width, 1)] * copies * (config.n_layers - 1)
     of_mace = width if config.mace.hidden_degree else 0
     channels = {"painn": width, "pnaeq": width, "nequip": width, "egnn": 1, "mace": of_mace}.get(config.body, 0)
     if config.dipole is not None and channels:
@@ -321,13 +324,19 @@ def _mace_piece(config: MaterialsModel, number: int) -> Piece:
         for order in range(1, options.correlation + 1)
     ]
     components = sum(count * (2 * ell + 1) for ell, count in enumerate(paths))
+    widths = [config.n_radial, *[options.radial_width] * options.radial_layers, sum(paths) * c]
+    # Degrees that matrices of each element mix, and those of the skip connection that one matrix mixes for all.
+    by_element = kept if options.element_mixing == "matrices" else 0
+    if number == 0 and not options.first_skip:
+        by_element, kept = options.degree + 1, 0
+    mixed = 0 if by_element else kept
     matmuls = (
         *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(inside + 1)),
-        Matmul("edge", config.n_radial, options.radial_width),
-        Matmul("edge", options.radial_width, sum(paths) * c),
+        *(Matmul("edge", a, b, bias=options.fades == "weights") for a, b in pairwise(widths)),
+        *((Matmul("edge", config.n_radial, 1, bias=False),) if options.density else ()),
         *(Matmul("atom", count * c, c, bias=False, times=2 * ell + 1) for ell, count in enumerate(paths)),
         *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(outside + 1)),
-        *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(kept)),
+        *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(mixed)),
     )
     # As many distinct products of `order` factors as there are multisets of components.
     products = [
@@ -337,8 +346,12 @@ def _mace_piece(config: MaterialsModel, number: int) -> Piece:
     ]
     width = (inside + 1) ** 2
     coupled = 2.0 * components * width * ((options.degree + 1) ** 2 + c)
-    tables = rows * c * (kept + sum(map(sum, polynomials)))
-    return Piece(matmuls, tables, atom_products=sum(products), edge_products=coupled, atom_columns=width * c)
+    tables = rows * c * (mixed + by_element * c + sum(map(sum, polynomials)))
+    # Each atom's components are multiplied by its element's matrix of their degree.
+    multiplied = 2.0 * by_element**2 * c * c
+    return Piece(
+        matmuls, tables, atom_products=sum(products) + multiplied, edge_products=coupled, atom_columns=width * c
+    )
 
 
 @cache
@@ -371,8 +384,9 @@ def numbers_for_atoms(config: MaterialsModel, *, forces: bool = False, stress: b
     passes = 4 if forces or stress else 2
     columns = [block_piece(config, number).atom_columns for number in range(config.n_layers)]
     first = embedding_piece(config).atom_columns or columns.pop(0)
-    # Atomic numbers, which repulsion needs of both atoms of a pair; nobody asks for their gradient.
+    # Atomic numbers, which repulsion and transforms need of both atoms of a pair; nobody asks for their gradient.
     elements = int(config.energy is not None and config.energy.repulsion is not None)
+    elements += int(config.distance_transform is not None)
     charges = passes * int(edges_sum_charges(config))
     return 2 * first + passes * sum(columns) + 2 * _SPACE * forces + elements + charges
 

@@ -14,7 +14,7 @@ from graph_shares import crystal, worst_error
 from phalanx.families.materials.graph_parallel.cut_batches import _GATHER_ABOVE
 from phalanx.families.materials.model_config import Electrostatics, EnergyHead, GlobalAttention
 from phalanx.families.materials.sizes import numbers_for_atoms, numbers_for_edges
-from small_networks import BODIES, small_model
+from small_networks import BODIES, LIKE_MACE_TORCH, small_model
 
 MIXED = [random_structure(3, 7), crystal(30), random_structure(4, 1, source=1), random_structure(5, 5, periodic=True)]
 LARGE = [crystal(125)]
@@ -26,6 +26,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, int | None]] = {
     "softmax attention": ("schnet", {"attention": GlobalAttention(heads=2)}, MIXED, None),
     "linear attention": ("painn", {"attention": GlobalAttention(heads=2, kind="linear")}, MIXED, None),
     "repulsion": ("painn", {"energy": EnergyHead(force_weight=1.0, stress_weight=1.0, repulsion="zbl")}, MIXED, None),
+    "like mace-torch": ("mace", LIKE_MACE_TORCH, MIXED, None),
     "charges of points": ("painn", {"electrostatics": Electrostatics(smearing=0.0)}, MIXED, None),
     "wide charges": ("schnet", {"electrostatics": Electrostatics(shared=True)}, MIXED, None),
     "no energy": ("gatv2", {"energy": None}, MIXED, None),
@@ -35,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Any, int | None]] = {
     "large": ("painn", PLAIN, LARGE, None),
 }
 ON_FOUR = ("dimenet++", "in chunks", "two atoms", "large")
-COUNTED = [*BODIES, "repulsion", "charges of points", "wide charges", "no forces", "large"]
+COUNTED = [*BODIES, "repulsion", "like mace-torch", "charges of points", "wide charges", "no forces", "large"]
 """Cases without attention, whose exchanges are those of neighbours."""
 
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from atom_graphs import CUTOFF, Structure, batch_of, edges_of, moved, random_structure, strained
 from phalanx.families.materials.model.network import MaterialsNetwork, cell_volumes
 from phalanx.families.materials.model_config import Electrostatics, EnergyHead, GlobalAttention
-from small_networks import BODIES, filled_network, small_model
+from small_networks import BODIES, LIKE_MACE_TORCH, filled_network, small_model
 
 KINDS: list[tuple[str, dict[str, Any]]] = [(body, {}) for body in BODIES]
 KINDS += [("schnet", {"attention": GlobalAttention(kind=kind, heads=2)}) for kind in ("softmax", "linear")]
 KINDS += [("painn", {"energy": EnergyHead(force_weight=1.0, stress_weight=1.0, repulsion="zbl")})]
 KINDS += [("painn", {"electrostatics": Electrostatics(smearing=smearing)}) for smearing in (0.0, 1.0)]
+KINDS += [("mace", LIKE_MACE_TORCH)]
 NAMES = [f"{body}{''.join(f'+{name}' for name in extra)}" for body, extra in KINDS]
 every_body = pytest.mark.parametrize("network", KINDS, ids=NAMES, indirect=True)
 STEP = 1e-5

@@ -31,7 +31,7 @@ from phalanx.families.materials.model_config import (
 from phalanx.families.materials.sizes import block_flops, head_flops, matmul_parameters, model_flops, parameter_count
 from phalanx.nn.parameters import InitRule
 from phalanx.nn.splits import ModelChunk
-from small_networks import BODIES, filled_network, small_model
+from small_networks import BODIES, LIKE_MACE_TORCH, filled_network, small_model
 
 MODELS: list[tuple[str, dict[str, Any]]] = [(body, {}) for body in BODIES]
 MODELS += [(body, {"dipole": None}) for body in ("egnn", "mace", "painn")]
@@ -42,6 +42,8 @@ MODELS += [
     ("mace", {"mace": MaceOptions(degree=3, hidden_degree=2, correlation=2, radial_width=6), "n_layers": 3}),
     ("mace", {"mace": MaceOptions(degree=1, hidden_degree=0, correlation=3)}),
     ("mace", {"mace": MaceOptions(degree=2, hidden_degree=0, correlation=1), "dipole": None, "n_layers": 1}),
+    ("mace", {**LIKE_MACE_TORCH, "n_layers": 3}),
+    ("mace", {"mace": MaceOptions(degree=2, element_mixing="matrices", density=True), "dipole": None}),
     ("nequip", {"dipole": None, "n_layers": 3}),
     ("nequip", {"nequip": NequipOptions(degree=3, radial_width=6), "n_layers": 1}),
     ("nequip", {"nequip": NequipOptions(degree=1), "attention": GlobalAttention(heads=2)}),

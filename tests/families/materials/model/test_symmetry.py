@@ -14,12 +14,13 @@ from atom_graphs import Structure, batch_of, moved, orthogonal, random_structure
 from phalanx.families.materials.model.losses import Predictions
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import Electrostatics, GlobalAttention
-from small_networks import BODIES, filled_network, small_model
+from small_networks import BODIES, LIKE_MACE_TORCH, filled_network, small_model
 
 SCALARS = ("energy_G", "charges_N", "properties_GP", "atom_properties_NP", "atom_energies_N")
 KINDS: list[tuple[str, dict[str, Any]]] = [(body, {}) for body in BODIES]
 KINDS += [("painn", {"attention": GlobalAttention(kind=kind, heads=2)}) for kind in ("softmax", "linear")]
 KINDS += [("painn", {"electrostatics": Electrostatics(smearing=smearing)}) for smearing in (0.0, 1.0)]
+KINDS += [("mace", LIKE_MACE_TORCH)]
 NAMES = [f"{body}{''.join(f'+{name}' for name in extra)}" for body, extra in KINDS]
 every_body = pytest.mark.parametrize("network", KINDS, ids=NAMES, indirect=True)
 

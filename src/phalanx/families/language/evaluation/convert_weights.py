@@ -27,8 +27,6 @@ from phalanx.families.language.evaluation.load_weights import (
 )
 from phalanx.families.language.huggingface.export_folder import (
     Export,
-    new_folder,
-    refuse_used,
     write_folder,
 )
 from phalanx.families.language.huggingface.find_architecture import architecture_for
@@ -40,6 +38,7 @@ from phalanx.families.language.huggingface.folder_files import (
 )
 from phalanx.families.language.huggingface.tensor_rules import LOADS
 from phalanx.families.language.sizes import parameter_count
+from phalanx.files import new_folder, refuse_used
 from phalanx.nn.precision import PRECISIONS
 from phalanx.training.transfer import MODEL
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor
 
 from phalanx.config.model import LanguageModel
-from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.language.huggingface.architecture import Architecture
 from phalanx.families.language.huggingface.folder_files import (
     DEFAULT_SHARD_BYTES,
@@ -27,7 +25,7 @@ from phalanx.families.language.huggingface.folder_files import (
     TokenizerFiles,
 )
 from phalanx.families.language.huggingface.tensor_rules import FORMATS, TensorRule
-from phalanx.files import whole_folder
+from phalanx.files import new_folder
 
 _FORMAT_NAMES = {dtype: name for name, dtype in FORMATS.items()}
 
@@ -90,27 +88,6 @@ def write_folder(path: Path, export: Export) -> None:
         _write_json(folder / "config.json", config)
         _write_json(folder / GENERATION, special_tokens)
         export.tokenizer.write(folder, export.model.max_positions)
-
-
-@contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes `path` at the end; nothing stays where that fails.
-
-    Raises ConfigError if `path` is already in use, PhalanxError if it cannot be written.
-    """
-    refuse_used(path)
-    path = path.absolute()
-    try:
-        with whole_folder(path) as folder:
-            yield folder
-    except OSError as error:
-        raise PhalanxError(f"{path} cannot be written: {error.strerror}; nothing was left there") from error
-
-
-def refuse_used(path: Path) -> None:
-    """Raise ConfigError if there is something at `path` that could be lost."""
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ConfigError(f"{path} already exists and is not an empty folder; give another name, or remove it first")
 
 
 def _write_safetensors(file: Path, rules: Sequence[TensorRule], export: Export) -> None:

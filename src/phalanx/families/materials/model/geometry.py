@@ -11,9 +11,34 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
+from ase.data import covalent_radii
 from torch import Tensor
 
-from phalanx.families.materials.model_config import MaterialsModel
+from phalanx.families.materials.model_config import MAX_ATOMIC_NUMBER, MaterialsModel
+
+
+class Constant:
+    """Fixed numbers that a layer multiplies by; no parameter, no buffer, so nothing to save, shard or initialise."""
+
+    def __init__(self, values: Tensor) -> None:
+        # Numpy, which no mode of PyTorch (fake tensors, the meta device) turns into something without values.
+        self._values = values.numpy(force=True)
+        self._placed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return the numbers in format `dtype` on `device`, placed there once."""
+        key = (device, dtype)
+        if key in self._placed:
+            return self._placed[key]
+        placed = torch.from_numpy(self._values).to(device, dtype)
+        # A fake tensor belongs to the mode that made it.
+        if type(placed) is Tensor:
+            self._placed[key] = placed
+        return placed
+
+
+COVALENT_RADII = Constant(torch.tensor(covalent_radii[: MAX_ATOMIC_NUMBER + 1], dtype=torch.float64, device="cpu"))
+"""Covalent radii by atomic number, angstrom (Cordero et al. 2008)."""
 
 
 class Exchange:
@@ -152,6 +177,12 @@ def edge_geometry(
 ) -> Geometry:
     """Return all functions of the edge vectors that every backbone needs, in format `dtype`."""
     distance_E1 = vector_E3.norm(dim=1, keepdim=True)
+    seen_E1 = distance_E1
+    if config.distance_transform == "agnesi":
+        source_E, target_E = species_of_ends(species_N, edges_2E[0], edges_2E[1], exchange)
+        radii = COVALENT_RADII.on(vector_E3.device, vector_E3.dtype)
+        mean_E = 0.5 * (radii.index_select(0, source_E) + radii.index_select(0, target_E))
+        seen_E1 = agnesi_transform(distance_E1 / mean_E[:, None])
     return Geometry(
         edges_2E[0],
         edges_2E[1],
@@ -160,7 +191,7 @@ def edge_geometry(
         vector_E3,
         (vector_E3 / distance_E1).to(dtype),
         cutoff_envelope(config, distance_E1).to(dtype),
-        radial_functions(config, distance_E1).to(dtype),
+        radial_functions(config, seen_E1).to(dtype),
         graphs=graphs,
         max_atoms=max_atoms,
         chunk=chunk,
@@ -168,25 +199,43 @@ def edge_geometry(
     )
 
 
+def species_of_ends(
+    species_N: Tensor, source_E: Tensor, target_E: Tensor, exchange: Exchange = NO_EXCHANGE
+) -> tuple[Tensor, Tensor]:
+    """Return the atomic numbers, int64 [E], of the atoms where edges come from and of those where they go."""
+    # Rows of other ranks' atoms travel as features do.
+    number_M = exchange.atoms(species_N[:, None].double()).squeeze(1).long()
+    return number_M.index_select(0, source_E), species_N.index_select(0, target_E)
+
+
+def agnesi_transform(ratio: Tensor) -> Tensor:
+    """Return 1 / (1 + a x^q / (1 + x^(q - p))) of distances over the mean covalent radius of their ends.
+
+    1 at 0, falling with distance (Witt et al. 2023, Journal of Chemical Physics 159, 164101); a, q and p are mace-torch's.
+    """
+    a, q, p = 1.0805, 0.9183, 4.5791
+    return (1.0 + a * ratio.pow(q) / (1.0 + ratio.pow(q - p))).reciprocal()
+
+
 def cutoff_envelope(config: MaterialsModel, distance: Tensor) -> Tensor:
     """Return how messages fade with distance (angstrom): 1 at 0, exactly 0 from the cutoff on.
 
-    polynomial: p = 6 of DimeNet (Gasteiger et al. 2020, equation 8); two derivatives vanish at the cutoff. cosine: Behler
+    polynomial: that of DimeNet (Gasteiger et al. 2020, equation 8); two derivatives vanish at the cutoff. cosine: Behler
     and Parrinello 2007; one derivative vanishes.
     """
     x = distance / config.cutoff
     if config.envelope == "polynomial":
-        return polynomial_envelope(x)
+        return polynomial_envelope(x, config.envelope_power)
     return torch.where(x < 1.0, 0.5 * (torch.cos(math.pi * x) + 1.0), 0.0)
 
 
-def polynomial_envelope(x: Tensor) -> Tensor:
-    """Return 1 at x = 0 and exactly 0 from x = 1 on, where two derivatives vanish.
+def polynomial_envelope(x: Tensor, power: int = 6) -> Tensor:
+    """Return 1 at x = 0 and exactly 0 from x = 1 on, where two derivatives vanish; powers of x are `power` and the next two.
 
     They make forces (first) and their gradients (second) continuous as atoms cross a cutoff.
     """
-    x_6 = x.square() * x.square() * x.square()
-    value = 1.0 - x_6 * (28.0 - 48.0 * x + 21.0 * x.square())
+    first, second, third = (power + 1) * (power + 2) / 2, power * (power + 2), power * (power + 1) / 2
+    value = 1.0 - x.pow(power) * (first - second * x + third * x.square())
     # Padded edges lie beyond the cutoff, where the polynomial grows without bound.
     return torch.where(x < 1.0, value, 0.0)
 

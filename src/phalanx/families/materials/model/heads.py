@@ -8,6 +8,7 @@ beside a block's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from phalanx.families.materials.model.electrostatics import electrostatic_energi
 from phalanx.families.materials.model.geometry import NO_EXCHANGE, Exchange, Geometry
 from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, silu
 from phalanx.families.materials.model.losses import DatasetUnits, Predictions
-from phalanx.families.materials.model.repulsion import zbl_energy
+from phalanx.families.materials.model.repulsion import repulsion_energy
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 
@@ -35,7 +36,13 @@ class Heads(nn.Module):
         # Attributes under the names of the run file: they are part of the names in checkpoints.
         for name, outputs in head_outputs(config).items():
             options = getattr(config, name)
-            self.add_module(name, build_head(config, options.layers, outputs, shared=options.shared))
+            width = config.energy.width if name == "energy" and config.energy is not None else None
+            self.add_module(name, build_head(config, options.layers, outputs, shared=options.shared, width=width))
+        energy = config.energy
+        early = config.n_layers - 1 if energy is not None and energy.every_block else 0
+        self.early_energies = nn.ModuleList(
+            build_head(config, 1, 1, shared=energy is not None and energy.shared) for _ in range(early)
+        )
         self.dipole_vectors: DipoleVectors | None = None
         channels = backbone_of(config).vectors(config)
         if config.dipole is not None and channels:
@@ -54,11 +61,17 @@ class Heads(nn.Module):
             if isinstance(module, DatasetMlp)
         }
         found = self._charges(raw, atoms, geometry, positions_N3)
-        if "energy" in raw:
-            energy_N = raw["energy"].squeeze(1) * self.units.energy_scale(branch_N)
+        if self.config.energy is not None:
+            early = zip(self.early_energies, atoms.earlier_NC, strict=False)
+            parts = [raw["energy"], *(head(scalars_NC, branch_N).double() for head, scalars_NC in early)]
+            learned_N = reduce(torch.add, parts).squeeze(1)
+            form = self.config.energy.repulsion
+            if form == "mace":
+                learned_N = learned_N + repulsion_energy(geometry, self.config, form)
+            energy_N = learned_N * self.units.energy_scale(branch_N)
             energy_N = energy_N + self.units.reference_energy(geometry.species_N, branch_N)
-            if self.config.energy is not None and self.config.energy.repulsion == "zbl":
-                energy_N = energy_N + zbl_energy(geometry, self.config.cutoff)
+            if form == "zbl":
+                energy_N = energy_N + repulsion_energy(geometry, self.config, form)
             if self.config.electrostatics is not None:
                 charges_N = found["effective_charges_N"]
                 energy_N = energy_N + electrostatic_energies(self.config, charges_N, geometry, positions_N3, cells_G33)
@@ -89,6 +102,8 @@ class Heads(nn.Module):
         for name, module in self.named_children():
             if isinstance(module, DatasetMlp) and not getattr(self.config, name).shared:
                 yield module
+        if self.config.energy is not None and not self.config.energy.shared:
+            yield from (module for module in self.early_energies if isinstance(module, DatasetMlp))
 
     def _charges(
         self, raw: dict[str, Tensor], atoms: Atoms, geometry: Geometry, positions_N3: Tensor
@@ -168,10 +183,12 @@ class DatasetMlp(nn.Module):
         return x_NC
 
 
-def build_head(config: MaterialsModel, layers: int, outputs: int, *, shared: bool) -> DatasetMlp:
-    """Build a head of `layers` linear layers, half as wide in between as the backbone."""
+def build_head(
+    config: MaterialsModel, layers: int, outputs: int, *, shared: bool, width: int | None = None
+) -> DatasetMlp:
+    """Build a head of `layers` linear layers, as wide in between as `width`, or half as wide as the backbone."""
     branches = [SHARED] if shared else [branch.name for branch in config.branches]
-    return DatasetMlp(branches, config.d_model, *[max(config.d_model // 2, 1)] * (layers - 1), outputs)
+    return DatasetMlp(branches, config.d_model, *[width or max(config.d_model // 2, 1)] * (layers - 1), outputs)
 
 
 class DipoleVectors(nn.Module):

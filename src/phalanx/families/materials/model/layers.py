@@ -29,6 +29,8 @@ class Atoms(NamedTuple):
     """Equivariant features of atoms: M = 3 cartesian components first, then those of degree 2; channels may differ."""
     edges_EC: Tensor | None = None
     """Features of edges."""
+    earlier_NC: tuple[Tensor, ...] = ()
+    """Scalars behind each block before the last, where the heads read them."""
 
 
 class Mlp(nn.Module):
@@ -67,26 +69,6 @@ class ElementTable(nn.Module):
     def forward(self, species_N: Tensor, dtype: torch.dtype) -> Tensor:
         """Map atomic numbers, int64 [N], to [N, *shape] in format `dtype`."""
         return self.weight.index_select(0, species_N).to(dtype)
-
-
-class Constant:
-    """Fixed numbers that a layer multiplies by; no parameter, no buffer, so nothing to save, shard or initialise."""
-
-    def __init__(self, values: Tensor) -> None:
-        # Numpy, which no mode of PyTorch (fake tensors, the meta device) turns into something without values.
-        self._values = values.numpy(force=True)
-        self._placed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-
-    def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the numbers in format `dtype` on `device`, placed there once."""
-        key = (device, dtype)
-        if key in self._placed:
-            return self._placed[key]
-        placed = torch.from_numpy(self._values).to(device, dtype)
-        # A fake tensor belongs to the mode that made it.
-        if type(placed) is Tensor:
-            self._placed[key] = placed
-        return placed
 
 
 def cast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

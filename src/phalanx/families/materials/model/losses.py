@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.families.materials.model.layers import Constant
+from phalanx.families.materials.model.geometry import Constant
 from phalanx.families.materials.model_config import Loss, MaterialsModel
 
 

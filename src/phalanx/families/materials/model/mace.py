@@ -1,6 +1,8 @@
 """A MACE-class backbone (Batatia et al. 2022): equivariant messages, then products of up to three of them on every atom.
 
-Differs from the reference in what is mixed where: elements weigh the products and the skip connection channel by channel.
+By default elements weigh the skip connection channel by channel and radial weights fade towards the cutoff. With the options
+`element_mixing: matrices`, `fades: functions`, `first_skip` and `density` a block computes what mace-torch's interactions do
+(RealAgnostic, with Residual and Density); `evaluation.mace_torch` reads its weights.
 
 Components are those of e3nn: degree l has 2l + 1 of them, degree 1 is (x, y, z), and reflections act with (-1)^l. The
 constants of equivariant products (which polynomials of spherical components transform like a given degree) are made in
@@ -10,6 +12,7 @@ float64 by fixed arithmetic (no eigenvectors), so that they are the same on ever
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache, partial
 from itertools import combinations_with_replacement
 from typing import NamedTuple
@@ -18,8 +21,8 @@ import torch
 from e3nn import o3
 from torch import Tensor, nn
 
-from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.layers import Atoms, Constant, ElementTable, Mlp, cast_linear, layer_values, silu
+from phalanx.families.materials.model.geometry import Constant, Geometry
+from phalanx.families.materials.model.layers import Atoms, ElementTable, Mlp, cast_linear, layer_values, silu
 from phalanx.families.materials.model.messages import sum_messages
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
@@ -43,28 +46,40 @@ class EquivariantConvolution(nn.Module):
     """
 
     def __init__(
-        self, config: MaterialsModel, inside: int, degree: int, reached: int, *, radial_width: int, scale: float
+        self,
+        config: MaterialsModel,
+        inside: int,
+        degree: int,
+        reached: int,
+        *,
+        radial_widths: Sequence[int],
+        scale: float,
+        fades_functions: bool = False,
+        density: bool = False,
     ) -> None:
         """inside: largest degree of the features that come in. degree: of the harmonics. reached: of the messages.
-        radial_width: of the network of radial weights. scale: of every message."""
+        radial_widths: hidden widths of the network of radial weights. scale: of every message. fades_functions: whether
+        functions of distance fade rather than radial weights. density: whether sums are divided by a learned density."""
         super().__init__()
         width = config.d_model
-        self.scale = scale
+        self.scale, self.fades_functions = scale, fades_functions
         self.paths = coupling_paths(inside, degree, reached)
         self.couplings = stack_couplings(tuple(self.paths), count_components(inside), count_components(degree))
         self.inward = DegreeLinear([width] * (inside + 1), width)
-        self.radial = Mlp(config.n_radial, radial_width, len(self.paths) * width)
+        # Without biases where functions of distance fade: of zeros it must make no weights.
+        self.radial = Mlp(config.n_radial, *radial_widths, len(self.paths) * width, bias=not fades_functions)
         counts = [sum(path.result == one for path in self.paths) for one in range(reached + 1)]
         self.outward = DegreeLinear([count * width for count in counts], width)
+        self.density = Linear(config.n_radial, 1, bias=False) if density else None
 
-    def add_skip(self, config: MaterialsModel, inside: int, outside: int) -> None:
-        """Make the skip connection of the degrees that both come in and go out.
+    def add_skip(self, config: MaterialsModel, inside: int, outside: int, *, matrices: bool = False) -> None:
+        """Make the skip connection of the degrees that both come in and go out. matrices: whether each element has its own.
 
         Apart from the rest, so that parameters which a body has in between keep their order.
         """
-        kept = min(inside, outside) + 1
-        self.skip = DegreeLinear([config.d_model] * kept, config.d_model)
-        self.skip_element = ElementTable(config.max_atomic_number, kept, config.d_model)
+        kept, width = min(inside, outside) + 1, config.d_model
+        self.skip = None if matrices else DegreeLinear([width] * kept, width)
+        self.skip_element = ElementTable(config.max_atomic_number, kept, *([width, width] if matrices else [width]))
 
     def convolve(self, atoms: Atoms, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """Return the features that come in, [N, S, C], and the sums of messages, mixed by degree, [N, S', C]."""
@@ -75,20 +90,34 @@ class EquivariantConvolution(nn.Module):
         assert geometry.harmonics_ES is not None
         couplings, path_Q = self.couplings
         device, dtype = features_NSC.device, features_NSC.dtype
-        edges = (geometry.source_E, geometry.radial_ER, geometry.envelope_E1, geometry.harmonics_ES)
+        radial_ER, envelope_E1 = geometry.radial_ER, geometry.envelope_E1
+        if self.fades_functions:
+            radial_ER = radial_ER * envelope_E1
+        edges = (geometry.source_E, radial_ER, envelope_E1, geometry.harmonics_ES)
         given_NSC = self.inward(features_NSC) * self.scale
         shared = (geometry.exchange.atoms(given_NSC), *layer_values(self.radial))
-        message = partial(couple_messages, couplings.on(device, dtype), path_Q.on(device, torch.int64))
+        message = partial(
+            couple_messages, couplings.on(device, dtype), path_Q.on(device, torch.int64), self.fades_functions
+        )
         # Q components of all paths, those of one degree together.
         sums_NQC = sum_messages(message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
-        return features_NSC, self.outward.paths(sums_NQC)
+        mixed_NSC = self.outward.paths(sums_NQC)
+        if self.density is not None:
+            density_E1 = torch.tanh(self.density(radial_ER).square())
+            density_E1 = density_E1 if self.fades_functions else density_E1 * envelope_E1
+            density_N1 = density_E1.new_zeros((geometry.atoms, 1)).index_add(0, geometry.target_E, density_E1)
+            mixed_NSC = mixed_NSC / (1.0 + density_N1[:, None])
+        return features_NSC, mixed_NSC
 
     def join_skip(self, features_NSC: Tensor, new_NSC: Tensor, species_N: Tensor) -> Tensor:
         """Add the incoming features, as elements weigh them, to the degrees that both have."""
-        kept_NSC = self.skip(features_NSC[:, : count_components(len(self.skip) - 1)])
-        element_NLC = self.skip_element(species_N, kept_NSC.dtype)
-        count = kept_NSC.shape[1]
-        kept_NSC = kept_NSC * by_component(element_NLC)
+        element = self.skip_element(species_N, features_NSC.dtype)
+        count = count_components(element.shape[1] - 1)
+        kept_NSC = features_NSC[:, :count]
+        if self.skip is None:
+            kept_NSC = mix_degrees(kept_NSC, element)
+        else:
+            kept_NSC = self.skip(kept_NSC) * by_component(element)
         return torch.cat((new_NSC[:, :count] + kept_NSC, new_NSC[:, count:]), dim=1)
 
 
@@ -99,18 +128,33 @@ class MaceBlock(EquivariantConvolution):
         width, options = config.d_model, config.mace
         # Before the first block atoms are scalars from a table of elements.
         inside = 0 if number == 0 else options.hidden_degree
-        scale = 1.0 / config.mean_neighbors
-        super().__init__(config, inside, options.degree, options.degree, radial_width=options.radial_width, scale=scale)
+        super().__init__(
+            config,
+            inside,
+            options.degree,
+            options.degree,
+            radial_widths=[options.radial_width] * options.radial_layers,
+            scale=1.0 if options.density else 1.0 / config.mean_neighbors,
+            fades_functions=options.fades == "functions",
+            density=options.density,
+        )
         self.outside = outgoing_degree(config, number)
         self.contraction = SymmetricContraction(config, self.outside)
         self.mix = DegreeLinear([width] * (self.outside + 1), width)
-        self.add_skip(config, inside, self.outside)
+        self.message_element: ElementTable | None = None
+        if number == 0 and not options.first_skip:
+            self.message_element = ElementTable(config.max_atomic_number, options.degree + 1, width, width)
+        else:
+            self.add_skip(config, inside, self.outside, matrices=options.element_mixing == "matrices")
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
         """Return the next features: scalars [N, C] and, above degree 0, components [N, M, C]."""
         features_NSC, sums_NSC = self.convolve(atoms, geometry)
-        products_NSC = self.mix(self.contraction(sums_NSC, geometry.species_N))
-        joined_NSC = self.join_skip(features_NSC, products_NSC, geometry.species_N)
+        if self.message_element is not None:
+            sums_NSC = mix_degrees(sums_NSC, self.message_element(geometry.species_N, sums_NSC.dtype))
+        joined_NSC = self.mix(self.contraction(sums_NSC, geometry.species_N))
+        if self.message_element is None:
+            joined_NSC = self.join_skip(features_NSC, joined_NSC, geometry.species_N)
         return Atoms(joined_NSC[:, 0], joined_NSC[:, 1:] if self.outside else None)
 
 
@@ -200,6 +244,12 @@ def by_component(x_NLC: Tensor) -> Tensor:
     return x_NLC.index_select(1, degree_S)
 
 
+def mix_degrees(x_NSC: Tensor, matrices_NLCC: Tensor) -> Tensor:
+    """Multiply the components of each degree of each atom, [N, S, C], by the matrix of that degree and atom."""
+    matrices = enumerate(matrices_NLCC.unbind(1))
+    return torch.cat([x_NSC[:, component_range(degree)] @ matrix_NCC for degree, matrix_NCC in matrices], dim=1)
+
+
 @cache
 def stack_couplings(paths: tuple[Path, ...], inside: int, harmonics: int) -> tuple[Constant, Constant]:
     """Return coefficients [harmonics, Q * inside] of all paths at once, and the path of each of the Q components."""
@@ -217,19 +267,25 @@ def stack_couplings(paths: tuple[Path, ...], inside: int, harmonics: int) -> tup
 def couple_messages(
     couplings: Tensor,
     path_Q: Tensor,
+    fades_functions: bool,
     source_E: Tensor,
     radial_ER: Tensor,
     envelope_E1: Tensor,
     harmonics_ES: Tensor,
     features_NSC: Tensor,
-    weight_1: Tensor,
-    bias_1: Tensor,
-    weight_2: Tensor,
-    bias_2: Tensor,
+    *layers: Tensor,
 ) -> Tensor:
-    """Return messages of all paths, [E, Q, C]: features of the sources coupled with directions, weighed by distance."""
-    # The envelope fades the weights, not the products: one narrow multiplication instead of a wide one.
-    weights_EK = cast_linear(silu(cast_linear(radial_ER, weight_1, bias_1)), weight_2, bias_2) * envelope_E1
+    """Return messages of all paths, [E, Q, C]: features of the sources coupled with directions, weighed by distance.
+
+    layers: weights of the radial network, each followed by its bias unless functions of distance fade.
+    """
+    each = 1 if fades_functions else 2
+    weights_EK = cast_linear(radial_ER, *layers[:each])
+    for start in range(each, len(layers), each):
+        weights_EK = cast_linear(silu(weights_EK), *layers[start : start + each])
+    if not fades_functions:
+        # The envelope fades the weights, not the products: one narrow multiplication instead of a wide one.
+        weights_EK = weights_EK * envelope_E1
     weights_EKC: Tensor = weights_EK.unflatten(-1, (-1, features_NSC.shape[-1]))
     # Directions meet the coupling coefficients first: [Q, S] of an edge is small beside its [S, C] features.
     coupled_EQS: Tensor = (harmonics_ES @ couplings).unflatten(-1, (len(path_Q), -1))

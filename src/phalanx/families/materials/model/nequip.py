@@ -28,7 +28,7 @@ class NequipBlock(EquivariantConvolution):
         outside = nequip_outgoing_degree(config, number)
         # Sums of independent messages grow as the root of their number.
         scale = config.mean_neighbors**-0.5
-        super().__init__(config, inside, degree, outside, radial_width=config.nequip.radial_width, scale=scale)
+        super().__init__(config, inside, degree, outside, radial_widths=[config.nequip.radial_width], scale=scale)
         self.outside = outside
         self.add_skip(config, inside, outside)
         self.gates = Linear(width, outside * width, bias=True) if outside else None

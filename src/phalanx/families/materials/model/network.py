@@ -202,9 +202,11 @@ class MaterialsNetwork(nn.Module):
         """Return features of all atoms behind the last block."""
         geometry = backbone_of(self.config).prepare(self.config, geometry)
         atoms: Atoms = self.embedding(geometry)
+        scalars: list[Tensor] = []
         for block in self.blocks:
             atoms = block(atoms, geometry)
-        return atoms
+            scalars.append(atoms.scalars_NC)
+        return atoms._replace(earlier_NC=tuple(scalars[:-1]))
 
 
 def with_derivatives(
