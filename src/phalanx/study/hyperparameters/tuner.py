@@ -227,15 +227,7 @@ class Tuner(StudyLoop[TuningJob]):
         again = True
         while again:
             packing = replace(self.settings.packing, start_s=self.start_s)
-            if not packing.long_first:
-                # Without an order to choose, one at hand is enough.
-                ahead = 1
-            elif self.settings.sampler == "random":
-                # Random draws learn nothing: all of them may be known at once, the longest first.
-                ahead = self.queue.trials
-            else:
-                ahead = _DRAWN_PER_SLOT * sum(device.slots for device in self.devices)
-            found = self.queue.candidates(self.store, ahead, backfill=packing.fill)
+            found = self.queue.candidates(self.store, self._trials_ahead(packing), backfill=packing.fill)
             refused = [one for one in found if isinstance(one, Refusal)]
             for one in refused:
                 part = self._claim_part(one, {"rung": one.rung, "steps": self.queue.rungs[one.rung]})
@@ -253,18 +245,7 @@ class Tuner(StudyLoop[TuningJob]):
             ]
             # What is refused, or turns out to be another process's, makes room for others.
             again = bool(refused)
-            running: list[Running] = []
-            for job in (job for job in self.jobs if job.process is not None):
-                assert job.slot is not None
-                left = job.seconds_left(sum(one.slot is job.slot for one in self.jobs), self.start_s)
-                # A process that has not got far has nothing that is worth a checkpoint.
-                far = time.time() - job.began > 2 * self.start_s
-                movable = far and not job.asked and job.moving_to is None
-                device = (job.moving_to or job.slot).name
-                running.append(
-                    Running(job.trial.key, device, left, job.expected_bytes, job.alone, movable, job.backfill)
-                )
-            for action in decide_actions(self.devices, running, ready, packing):
+            for action in decide_actions(self.devices, self._running_jobs(), ready, packing):
                 slot = self.slots[action.device]
                 if action.key in candidates and not isinstance(action, Move):
                     again = not self._begin(candidates[action.key], slot) or again
@@ -275,6 +256,29 @@ class Tuner(StudyLoop[TuningJob]):
                 else:
                     job.start(slot)
         return "every trial has ended, and none is promoted further"
+
+    def _trials_ahead(self, packing: Packing) -> int:
+        """Return how many trials are drawn before they can begin."""
+        if not packing.long_first:
+            # Without an order to choose, one at hand is enough.
+            return 1
+        if self.settings.sampler == "random":
+            # Random draws learn nothing: all of them may be known at once, the longest first.
+            return self.queue.trials
+        return _DRAWN_PER_SLOT * sum(device.slots for device in self.devices)
+
+    def _running_jobs(self) -> list[Running]:
+        """Return the trials that have a process, as the packing rule sees them."""
+        running = []
+        for job in (job for job in self.jobs if job.process is not None):
+            assert job.slot is not None
+            left = job.seconds_left(sum(one.slot is job.slot for one in self.jobs), self.start_s)
+            # A process that has not got far has nothing that is worth a checkpoint.
+            far = time.time() - job.began > 2 * self.start_s
+            movable = far and not job.asked and job.moving_to is None
+            device = (job.moving_to or job.slot).name
+            running.append(Running(job.trial.key, device, left, job.expected_bytes, job.alone, movable, job.backfill))
+        return running
 
     def count_before(self, trial: Trial) -> int:
         """Return how many configurations that are not interrupted began before this one."""

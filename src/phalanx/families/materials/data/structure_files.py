@@ -158,28 +158,7 @@ class NpzFile(StructureFile):
         self._positions = self._array("pos", "positions")
         self._cell = self._arrays.get("cell")
         self._periodic = self._arrays.get("pbc")
-        if self._species.ndim != 1 or self._species.dtype.kind not in "iuf":
-            raise DataError(
-                f"{path}: atomic numbers have shape {list(self._species.shape)} of {self._species.dtype}, expected [atoms] "
-                "integers"
-            )
-        # Every slice of atoms comes from it: a wrong one would mix structures up.
-        numbers = self._ptr.ndim == 1 and self._ptr.dtype.kind in "iuf"
-        steps = np.diff(self._ptr.astype(np.int64)) if numbers else np.empty(0)
-        if not numbers or len(self._ptr) == 0 or self._ptr[0] != 0 or (steps < 0).any():
-            raise DataError(f"{self.path}: ptr must rise from 0, one more number than structures")
-        if int(self._ptr[-1]) != len(self._species):
-            raise DataError(f"{self.path}: ptr ends at {int(self._ptr[-1])} but there are {len(self._species)} atoms")
-        # Atomic numbers may be stored in any format of numbers, but are whole.
-        found = self._species
-        strange = np.flatnonzero(found != np.floor(found)) if found.dtype.kind == "f" else np.empty(0, dtype=np.int64)
-        if strange.size:
-            atom = int(strange[0])
-            structure = int(np.searchsorted(self._ptr, atom, side="right")) - 1
-            raise DataError(
-                f"{self.path}: structure {structure}: atom {atom - int(self._ptr[structure])} has atomic number "
-                f"{found[atom]}, which is no whole number"
-            )
+        self._check_atoms()
         self._check_rows("positions", self._positions, len(self._species))
         for name, array in (("cell", self._cell), ("pbc", self._periodic)):
             if array is not None:
@@ -189,17 +168,7 @@ class NpzFile(StructureFile):
                 raise DataError(f"{path}: {name} holds {array.dtype}, numbers are expected")
         if self._periodic is not None and self._periodic.shape[1:] not in ((), (1,), (3,)):
             raise DataError(f"{path}: pbc has shape {list(self._periodic.shape)}, expected [{len(self)}, 3] flags")
-        self._per_atom: dict[str, bool] = {}
-        for key in wanted.keys:
-            if key not in self._arrays:
-                continue
-            array, atoms = self._arrays[key], len(self._species)
-            rows = len(array) if array.ndim else -1
-            per_atom = any(label.kind.per_atom for label in wanted.labels if label.key == key)
-            if rows != (atoms if per_atom else len(self)):
-                expected = f"{atoms} rows, one an atom" if per_atom else f"{len(self)} rows, one a structure"
-                raise DataError(f'{self.path}: "{key}" has shape {list(array.shape)}, expected {expected}')
-            self._per_atom[key] = per_atom
+        self._per_atom = self._find_label_rows()
 
     def __len__(self) -> int:
         return len(self._ptr) - 1
@@ -224,6 +193,44 @@ class NpzFile(StructureFile):
                 (bool(flags[0]), bool(flags[1]), bool(flags[2])),
                 {key: self._arrays[key][atoms if per_atom else number] for key, per_atom in self._per_atom.items()},
             )
+
+    def _check_atoms(self) -> None:
+        """Refuse atomic numbers that are none, and a ptr that does not part all atoms into structures."""
+        species, ptr = self._species, self._ptr
+        if species.ndim != 1 or species.dtype.kind not in "iuf":
+            raise DataError(
+                f"{self.path}: atomic numbers have shape {list(species.shape)} of {species.dtype}, expected [atoms] integers"
+            )
+        # Every slice of atoms comes from it: a wrong one would mix structures up.
+        numbers = ptr.ndim == 1 and ptr.dtype.kind in "iuf"
+        if not numbers or len(ptr) == 0 or ptr[0] != 0 or (np.diff(ptr.astype(np.int64)) < 0).any():
+            raise DataError(f"{self.path}: ptr must rise from 0, one more number than structures")
+        if int(ptr[-1]) != len(species):
+            raise DataError(f"{self.path}: ptr ends at {int(ptr[-1])} but there are {len(species)} atoms")
+        # Atomic numbers may be stored in any format of numbers, but are whole.
+        strange = (
+            np.flatnonzero(species != np.floor(species)) if species.dtype.kind == "f" else np.empty(0, dtype=np.int64)
+        )
+        if strange.size:
+            atom = int(strange[0])
+            structure = int(np.searchsorted(ptr, atom, side="right")) - 1
+            raise DataError(
+                f"{self.path}: structure {structure}: atom {atom - int(ptr[structure])} has atomic number {species[atom]}, "
+                "which is no whole number"
+            )
+
+    def _find_label_rows(self) -> dict[str, bool]:
+        """Return whether each array of labels has a row an atom, else a row a structure; refuse other counts."""
+        found = {}
+        for key in (key for key in self.wanted.keys if key in self._arrays):
+            array = self._arrays[key]
+            per_atom = any(label.kind.per_atom for label in self.wanted.labels if label.key == key)
+            rows = len(self._species) if per_atom else len(self)
+            if array.ndim == 0 or len(array) != rows:
+                unit = "an atom" if per_atom else "a structure"
+                raise DataError(f'{self.path}: "{key}" has shape {list(array.shape)}, expected {rows} rows, one {unit}')
+            found[key] = per_atom
+        return found
 
     def _load(self) -> dict[str, npt.NDArray[Any]]:
         """Read the arrays that are wanted, none before its size is known to be that of what is stored."""
