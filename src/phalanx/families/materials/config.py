@@ -20,6 +20,7 @@ from phalanx.families.materials.sizes import EWALD_TAIL, edges_sum_charges
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Functional = Literal["pbe", "pbesol", "rpbe", "revpbe", "pbe0", "blyp", "b3lyp", "tpss"]
 LabelName = Literal["energy", "forces", "stress", "charges", "dipole", "total_charge", "multiplicity"]
 
 
@@ -74,6 +75,9 @@ class GraphSource(Section):
     """Whether charges of a structure must add up, within 0.1 e, to its total_charge or without one to a whole number."""
     check_units: bool = True
     """Whether bond lengths and forces that hint at a wrong unit are refused."""
+    dispersion: Functional | None = None
+    """Functional whose D3 dispersion is taken off the energies, forces and stresses as they are prepared, so that the
+    network learns the rest; calculators add it again. null for labels without dispersion, or to learn it."""
 
 
 class GraphCost(Section):
@@ -187,6 +191,14 @@ class MaterialsRun(Run):
                 f"model.branches are {', '.join(branches)}, data.sources are {', '.join(sources)}; several branches are one "
                 f"for each source, by name and in order",
                 "one branch named as each source, or a single branch for all",
+            )
+        functionals = {str(source.dispersion) for source in self.data.sources}
+        if len(branches) == 1 and len(functionals) > 1:
+            yield Problem(
+                ("data", "sources"),
+                f"sources of one branch have data.sources.dispersion={', '.join(sorted(functionals))}: what the branch "
+                "learns would lack one dispersion here and another there",
+                "one functional for all sources, or a branch for each",
             )
         yield from _check_labels(self)
         yield from _check_training(self)

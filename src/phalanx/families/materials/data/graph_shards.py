@@ -281,7 +281,8 @@ class Manifest(Part):
 def settings_of(source: GraphSource, data: GraphData) -> dict[str, Any]:
     """Return what a prepared source depends on besides its files, as plain data."""
     # What is only refused or not changes nothing of what is prepared.
-    kept = source.model_dump(mode="json", exclude={"name", "path", "weight", "charge_sum"})
+    unused = {"dispersion"} if source.dispersion is None else set[str]()
+    kept = source.model_dump(mode="json", exclude={"name", "path", "weight", "charge_sum"} | unused)
     shared = {"cutoff", "max_neighbours", "validation_fraction", "test_fraction"}
     return kept | data.model_dump(mode="json", include=shared)
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from phalanx.data.prepared_folder import Progress, file_record, prepare_once, worker_processes
 from phalanx.errors import DataError
@@ -44,6 +45,7 @@ from phalanx.families.materials.data.structures import (
     check_structure,
     convert_structure,
 )
+from phalanx.families.materials.evaluation.dispersion import D3Dispersion
 from phalanx.hardware.host import available_cores
 
 PIECE_STRUCTURES = 8192
@@ -216,6 +218,7 @@ def make_piece(piece: Piece, job: Job) -> None:
     """Read, check and write one piece. Raises DataError naming file and structure."""
     source, data = job.source, job.data
     labels, length = labels_of(source), length_factor(source)
+    dispersion = None if source.dispersion is None else D3Dispersion(source.dispersion, torch.device("cpu"))
     items: list[Prepared] = []
     splits: list[int] = []
     ratios: list[tuple[RawStructure, float]] = []
@@ -225,7 +228,7 @@ def make_piece(piece: Piece, job: Job) -> None:
         check_structure(structure, edges, source, data.cutoff)
         if len(edges):
             ratios.append((raw, float(np.median(bond_ratios(structure.species, edges)))))
-        items.append(Prepared(structure, edges, piece.file))
+        items.append(Prepared(structure if dispersion is None else dispersion.take_off(structure), edges, piece.file))
         if source.group_by is None:
             parts = (structure.species, structure.positions.astype("<f4"), structure.cell.astype("<f4"))
             content = b"".join(part.tobytes() for part in parts)

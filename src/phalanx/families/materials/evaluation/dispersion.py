@@ -1,4 +1,4 @@
-"""D3 dispersion with Becke-Johnson damping, added to the predictions of a network that was trained on labels without it.
+"""D3 dispersion with Becke-Johnson damping: taken off labels before training, or added to what a network predicts.
 
 S. Grimme, J. Antony, S. Ehrlich and H. Krieg, J. Chem. Phys. 132, 154104 (2010); S. Grimme, S. Ehrlich and L. Goerigk,
 J. Comput. Chem. 32, 1456 (2011). Pairs of atoms only. Reference values of elements come from the package tad-dftd3.
@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError, DataError
+from phalanx.families.materials.config import Functional
 from phalanx.families.materials.data.neighbours import device_edges
+from phalanx.families.materials.data.structures import Structure
 from phalanx.families.materials.model.heads import sum_by_graph
 from phalanx.families.materials.model.network import cell_volumes
 
@@ -39,7 +42,7 @@ class Damping(NamedTuple):
     a2: float
 
 
-FUNCTIONALS = {
+FUNCTIONALS: dict[Functional, Damping] = {
     "pbe": Damping(0.7875, 0.4289, 4.4407),
     "pbesol": Damping(2.9491, 0.4466, 6.1742),
     "rpbe": Damping(0.8318, 0.1820, 4.0094),
@@ -80,9 +83,10 @@ class D3Dispersion:
 
     def __init__(self, functional: str, device: torch.device) -> None:
         """functional: one of `FUNCTIONALS`. Raises ConfigError for another one, and where tad-dftd3 is missing."""
-        if functional not in FUNCTIONALS:
+        damping = {str(name): damping for name, damping in FUNCTIONALS.items()}.get(functional)
+        if damping is None:
             raise ConfigError(f"dispersion={functional} is not known; choose one of {', '.join(FUNCTIONALS)}")
-        self.damping = FUNCTIONALS[functional]
+        self.damping = damping
         self.references = _read_references(device)
 
     def __call__(self, species_N: Tensor, positions_N3: Tensor, cells_G33: Tensor, graph_N: Tensor) -> DispersionResult:
@@ -126,6 +130,17 @@ class D3Dispersion:
         volume_G11 = cell_volumes(cells_G33)[:, None, None]
         stress_G33 = torch.where(volume_G11 > 0.0, virial_G33 / volume_G11, torch.nan)
         return DispersionResult(energy_N * _HARTREE, forces_N3, stress_G33)
+
+    def take_off(self, structure: Structure) -> Structure:
+        """Return a structure whose energy, forces and stress, as far as it has them, lack its dispersion."""
+        species_N = torch.from_numpy(structure.species.astype(np.int64))
+        positions_N3, cell_33 = (torch.from_numpy(one) for one in (structure.positions, structure.cell))
+        found = self(species_N, positions_N3, cell_33[None], torch.zeros_like(species_N))
+        parts = {"energy": found.energy_N.sum(), "forces": found.forces_N3, "stress": found.stress_G33[0]}
+        labels = dict(structure.labels)
+        for name in labels.keys() & parts.keys():
+            labels[name] = labels[name] - parts[name].numpy().reshape(labels[name].shape)
+        return replace(structure, labels=labels)
 
     def _count(self, pairs: _Pairs) -> Tensor:
         """Return how much of a neighbour the source of each edge is."""

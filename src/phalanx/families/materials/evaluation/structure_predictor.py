@@ -67,7 +67,7 @@ class StructurePredictor:
         of a model that has several. device: as `cluster.device`. precision: fp32 or fp64 instead of the run's. edge_chunk:
         edges computed at a time, for structures that would not fit. untrained_elements: compute structures with elements
         that no training structure of the branch had, whatever comes of it. dispersion: functional whose D3 dispersion is
-        added, of a model trained on labels without it.
+        added, of a model trained on labels without it; that which data.sources took off the labels is added without asking.
 
         Raises CheckpointError where there is no sound checkpoint, ConfigError for an unknown branch, device, precision or
         functional, and for a model without energies.
@@ -94,7 +94,31 @@ class StructurePredictor:
         places = [] if untrained_elements else [network.where for network in self._networks]
         known = [(where, trained_elements(where)) for where in places]
         self._known = [(where, elements) for where, elements in known if elements is not None]
-        self._dispersion = None if dispersion is None else D3Dispersion(dispersion, self.device)
+        functional = self._choose_dispersion(dispersion)
+        self._dispersion = None if functional is None else D3Dispersion(functional, self.device)
+
+    def _choose_dispersion(self, asked: str | None) -> str | None:
+        """Return the functional whose dispersion is added: `asked`, or what was taken off the labels of the branch.
+
+        Raises ConfigError where both are given, and where members of an ensemble lack different ones.
+        """
+        taken = set[str | None]()
+        for network in self._networks:
+            sources = network.run.data.sources
+            # A single branch takes all sources, which then lack the same.
+            taken.add(sources[min(self.branch, len(sources) - 1)].dispersion)
+        if len(taken) > 1:
+            names = ", ".join(sorted(map(str, taken)))
+            raise ConfigError(
+                f"members of the ensemble learned labels without dispersion={names}; take members that agree"
+            )
+        (functional,) = taken
+        if asked is not None and functional is not None:
+            raise ConfigError(
+                f"dispersion={asked} would be added twice: {self.network.where} learned labels without that of "
+                f"{functional}, which is added anyway; leave it out"
+            )
+        return asked or functional
 
     def explain_untaught(self, head: str) -> str | None:
         """Return why `head` cannot be asked, for an error of whoever asks; None where labels of the branch taught it."""
