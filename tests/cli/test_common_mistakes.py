@@ -88,7 +88,7 @@ MISTAKES: dict[str, tuple[Mistake, ...]] = {
             f"{QUICKSTART} layout.precision=fp8",
             "layout.precision",
             "fp8",
-            "fp8-tensor, fp8-row, fp8-block or mxfp8",
+            "fp8-tensor, fp8-row, fp8-row-experts, fp8-block or mxfp8",
         ),
         Mistake(
             "An override has no value.",

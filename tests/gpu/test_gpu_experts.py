@@ -13,6 +13,8 @@ from phalanx.config.layers import MixtureConfig
 from phalanx.config.model import LanguageModel
 from phalanx.kernels import grouped_products_triton
 from phalanx.kernels.grouped_products import (
+    Float8GroupedProducts,
+    GroupedLinear,
     grouped_gradient,
     grouped_gradient_reference,
     grouped_product,
@@ -25,6 +27,7 @@ from phalanx.kernels.routed_rows import (
     combine_rows_reference,
 )
 from phalanx.nn.experts import MixtureOfExperts, RoutingPass
+from phalanx.torch_compat import common as compat
 
 pytestmark = pytest.mark.gpu
 
@@ -79,6 +82,25 @@ def test_own_grouped_kernels(groups: tuple[int, ...], out: int, wide: int, dtype
     found = grouped_products_triton.run_grouped_gradient(grad, rows, ends)
     wanted = grouped_gradient_reference(grad.double(), rows.double(), ends)
     assert relative_error(found, wanted) <= rounding(dtype)
+
+
+@pytest.mark.parametrize("groups", [*GROUPS, (0, 0, 0, 0)])
+def test_products_of_eight_bits(groups: tuple[int, ...]) -> None:
+    """By the library; the same 8-bit numbers on the CPU, summed up more exactly."""
+    assert not compat.grouped_float8_refusal(accelerator())
+    e4m3, _ = compat.float8_formats(accelerator())
+    products, found = Float8GroupedProducts(e4m3, e4m3), []
+    for device in (accelerator(), torch.device("cpu")):
+        rows, matrices, grad = (
+            random(*shape, dtype=torch.bfloat16, seed=seed).to(device)
+            for seed, shape in enumerate([(256, 128), (4, 208, 128), (256, 208)])
+        )
+        inputs, ends = (rows.requires_grad_(), matrices.requires_grad_()), ends_of(groups).to(device)
+        y = GroupedLinear.apply(*inputs, ends, sum(groups) == 256, products)
+        found.append([each.detach().cpu() for each in (y, *torch.autograd.grad(y, inputs, grad))])
+    for here, wanted in zip(*found, strict=True):
+        # Sums in the tensor cores' own registers keep fewer digits than the result has.
+        assert torch.isfinite(here).all() and relative_error(here, wanted) <= 2e-2
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

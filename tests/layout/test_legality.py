@@ -169,6 +169,15 @@ RULES: dict[str, tuple[Fields, Fields, int, list[str]]] = {
             "nearest legal: gather=layer",
         ],
     ),
+    "slices of experts in 8 bits": (
+        {"dp_shard": 4, "ep": 2, "expert_tp": 2, "precision": "fp8-row-experts"},
+        {"model.experts": {"count": 2, "active": 1, "d_ff": 64}},
+        4,
+        [
+            "layout.expert_tp=2 cuts the features of an expert that share a scale in layout.precision=fp8-row-experts",
+            "nearest legal: expert_tp=1",
+        ],
+    ),
     "8-bit gradients apart": (
         {"pp": 2, "schedule": "zbv", "precision": "fp8-tensor"},
         {},

@@ -139,6 +139,23 @@ def test_devices_without_the_products_are_refused(name: str, nearest: str, monke
         require_products(PRECISIONS[name], torch.device("cuda"))
 
 
+@pytest.mark.parametrize(
+    ("gradients", "refusal", "said"),
+    [("e4m3", "sm_120 has none", "sm_120 has none"), ("e5m2", "", "fp8_gradients=e5m2")],
+)
+def test_devices_without_grouped_products_are_refused_experts(
+    gradients: str, refusal: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "float8_refusal", lambda _: "")
+    monkeypatch.setattr(compat, "grouped_float8_refusal", lambda _: refusal)
+    require_products(find_precision("fp8-row", gradients), torch.device("cuda"))
+    require_products(find_precision("fp8-row-experts", gradients), CPU)
+    with pytest.raises(
+        ConfigError, match=f"(?s)layout.precision=fp8-row-experts cannot .*{said}.*set layout.precision=fp8-row$"
+    ):
+        require_products(find_precision("fp8-row-experts", gradients), torch.device("cuda"))
+
+
 def test_a_gated_pair_is_its_two_products() -> None:
     torch.manual_seed(0)
     mlp = SwigluMLP(MLPConfig(width=32, hidden=64, activation="swiglu", bias=False)).double()

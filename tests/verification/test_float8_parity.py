@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from distributed_ranks import run_ranks
 from layout_cases import SIZE
+from phalanx.config.model import LanguageModel
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
+from phalanx.kernels import grouped_products
 from phalanx.layout.mesh import Groups
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.nn import float8_linear
@@ -165,6 +168,46 @@ def test_layouts_of_eight_ranks_compute_what_one_rank_computes() -> None:
     verdicts: dict[str, Verdict] = run_ranks(verify_on_eight, 8, timeout_s=240.0)[0]
     failed = [f"{words}: {verdict.first}" for words, verdict in verdicts.items() if not verdict.passed]
     assert len(verdicts) == len(EIGHT_RANKS) and not failed, "\n".join(failed)
+
+
+SUMMED_OVER_ROWS = ("gradient", "gradient norm", "parameter")
+"""Kinds of checks of what sums over the rows of an expert, which on several ranks are those of several micro-batches."""
+
+
+def verify_experts(layouts: list[ResolvedLayout], *, shared: bool) -> list[Verdict]:
+    """On one of the ranks: verdicts on layouts of a mixture. shared: let all rows of an expert share scales, wrongly."""
+    model = {**SIZE, "n_layers": 2, "n_kv_heads": 4, "experts": {"count": 4, "active": 2, "d_ff": 32}}
+    run = small_run().model_copy(update={"model": LanguageModel.model_validate(model)})
+    quantise_rows = share_scales if shared else grouped_products.quantise_rows
+    with wide(Float8Recipe("row", experts=True)), patch.object(grouped_products, "quantise_rows", quantise_rows):
+        verifier = Verifier(bind(run, VerifiableModel), CPU, steps=1, activations=True)
+        return [verifier.verify(layout) for layout in layouts]
+
+
+def share_scales(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scale = float8_linear.power_of_two_scale(x.abs().amax().view(1), dtype)
+    return float8_linear.quantise(x, scale, scale, dtype, True, False)[0], scale.expand(len(x))
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [ResolvedLayout(4, 1, dp_shard=2, zero=3, ep=2)],
+        [ResolvedLayout(4, 1, tp=2, dp_shard=2, zero=1, ep=4), ResolvedLayout(4, 1, dp_shard=4, zero=3, ep=2)],
+    ],
+    ids=["2 ranks", "4 ranks"],
+)
+def test_experts_compute_what_one_rank_computes(layouts: list[ResolvedLayout]) -> None:
+    def failed(verdict: Verdict) -> list[str]:
+        # A number 2^14 times smaller than the largest of its column is rounded by a spacing that this sets.
+        limits = dict.fromkeys(SUMMED_OVER_ROWS, 1e-4)
+        return [str(check) for check in verdict.checks if check.error > limits.get(check.what, check.bound)]
+
+    found: list[Verdict] = run_ranks(partial(verify_experts, shared=False), layouts[0].world_size, layouts)[0]
+    assert [failed(verdict) for verdict in found] == [[] for _ in layouts]
+    if len(layouts) == 1:
+        (wrong,) = run_ranks(partial(verify_experts, shared=True), 2, layouts)[0]
+        assert failed(wrong)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -107,10 +107,12 @@ class Layout(Section):
     """Stages with which a run begins, one after the other, before steps have global_batch samples; plans are for those."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass: none, all but the costly ones, or all of each block."""
-    precision: Literal["fp32", "bf16", "fp16", "fp64", "fp8-tensor", "fp8-row", "fp8-block", "mxfp8"] = "bf16"
+    precision: Literal[
+        "fp32", "bf16", "fp16", "fp64", "fp8-tensor", "fp8-row", "fp8-row-experts", "fp8-block", "mxfp8"
+    ] = "bf16"
     """Number format of activations and matmuls; master weights and optimizer state stay float32 (float64 for fp64). The fp8
     recipes multiply the matrices of blocks in 8 bits with one scale a tensor, a row, or a block of 128, and compute all else
-    in bf16."""
+    in bf16; fp8-row-experts (experimental) multiplies experts so too."""
     fp8_gradients: Literal["e4m3", "e5m2"] = "e4m3"
     """8-bit format of gradients in the fp8 recipes: of 3 digits, or of 2 and a wider range."""
     fp8_keep_ends: Annotated[int, Field(ge=0, le=1024)] = 0

@@ -46,6 +46,7 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import model_chunks
 from phalanx.layout.streamed_weights.streamed_sharding import StreamedSharding
 from phalanx.nn.adapters import Adapters, TrainedParameters
+from phalanx.nn.experts import choose_expert_products
 from phalanx.nn.layers import choose_products, separate_gradients
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
@@ -241,6 +242,7 @@ class StageBuilder:
         for number, block in zip(chunk.blocks, module.blocks, strict=True):
             if first <= number < last:
                 choose_products(block, precision, device)
+                choose_expert_products(block, precision, device)
         # A matmul whose two gradients are one node could not give that of its input alone.
         if self.layout.splits_backward:
             separate_gradients(module)

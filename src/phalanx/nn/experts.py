@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.layers import Experts, MixtureConfig
-from phalanx.kernels.grouped_products import GatedGroupedLinear, GroupedLinear
+from phalanx.kernels.grouped_products import IN_FORMAT_OF_ROWS, GatedGroupedLinear, GroupedLinear, GroupedProducts
 from phalanx.kernels.routed_rows import CombineRows, SortRows
 from phalanx.nn.declared_layers import gate_block
 from phalanx.nn.layers import Linear, SwigluMLP
+from phalanx.nn.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -238,6 +239,9 @@ class ExpertNetworks(nn.Module):
     [E D, F]. A contiguous part of the rows, in whole experts, is what expert parallelism keeps; any part, what ZeRO shards.
     """
 
+    products: GroupedProducts = IN_FORMAT_OF_ROWS
+    """Products of the run's precision; see `choose_expert_products`."""
+
     def __init__(self, count: int, d_model: int, d_ff: int) -> None:
         super().__init__()
         self.d_model, self.d_ff = d_model, d_ff
@@ -256,11 +260,20 @@ class ExpertNetworks(nn.Module):
         down_EDF = self.down.to(chunks[0].dtype).view(-1, self.d_model, self.d_ff)
 
         def apply_experts(rows_RD: Tensor, ends_E: Tensor, complete: bool) -> Tensor:
-            gate_up_R2F = GroupedLinear.apply(rows_RD, gate_up_E2FD, ends_E, complete)
-            out_RD: Tensor = GatedGroupedLinear.apply(gate_up_R2F, down_EDF, ends_E, self.block, complete)
+            gate_up_R2F = GroupedLinear.apply(rows_RD, gate_up_E2FD, ends_E, complete, self.products)
+            out_RD: Tensor = GatedGroupedLinear.apply(
+                gate_up_R2F, down_EDF, ends_E, self.block, complete, self.products
+            )
             return out_RD
 
         return use(apply_experts, chunks)
+
+
+def choose_expert_products(model: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Have the experts of `model` multiply on `device` as `precision` does."""
+    for module in model.modules():
+        if precision.products is not None and isinstance(module, ExpertNetworks):
+            module.products = precision.products.of_experts(module.d_model, module.d_ff, device)
 
 
 ApplyExperts = Callable[[Tensor, Tensor, bool], Tensor]

@@ -26,6 +26,7 @@ from phalanx.kernels.float8 import (
     transpose_quantised,
 )
 from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient, swiglu_gradient_amax
+from phalanx.kernels.grouped_products import IN_FORMAT_OF_ROWS, Float8GroupedProducts, GroupedProducts
 from phalanx.kernels.swiglu import swiglu
 from phalanx.torch_compat import common as compat
 
@@ -73,6 +74,8 @@ class Float8Recipe:
     square blocks of weights and of what gradients of weights sum over; mx: 32 of these, of a weight too."""
     wide_gradients: bool = False
     """Whether gradients have 5 bits of exponent and 2 digits (e5m2), instead of 4 and 3 (e4m3)."""
+    experts: bool = False
+    """Whether experts multiply in 8 bits too, with a scale for what is summed up for one number of a result."""
 
     def of_layer(
         self, in_features: int, out_features: int, input_group: str, output_group: str, device: torch.device
@@ -86,6 +89,13 @@ class Float8Recipe:
             return None
         e4m3, e5m2 = compat.float8_formats(device)
         return Float8Product(self.scaling, e4m3, e5m2 if self.wide_gradients else e4m3, input_group, output_group)
+
+    def of_experts(self, d_model: int, d_ff: int, device: torch.device) -> GroupedProducts:
+        """Return the products of experts of this width and hidden width on `device`."""
+        if not self.experts or d_model % SMALLEST or d_ff % SMALLEST:
+            return IN_FORMAT_OF_ROWS
+        e4m3, e5m2 = compat.float8_formats(device)
+        return Float8GroupedProducts(e4m3, e5m2 if self.wide_gradients else e4m3)
 
 
 @dataclass(frozen=True)

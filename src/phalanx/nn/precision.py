@@ -14,12 +14,13 @@ from typing import Protocol
 import torch
 
 from phalanx.errors import ConfigError
+from phalanx.kernels.grouped_products import GroupedProducts
 from phalanx.nn.float8_linear import Float8Recipe, LinearProduct, takes_rows
 from phalanx.torch_compat import common as compat
 
 
-class LinearProducts(Protocol):
-    """Chooses the product of each linear layer."""
+class LayerProducts(Protocol):
+    """Chooses the product of each linear layer, and of experts."""
 
     def of_layer(
         self, in_features: int, out_features: int, input_group: str, output_group: str, device: torch.device
@@ -29,6 +30,9 @@ class LinearProducts(Protocol):
         in_features, out_features: of the whole layer. input_group, output_group: names of the groups of ranks that share
         them out; "" for none.
         """
+
+    def of_experts(self, d_model: int, d_ff: int, device: torch.device) -> GroupedProducts:
+        """Return the products of experts of this width and hidden width on `device`."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class Precision:
     """Format of main parameters, which the optimizer updates, and of the optimizer's state."""
     reduce_dtype: torch.dtype
     """Format of parameters' gradients as they are summed over micro-batches and ranks."""
-    products: LinearProducts | None = None
-    """Differentiable products of the linear layers of blocks; None for the plain one."""
+    products: LayerProducts | None = None
+    """Differentiable products of the layers of blocks; None for the plain ones."""
 
     @property
     def copies_parameters(self) -> bool:
@@ -70,6 +74,7 @@ PRECISIONS = {
             for name, recipe in {
                 "fp8-tensor": Float8Recipe("tensor"),
                 "fp8-row": Float8Recipe("row"),
+                "fp8-row-experts": Float8Recipe("row", experts=True),
                 "fp8-block": Float8Recipe("block"),
                 "mxfp8": Float8Recipe("mx"),
             }.items()
@@ -96,13 +101,17 @@ def require_products(precision: Precision, device: torch.device) -> None:
     """Raise ConfigError where the accelerator `device` has no products of `precision`; the CPU computes all of them."""
     if not isinstance(precision.products, Float8Recipe) or device.type == "cpu":
         return
-    refusal = compat.float8_refusal(device)
-    if precision.products.scaling == "mx":
+    recipe, refusal = precision.products, compat.float8_refusal(device)
+    nearest = "bf16" if refusal else "fp8-block"
+    if recipe.scaling == "mx":
         refusal = (
             "blocks of 32 need products of microscaling formats, which are emulated on the CPU and on no accelerator"
         )
+    elif recipe.experts and not refusal:
+        refusal, nearest = compat.grouped_float8_refusal(device), "fp8-row"
+        if recipe.wide_gradients and not refusal:
+            refusal = "its grouped products take no gradients of layout.fp8_gradients=e5m2"
     if refusal:
-        nearest = "bf16" if compat.float8_refusal(device) else "fp8-block"
         raise ConfigError(
             f"layout.precision={precision.name} cannot be computed on this device: {refusal}\n"
             f"set layout.precision={nearest}"

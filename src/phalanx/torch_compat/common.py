@@ -109,6 +109,29 @@ def float8_refusal(device: torch.device) -> str:
     return "" if bool((found == 32.0).all() and (by_row == 32.0).all()) else "its 8-bit products are wrong"
 
 
+@cache
+def grouped_float8_refusal(device: torch.device) -> str:
+    """Return why `device` has no grouped products of 8-bit numbers with scales of rows; empty where it does. Tried out once.
+
+    Groups of rows are one kind of them, groups of what is summed up the other.
+    """
+    if refusal := float8_refusal(device):
+        return refusal
+    with _disable_current_modes():
+        x = torch.ones(32, 32, device=device).to(float8_formats(device)[0])
+        ends = torch.tensor([16, 32], device=device, dtype=torch.int32)
+        scale, bf16 = torch.tensor([1.0, 2.0], device=device).repeat_interleave(32), torch.bfloat16
+        try:
+            matrices = torch.ones(2, 32, 32, device=device).to(x.dtype).transpose(1, 2)
+            of_rows = torch._scaled_grouped_mm(x, matrices, scale[:32], scale.view(2, 32), offs=ends, out_dtype=bf16)
+            of_sums = torch._scaled_grouped_mm(x, x.t(), scale, scale, offs=ends, out_dtype=bf16)
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            return str(error).strip().partition("\n")[0]
+    right = (of_rows[:16] == 32.0).all() & (of_rows[16:] == 64.0).all()
+    right &= (of_sums[0] == 16.0).all() & (of_sums[1] == 64.0).all()
+    return "" if bool(right) else "its grouped 8-bit products are wrong"
+
+
 def compile_options(dtype: torch.dtype) -> dict[str, Any] | None:
     """Return options of `torch.compile` for what computes in `dtype`; None: PyTorch's own."""
     # Since 2.10 Inductor sums along rows and along columns in one kernel, whose sums over columns are float32 whatever is

@@ -45,6 +45,7 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (QWEN, {"dp_shard": 4, "dp_replicate": 2, "ep": 4, "zero": 1, "recompute": "selective", "global_batch": 32}),
     (QWEN, {"dp_shard": 4, "tp": 2, "ep": 4, "zero": 2, "recompute": "selective", "global_batch": 16}),
     (QWEN, {"dp_shard": 4, "pp": 2, "ep": 2, "recompute": "full", "global_batch": 12}),
+    (QWEN, {"dp_shard": 8, "ep": 4, "recompute": "none", "global_batch": 32, "precision": "fp8-row-experts"}),
     (WIDE_ROWS, {"dp_shard": 8, "ep": 8, "recompute": "full", "global_batch": 32}),
     (DEEPSEEK, {"dp_shard": 4, "pp": 2, "ep": 4, "recompute": "none", "global_batch": 12}),
     # The first stage has none but dense blocks.

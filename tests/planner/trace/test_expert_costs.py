@@ -49,6 +49,20 @@ def test_products_are_of_the_experts_that_tokens_are_sent_to(ep: int, compiled: 
     assert products(costs, "backward") == 2 * forward
 
 
+def test_experts_in_eight_bits_multiply_as_much_in_half_the_bytes() -> None:
+    row, experts = (
+        part_costs("block", replace(SETTING, precision=name), SAMPLES) for name in ("fp8-row", "fp8-row-experts")
+    )
+    assert products(experts, "forward", "backward") == products(row, "forward", "backward")
+
+    def grouped(costs: PartCosts) -> set[int]:
+        found = [op.matmul for op in costs.costs.operations if op.matmul is not None and op.matmul.groups]
+        assert len(found) == 6
+        return {matmul.width for matmul in found}
+
+    assert (grouped(row), grouped(experts)) == ({2}, {1})
+
+
 REAL = LanguageModel(
     n_layers=2,
     d_model=2048,

@@ -174,7 +174,7 @@ class VerifyArguments:
     ] = None
     full: Annotated[bool, typer.Option(help="The model itself rather than a small one of the same kind.")] = False
     precision: Annotated[
-        Literal["fp64", "fp32", "bf16", "fp16", "fp8-tensor", "fp8-row", "fp8-block", "mxfp8"],
+        Literal["fp64", "fp32", "bf16", "fp16", "fp8-tensor", "fp8-row", "fp8-row-experts", "fp8-block", "mxfp8"],
         typer.Option(help="Number format to compute in; the bound follows from it."),
     ] = "fp64"
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to compare.")] = 2

@@ -65,6 +65,13 @@ PRECISION_RULES = (
         fixes=({"layout.expert_tp": 1}, _WHOLE_MOMENTS),
     ),
     Rule(
+        reads=("expert_tp",),
+        broken=lambda needs, t: (t.expert_tp > 1) & (needs.run.layout.precision == "fp8-row-experts"),
+        message="layout.expert_tp={x.expert_tp} cuts the features of an expert that share a scale in "
+        "layout.precision=fp8-row-experts",
+        fixes=({"layout.expert_tp": 1}, {"layout.precision": "fp8-row"}),
+    ),
+    Rule(
         reads=("gather",),
         broken=lambda needs, t: t.has("gather", "stream") & (needs.run.optimizer.name == "adamw8bit"),
         message="layout.gather=stream cuts matrices where features end, and with optimizer.name={needs.run.optimizer.name} "

@@ -15,7 +15,7 @@ from typing import Literal
 
 from phalanx.errors import DataError
 
-Precision = Literal["bf16", "fp16", "fp32", "fp8-tensor", "fp8-row", "fp8-block", "mxfp8"]
+Precision = Literal["bf16", "fp16", "fp32", "fp8-tensor", "fp8-row", "fp8-row-experts", "fp8-block", "mxfp8"]
 
 COLUMNS = (
     *("row_id", "group", "system", "framework", "status", "gpu", "n_gpus"),

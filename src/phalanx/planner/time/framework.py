@@ -103,7 +103,7 @@ _ADAMW_VALUE_PASSES = 7
 """Values that AdamW reads or writes for each parameter: main parameter, two moments and gradient read, all but the gradient
 written."""
 
-_RENEWAL_BYTES = {"fp8-row": 9, "fp8-block": 9}
+_RENEWAL_BYTES = {"fp8-row": 9, "fp8-row-experts": 9, "fp8-block": 9}
 """Of weights in 8 bits by precision: read for their largest numbers, read once more, and written. Where a weight has one
 scale AdamW does all that as it updates, within the bytes that are counted for a copy in 16 bits."""
 

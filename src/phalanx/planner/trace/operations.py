@@ -188,8 +188,8 @@ class Scale:
 
 _MATMUL = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}
 """Matmuls, and the position of their first factor."""
-_GROUPED = frozenset(["grouped_product", "grouped_gradient"])
-"""Products of groups of rows with a matrix each (`kernels.grouped_products`)."""
+_GROUPED = frozenset(["grouped_product", "grouped_gradient", "scaled_grouped_product", "scaled_grouped_gradient"])
+"""Products of groups of rows with a matrix each (`kernels.grouped_products`), the scaled ones of 8-bit numbers."""
 _IN_8_BITS = frozenset(["scaled_product", "block_product"])
 """Products of 8-bit numbers, the second one transposed (`kernels.float8`)."""
 QUANTISATION = frozenset(
@@ -235,7 +235,17 @@ _REDUCTION = frozenset(
     ]
 )
 _LOOKUP = frozenset(
-    ["embedding", "embedding_dense_backward", "index", "gather", "index_put", "scatter", "scatter_add", "index_select"]
+    [
+        "embedding",
+        "embedding_dense_backward",
+        "index",
+        "gather",
+        "index_put",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "index_select",
+    ]
 )
 _COPY = frozenset(
     [
@@ -256,7 +266,7 @@ _COPY = frozenset(
         "sort",
     ]
 )
-SCATTERED = frozenset(["embedding_dense_backward", "index_put", "scatter_add", "scatter"])
+SCATTERED = frozenset(["embedding_dense_backward", "index_put", "scatter_add", "scatter_reduce", "scatter"])
 """Sums into rows of a table: no compiler joins them to other work."""
 COLLECTIVES: dict[str, Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]] = {
     "all_reduce": "all_reduce",
@@ -301,12 +311,13 @@ def kind_of(name: str) -> Kind:
 
 def matmul_of(name: str, arguments: Sequence[Any]) -> Matmul | None:
     """Return the sizes of a matmul, from its arguments; None for other operations."""
-    if name == "grouped_product":
+    if name in ("grouped_product", "scaled_grouped_product"):
         rows, matrices = arguments[0], arguments[1]
         groups, n, k = matrices.shape
         return Matmul(1, rows.shape[0], n, k, rows.dtype.itemsize, groups)
-    if name == "grouped_gradient":
-        grad, rows, groups = arguments[0], arguments[1], len(arguments[2])
+    if name in ("grouped_gradient", "scaled_grouped_gradient"):
+        ends = arguments[2 if name == "grouped_gradient" else 4]
+        grad, rows, groups = arguments[0], arguments[1], len(ends)
         return Matmul(1, grad.shape[1], rows.shape[1], rows.shape[0], rows.dtype.itemsize, groups, "k")
     if name in _IN_8_BITS:
         a, b = arguments[0], arguments[1]

@@ -30,6 +30,7 @@ from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
 from phalanx.layout.streamed_weights.stream_pairs import Stream
 from phalanx.nn.adapters import EVERY_PARAMETER, TrainedParameters, add_adapters
+from phalanx.nn.experts import choose_expert_products
 from phalanx.nn.float8_linear import Float8Product
 from phalanx.nn.layers import Linear, Norm, choose_products, separate_gradients
 from phalanx.nn.parameters import ParameterKind
@@ -303,6 +304,7 @@ def build_stage(name: PartName, setting: Setting, stream: Stream | None = None) 
         separate_gradients(stage)
     if name in BLOCKS:
         choose_products(stage.part.blocks, PRECISIONS[setting.precision], torch.device("meta"))
+        choose_expert_products(stage.part.blocks, PRECISIONS[setting.precision], torch.device("meta"))
     return stage
 
 
