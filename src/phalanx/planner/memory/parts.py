@@ -88,6 +88,9 @@ class ModelBytes:
     """Parameters of a block's experts under expert parallelism, sharded on their own; `gathered` is 0 where no other
     rank has them. Of its passes `forward` is what a block's backward pass holds when the experts' gradients are made, and
     `backward` the most that it holds from then on; these gradients and what is kept not counted."""
+    beside_experts: FloatArray
+    """The most that a block's backward pass holds while its experts compute again, what is kept not counted; 0 where they do
+    not."""
     leading: PartBytes
     """One of the first blocks of the model, where these are others; else such a block as all."""
     head: PartBytes
@@ -151,6 +154,7 @@ def model_bytes(
         embedding=parts.measure_part("embedding"),
         block=block,
         experts=parts.measure_experts(),
+        beside_experts=parts.column(_beside_experts),
         leading=parts.measure_part("leading") if model.config.leading_layers else block,
         head=parts.measure_part("head"),
         shared=parts.column(lambda c: sum(kept.bytes for kept in c["block"].shared)),
@@ -296,6 +300,12 @@ class _RankParts:
 def _costs(setting: Setting, microbatch: int) -> dict[PartName, PartCosts]:
     leading: tuple[PartName, ...] = ("leading",) if setting.model.leading_layers else ()
     return {name: part_costs(name, setting, microbatch) for name in (*_PARTS, *leading)}
+
+
+def _beside_experts(parts: dict[PartName, PartCosts]) -> int:
+    """Return the most bytes of a block's backward pass while its experts compute again, what is kept not counted."""
+    costs = parts["block"].costs
+    return costs.beside_experts - costs.kept_bytes if costs.beside_experts else 0
 
 
 def _behind_experts(block: PartCosts) -> tuple[int, int]:

@@ -158,6 +158,9 @@ def _passes(r: Exchanges) -> dict[str, Allocations]:
         # Where nothing is sharded, the gradients are gone by the time their copy is divided.
         gone = part.trained_gathered * (r.whole & (z.shards == 1))
         found[f"{name}_given_up"] = {"gradients": -r.s.master * gone}
+    # A forward pass keeps the buffer in which experts arrived, also where it is repeated; a backward pass does not.
+    arrived = r.dropped * r.experts_arrived * z.experts.gathered * (z.beside_experts > 0)
+    backward: Amount = np.maximum(z.block.backward, z.beside_experts + arrived)
     now, later = r.experts_reduced()
     if np.any(now):
         # Experts are done before the rest of their block, whose backward pass goes on beside what they are sent from. In a
@@ -166,9 +169,9 @@ def _passes(r: Exchanges) -> dict[str, Allocations]:
         # As for other parts: where nothing is sharded, gradients added up before are gone when their copy is divided.
         freed = freed + r.s.master * z.experts.trained_gathered * (r.whole & (z.expert_shards == 1))
         behind = np.maximum(z.experts.forward + now, z.experts.backward + later) - freed
-        backward: Amount = np.where(r.s.piped, z.block.backward, np.maximum(z.block.backward, behind))
-        found["block_backward"] = {"one part's pass": backward}
+        backward = np.where(r.s.piped, backward, np.maximum(backward, behind))
         reduced = r.reducing(z.block)
         whole: Amount = np.where(r.s.piped, np.maximum(reduced, now), reduced)
         found["blocks_reduced"] = {"reduce buffers": whole}
+    found["block_backward"] = {"one part's pass": backward}
     return found

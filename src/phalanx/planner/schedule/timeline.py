@@ -114,6 +114,9 @@ class Costs:
     behind_experts: tuple[int, int]
     """Bytes held in backward when the gradients of experts are made, and most from then on, without these; 0 where there are
     none."""
+    beside_experts: int
+    """Most bytes held in backward from the first product of experts that is computed again to the last operation that is;
+    0 where there is none."""
     list_operations: Callable[[], tuple[Operation, ...]] = field(compare=False, repr=False)
 
     @cached_property
@@ -193,8 +196,19 @@ class Timeline:
             coming_bytes=_peak(self.backward, before, sizes) - backward_peak if coming or added else 0,
             gradient_bytes=sum(sizes[number] for number in gradients),
             behind_experts=self._peak_behind_experts(before, sizes),
+            beside_experts=self._peak_beside_experts(before, sizes),
             list_operations=lambda: self._operations(gradients, scale, times),
         )
+
+    def _peak_beside_experts(self, before: int, sizes: Sequence[int]) -> int:
+        again = [place for place, step in enumerate(self.backward) if step.phase == "recompute"]
+        products = [place for place in again if (x := self.backward[place].matmul) is not None and x.groups]
+        if not products:
+            return 0
+        first = products[0]
+        held = before + sum(sizes[number] for step in self.backward[:first] for number in step.makes)
+        held -= sum(sizes[number] for step in self.backward[:first] for number in step.drops)
+        return _peak(self.backward[first : again[-1] + 1], held, sizes)
 
     def _peak_behind_experts(self, before: int, sizes: Sequence[int]) -> tuple[int, int]:
         own = set(self.expert_gradients)
