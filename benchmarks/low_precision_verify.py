@@ -147,7 +147,9 @@ def sweep_model(name: str, ranks: int, options: argparse.Namespace) -> dict[str,
 def main() -> None:
     """Sweep all models, and keep what was found after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp16", "fp8-tensor", "fp8-row", "fp8-block"])
+    parser.add_argument(
+        "--precision", default="bf16", choices=["bf16", "fp16", "fp8-tensor", "fp8-row", "fp8-row-experts", "fp8-block"]
+    )
     parser.add_argument("--each", type=int, default=14, help="layouts of each model on each number of ranks")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+", default=RUN_FILES, choices=RUN_FILES)
