@@ -460,6 +460,41 @@ def test_memory_that_runs_out_halves_the_micro_batch_in_place(
     assert worst < 1e-4
 
 
+FLIPS, BETWEEN, COMPARED = 30, 7, 3
+"""Flips of bits in a run, steps between them, and steps between comparisons of replicas."""
+
+
+def test_flipped_bits_are_found_where_replicas_differ_and_called_right(run_file: Path, tmp_path: Path) -> None:
+    run_dir, log, first = tmp_path / "run", tmp_path / "flips.jsonl", 20
+    fault = fault_words("flips", log=log, trials=FLIPS, first=first, every=BETWEEN, seed=1)
+    words = ["dp_replicate=3", "dp_shard=1", "zero=0", "global_batch=12", "microbatch=4", "training.on_nonfinite=skip"]
+    words += ["safeguards.replay=true", "safeguards.on_spike=skip", f"safeguards.compare_replicas={COMPARED}"]
+    words += [f"checkpoint.every={2 * COMPARED}", f"training.steps={first + FLIPS * BETWEEN}", fault]
+    # No rank is to count as hung however busy the machine is.
+    code, errors = finish(start(run_file, run_dir, *words, "restart.heartbeat_s=60", ranks=3))
+    assert code == 0, errors[-3000:]
+    flips, events = rows(log), rows(run_dir / "events.jsonl")
+    assert len(flips) == FLIPS
+    # Those that say which parameters differ are cut with the steps that are done again.
+    undone = {event["wrong_step"]: event["reason"] for event in events if event["kind"] == "rewind"}
+    called = [(event["step"], event["cause"]) for event in events if event["kind"] == "fault_class"]
+    weights = [flip for flip in flips if flip["place"] == "weight"]
+    for flip in weights:
+        found = [step for step in undone if flip["step"] <= step <= flip["step"] + COMPARED]
+        assert found and f": rank {flip['rank']} (" in undone[found[0]], (flip, undone)
+    # Nothing but a flip of a weight makes replicas differ: gradients are summed over them.
+    assert len(undone) == len(weights) == FLIPS // 3
+    right = sum(cause == "transient" for _, cause in called)
+    others = {flip["step"] for flip in flips if flip["place"] != "weight"}
+    seen = {step for step, _ in called} & others
+    print(
+        f"\n| F17 {FLIPS} flips of 1 to 4 bits | {len(weights)} of {len(weights)} in weights found within {COMPARED} steps, "
+        f"rank named; {len(seen)} of {len(others)} in gradients and activations stood out | {right} of {len(called)} called "
+        "transient |"
+    )
+    assert right >= 0.95 * len(called) and len(called) >= len(weights)
+
+
 def wait_for_step(run_dir: Path, step: int, *processes: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 120
     log = run_dir / "metrics.jsonl"

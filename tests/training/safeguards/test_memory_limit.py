@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,21 +39,42 @@ def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+EXPERTS = "model.experts={count: 4, active: 2, d_ff: 32}"
+
+
+def train_undisturbed(run_file: Path, *words: str) -> list[float]:
+    run_dir = run_file.parent / f"undisturbed-{len(words)}"
+    code, errors = train(run_file, run_dir, "training.steps=8", *words)
+    assert code == 0, errors[-2000:]
+    return losses(run_dir)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(run_file: Path) -> list[float]:
-    code, errors = train(run_file, run_file.parent / "undisturbed", "training.steps=8")
-    assert code == 0, errors[-2000:]
-    return losses(run_file.parent / "undisturbed")
+    return train_undisturbed(run_file)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_experts(run_file: Path) -> list[float]:
+    return train_undisturbed(run_file, EXPERTS)
 
 
 @pytest.mark.parametrize(
-    ("layout", "step"), [("layout.dp_shard=2", 7), ("layout.tp=2", 1), ("layout.pp=2", 7)], ids=["dp", "tp", "pp"]
+    ("layout", "step"),
+    [
+        (["layout.dp_shard=2"], 7),
+        (["layout.tp=2"], 1),
+        (["layout.pp=2"], 7),
+        (["layout.dp_shard=2", "layout.ep=2", EXPERTS], 7),
+    ],
+    ids=["dp", "tp", "pp", "ep"],
 )
 def test_the_same_command_continues_with_half_the_micro_batch(
-    layout: str, step: int, run_file: Path, tmp_path: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
+    layout: list[str], step: int, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: Any
 ) -> None:
+    undisturbed = request.getfixturevalue("undisturbed_experts" if EXPERTS in layout else "undisturbed")
     monkeypatch.syspath_prepend(str(run_file.parent / "package"))
-    words = ("training.steps=8", layout, fault_words(kind="full", rank=1, step=step, samples=2))
+    words = ("training.steps=8", *layout, fault_words(kind="full", rank=1, step=step, samples=2))
     code, errors = train(run_file, tmp_path / "run", *words)
     assert code == 1 and "rank 1" in errors and "is out of memory in step" in errors, errors[-3000:]
     assert "started again, the run computes 2 x " in errors
