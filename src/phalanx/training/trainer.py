@@ -440,6 +440,7 @@ class Trainer:
 
     def _watch_time(self) -> None:
         """Ask all ranks to stop where the wall time leaves room for no further step; the first rank's clock decides."""
+        self.checkpointer.log_duration()
         if not self.parts.place.ranks.first or self.step == self.until:
             return
         # A wish reaches the other ranks with the step that is launched next, and is read behind the one after that.
@@ -534,7 +535,7 @@ class Checkpointer:
                 self.forget_copies()
             return 0.0
         start = time.perf_counter()
-        self._log_duration()
+        self.log_duration()
         tensors = parts.step.saved_tensors()
         if not all_finite(tensors.values(), parts.place.device):
             found = f"step {step}: weights or optimizer state are not finite; they are not saved"
@@ -553,10 +554,12 @@ class Checkpointer:
             return time.perf_counter() - start
         self.saved_step = step
         stall = time.perf_counter() - start
+        # The save before may have been under way until this one could begin.
+        self.log_duration()
         parts.log.event("checkpoint", step, path=str(handle.path), stall_seconds=round(stall, 4))
         self._written = handle
         if not asynchronous:
-            self._log_duration()
+            self.log_duration()
         if final:
             parts.log.note(f"checkpoint {handle.path}")
             self.forget_copies()
@@ -594,7 +597,7 @@ class Checkpointer:
         self._sync_metrics(step)
         return max((one.step for one in list_published(self._parts.store.root)), default=0)
 
-    def _log_duration(self) -> None:
+    def log_duration(self) -> None:
         """Log how long the last save took, once it has ended well: a job's time limit must leave room for one."""
         handle = self._written
         if handle is not None and handle.done and handle.error is None:
