@@ -36,6 +36,7 @@ from token_data import write_token_folder
 
 ROOT = Path(__file__).parents[1]
 STORES = ROOT / "tests" / "study" / "stores"
+MACE_TORCH = Path(__file__).parent / "families" / "materials" / "evaluation" / "mace_torch" / "repulsive.safetensors"
 _SHORT = (
     *("training.steps=4", "training.log_every=1", "training.tensorboard=false", "optimizer.warmup_steps=0"),
     *("checkpoint.every=null", "evaluation.every=null", "layout.precision=fp32"),
@@ -104,7 +105,8 @@ def write_text_files(folder: Path) -> None:
 
 
 def _write_weights(folder: Path) -> None:
-    """Write a model as downloaded, the same converted, and a run file that goes on from it."""
+    """Write a model as downloaded, the same converted, a run file that goes on from it, and a state dict of mace-torch."""
+    shutil.copy(MACE_TORCH, folder / "mace.safetensors")
     save_huggingface(folder / "Llama-3.1-8B", huggingface_config("llama", vocab_size=264, max_position_embeddings=160))
     shutil.copy(folder / "data" / "text" / "tokenizer.json", folder / "Llama-3.1-8B")
     _call(folder, "convert", "Llama-3.1-8B/", "llama31/")
