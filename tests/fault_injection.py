@@ -25,7 +25,7 @@ from phalanx.training.metrics import StepMetrics
 
 CHANGES = {"open", "os.mkdir", "os.rename"}
 """What happens to files as a checkpoint is written."""
-ELSEWHERE = {"save", "flip", "lost"}
+ELSEWHERE = {"save", "slow save", "flip", "lost"}
 """Kinds that do not happen once before a step."""
 
 
@@ -33,7 +33,7 @@ class FaultCallback(Callback):
     """Does `kind` to rank `rank` (-1: a random one) before step `step`; see `happen`.
 
     marker: file that says that it has happened; empty for a fault that happens each time. seconds: of a slow rank, in every
-    step from `step` on. samples: what memory is enough for. passes: of a stage, that
+    step from `step` on, or of each rename in a slow checkpoint. samples: what memory is enough for. passes: of a stage, that
     find memory all the same. seed: chooses the rank where it is -1, and the place in a checkpoint. place: of the machine,
     whose rank it is in place of `rank`, whatever that is called.
     """
@@ -64,6 +64,8 @@ class FaultCallback(Callback):
         self.parameters = context.parameters
         if self.kind == "full" and self.mine:
             register_module_forward_pre_hook(self.refuse_memory)
+        if self.kind == "slow save" and self.mine:
+            self.slow_checkpoints(context.run_dir / "checkpoints")
         if self.kind == "save" and self.mine and self.may_happen():
             self.die_in_checkpoint(context.run_dir / "checkpoints", self.random.randrange(12))
 
@@ -87,6 +89,15 @@ class FaultCallback(Callback):
                 left[0] -= 1
 
         sys.addaudithook(before_change)
+
+    def slow_checkpoints(self, folder: Path) -> None:
+        """Have each rename in the folder of checkpoints take `seconds`."""
+
+        def before_rename(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "os.rename" and str(folder) in str(arguments[0]):
+                time.sleep(self.seconds)
+
+        sys.addaudithook(before_rename)
 
     def on_step_begin(self, step: int) -> None:
         """Have the fault happen, if it is time."""

@@ -24,6 +24,7 @@ import torch
 
 from fault_injection import fault_words, offer_callback
 from phalanx.checkpoint import open_checkpoints, read_tensors
+from phalanx.launch.time_limit import END_TIME
 from token_data import write_run_file, write_token_folder
 
 pytestmark = pytest.mark.faults
@@ -493,6 +494,26 @@ def test_flipped_bits_are_found_where_replicas_differ_and_called_right(run_file:
         "transient |"
     )
     assert right >= 0.95 * len(called) and len(called) >= len(weights)
+
+
+WALL_S, SAVE_S = 120, 3.0
+
+
+def test_a_run_has_saved_before_its_wall_time_ends(run_file: Path, tmp_path: Path) -> None:
+    run_dir, end = tmp_path / "run", time.time() + WALL_S
+    slow = fault_words(kind="slow save", rank=0, seconds=SAVE_S)
+    words = [slow, "training.steps=1000000", "checkpoint.every=20", "restart.heartbeat_s=60"]
+    code, errors = finish(start(run_file, run_dir, *words, more={END_TIME: f"{end:.0f}"}))
+    left_s = end - time.time()
+    assert code == 128 + signal.SIGTERM and "before the end of the wall time after step" in errors, errors[-3000:]
+    newest = open_checkpoints(run_dir).newest()
+    assert newest is not None and newest.step == len(rows(run_dir / "metrics.jsonl"))
+    saves = [event["seconds"] for event in rows(run_dir / "events.jsonl") if event["kind"] == "checkpoint_written"]
+    print(
+        f"\n| F12 wall time of {WALL_S} s, saves of up to {max(saves):.1f} s | saved after step {newest.step:,}, ended "
+        f"{left_s:.1f} s before |"
+    )
+    assert min(saves) >= SAVE_S and 0.0 < left_s < WALL_S / 2
 
 
 def wait_for_step(run_dir: Path, step: int, *processes: subprocess.Popen[str]) -> None:
