@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ahead_of_time import ASSEMBLY, assembly_of, needs_triton, run_interpreted
-from phalanx.kernels.routed_rows import CombineRows, SortRows, combine_rows, combine_rows_backward
+from phalanx.kernels.routed_rows import CombineRows, SortRows, SumCopies, combine_rows, combine_rows_backward
 
 TOKENS, COPIES, WIDTH = 6, 3, 5
 
@@ -30,6 +30,7 @@ def test_gradients() -> None:
     assert torch.autograd.gradcheck(lambda x: SortRows.apply(x, source, position), (random(TOKENS, WIDTH, grad=True),))
     rows, weights = random(TOKENS * COPIES, WIDTH, grad=True), random(TOKENS, COPIES, seed=1, grad=True)
     assert torch.autograd.gradcheck(lambda r, w: CombineRows.apply(r, position, w), (rows, weights))
+    assert torch.autograd.gradcheck(lambda r: SumCopies.apply(r, source, position), (rows,))
 
 
 def test_copies_come_back_to_their_tokens() -> None:
@@ -37,6 +38,8 @@ def test_copies_come_back_to_their_tokens() -> None:
     x = random(TOKENS, WIDTH)
     back = CombineRows.apply(SortRows.apply(x, source, position), position, torch.ones(TOKENS, COPIES).double())
     torch.testing.assert_close(back, COPIES * x, rtol=1e-12, atol=1e-12)
+    summed = SumCopies.apply(SortRows.apply(x, source, position), source, position)
+    torch.testing.assert_close(summed, COPIES * x, rtol=1e-12, atol=1e-12)
 
 
 def test_sums_are_rounded_once() -> None:

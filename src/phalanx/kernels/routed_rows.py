@@ -116,6 +116,23 @@ class SortRows(torch.autograd.Function):
         return grad_TD, None, None
 
 
+class SumCopies(torch.autograd.Function):
+    """The way back of `SortRows`: `apply(rows_RD, source_R, position_TK)` gives the sums of each token's rows, [T, D]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, source_R: Tensor, position_TK: Tensor) -> Tensor:
+        """Return the sums."""
+        ctx.save_for_backward(source_R)
+        out_TD: Tensor = combine_rows(rows_RD, position_TK, None)
+        return out_TD
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        """Copy the gradient of each sum to the rows that it is of."""
+        (source_R,) = ctx.saved_tensors
+        return grad_TD.index_select(0, source_R), None, None
+
+
 class CombineRows(torch.autograd.Function):
     """`combine_rows` with its gradients; `apply(rows_RD, position_TK, weights_TK)` gives [T, D]."""
 

@@ -26,6 +26,7 @@ from phalanx.layout.expert_parallel.token_exchange import (
     Stages,
     TokenExchange,
     order_by_expert,
+    order_copies,
     split_experts,
 )
 from phalanx.layout.mesh import Axis, Groups, build_mesh
@@ -298,3 +299,10 @@ def test_rows_that_arrive_by_place_stand_as_if_they_had_come_by_rank() -> None:
 def test_no_row_may_arrive() -> None:
     by_expert, ends = order_by_expert(torch.zeros((2, 3), dtype=torch.int64), 0)
     assert by_expert.tolist() == [] and ends.tolist() == [0, 0, 0]
+
+
+def test_copies_of_a_group_stand_together_for_each_slice() -> None:
+    """Groups of 2, 0 and 1 rows go to two ranks each."""
+    source, position = order_copies(torch.tensor([2, 0, 1]), 3, 2)
+    assert source.tolist() == [0, 1, 0, 1, 2, 2]
+    assert position.tolist() == [[0, 2], [1, 3], [4, 5]]

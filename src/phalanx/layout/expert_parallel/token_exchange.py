@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from phalanx.kernels.routed_rows import SortRows
+from phalanx.kernels.routed_rows import SortRows, SumCopies
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
 from phalanx.nn.experts import ApplyExperts, ExpertNetworks, MixtureOfExperts, OwnExperts
@@ -125,6 +125,15 @@ class Arrivals(NamedTuple):
     """One past each expert's last row, int32."""
 
 
+class Copies(NamedTuple):
+    """Rows that set out several times, to the neighbours that share their expert."""
+
+    source_C: Tensor
+    """Which row each copy is of, int64."""
+    position_RS: Tensor
+    """Where the copies of a row stand, in the order of the slices of its expert, int32."""
+
+
 class Dispatched:
     """Rows of a chunk of tokens on their way to their experts; plain for the same reason."""
 
@@ -136,6 +145,8 @@ class Dispatched:
         """From there to the ranks of their experts; None where they are there."""
         self.sent = sent
         """Rows to each rank."""
+        self.copies: Copies | None = None
+        """Of rows that go to all ranks which share their expert; None where one rank has it."""
         self.arriving_PE: Tensor
         """How many rows each rank sends to each expert here."""
         self.left: int
@@ -196,8 +207,8 @@ class TokenExchange(OwnExperts):
             chosen = sum(one.sent) // slices
             chosen_RD = rows_RD if complete else rows_RD[:chosen]
             if slices > 1:
-                parts = chosen_RD.split(one.sent[::slices])
-                chosen_RD = torch.cat([part for part in parts for _ in range(slices)])
+                one.copies = order_copies(sent_PCE[::slices, chunk].sum(1), chosen, slices)
+                chosen_RD = SortRows.apply(chosen_RD, *one.copies)
             one.rows_RD = BeginTrip.apply(chosen_RD, one.trip)
             one.arriving_PE, one.left = told[-1][:, chunk].contiguous(), len(rows_RD) - chosen
             begun.append(one)
@@ -284,13 +295,8 @@ class TokenExchange(OwnExperts):
     def _collect(self, returning_RD: Tensor, begun: Dispatched) -> Tensor:
         """Return the results of a chunk's rows, in the order in which the rows set out. returning: from `_compute`."""
         back_RD: Tensor = AwaitTrip.apply(returning_RD, begun.back)
-        if self.slices > 1:
-            parts = back_RD.split(begun.sent)
-            # In the order of the slices, and rounded once.
-            sums = [
-                torch.stack(parts[first : first + self.slices]).sum(0) for first in range(0, len(parts), self.slices)
-            ]
-            back_RD = torch.cat(sums)
+        if begun.copies is not None:
+            back_RD = SumCopies.apply(back_RD, *begun.copies)
         if not begun.left:
             return back_RD
         return torch.cat((back_RD, back_RD.new_zeros((begun.left, back_RD.shape[1]))))
@@ -371,6 +377,20 @@ def order_by_expert(arriving_PE: Tensor, rows: int, places: int = 1) -> tuple[Te
     block_R = torch.searchsorted(before_arrival, row_R, right=True)
     by_expert = row_R - (before_arrival - size_of_block)[block_R] + in_arrival(before_sorted_PE)[block_R]
     return by_expert, counts_EP.sum(1).cumsum(0).int()
+
+
+def order_copies(counts_G: Tensor, rows: int, slices: int) -> Copies:
+    """Return the order of `slices` copies of each row: those of a group of rows stand together, a whole group a slice.
+
+    counts: rows of each group, int64. rows: their sum.
+    """
+    ends_G = counts_G.cumsum(0)
+    row_R = torch.arange(rows, device=counts_G.device)
+    group_R = torch.searchsorted(ends_G, row_R, right=True)
+    counts_R = counts_G[group_R]
+    first_R = row_R + (slices - 1) * (ends_G[group_R] - counts_R)
+    position_RS = first_R[:, None] + counts_R[:, None] * torch.arange(slices, device=counts_G.device)
+    return Copies(position_RS.flatten().argsort() // slices, position_RS.int())
 
 
 class BeginTrip(torch.autograd.Function):
