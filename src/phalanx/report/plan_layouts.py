@@ -392,5 +392,5 @@ def describe_limits(limits: Limits) -> str:
     return (
         f"micro-batches of up to {limits.microbatch:g} samples, up to {limits.stages_per_rank:g} stages a rank, at least "
         f"{limits.positions:,} positions of a sample on a rank of cp, weights streamed over up to {limits.streamed:g} "
-        f"ranks, up to {limits.ep_chunks:g} chunks of tokens where one fits"
+        f"ranks, up to {limits.ep_chunks:g} chunks of tokens in the fastest layouts"
     )

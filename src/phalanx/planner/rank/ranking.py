@@ -170,7 +170,7 @@ class Planner:
     def find_fitting(self, task: Task) -> tuple[LayoutTable, Floats, Ints]:
         """Return (all legal layouts, bytes on the worst rank of each, indices of those that are likely enough to fit).
 
-        Of layouts that do not fit, those whose tokens travel in several chunks are left out, unless they are asked for.
+        Several chunks of tokens are tried in the fastest layouts alone, unless their number is fixed.
         Bytes are NaN where a bound showed that a layout does not fit. Raises what `rank_layouts` raises.
         """
         self.machine.check_devices(task.devices)
@@ -213,19 +213,22 @@ class Planner:
             known[chosen] = True
 
     def _chunk_tokens(self, task: Task, layouts: LayoutTable) -> LayoutTable:
-        """Return those of the layouts that are legal with tokens which travel to their experts in more chunks than one."""
+        """Return the fastest of the layouts with several chunks of tokens on their way to experts, where that is legal."""
         more = list_options(task.model, task.fixed, self.limits)["ep_chunks"][1:]
-        if not more:
+        spread = layouts.take(layouts.ep > 1)
+        if not more or not len(spread):
             return layouts.take([])
-        chunked = layouts.take(layouts.ep > 1).vary("ep_chunks", more)
+        # Blocks are traced anew for each number of chunks, which takes long: not for layouts that are slow anyway.
+        best = fastest_of_each_split(spread, self.models.bound_times(task.model, spread).total)
+        chunked = spread.take(np.sort(best)).vary("ep_chunks", more)
         needs = Requirements.of_model(task.model, task.devices, self.machine.node.devices)
         return chunked.take(is_legal(needs, chunked))
 
     def legal_layouts(self, task: Task) -> LayoutTable:
         """Return all legal layouts of a task, within the limits; one of those that run the same way.
 
-        Tokens travel to their experts in one chunk, unless another number is fixed: more change little of the memory, so
-        they are tried where one fits (`find_fitting`), which spares half of the table.
+        Tokens travel to their experts in one chunk, unless another number is fixed: more are tried in the fastest layouts
+        that fit with one (`find_fitting`).
         """
         return drop_equivalent(self.every_legal(task))
 
