@@ -16,7 +16,7 @@ from phalanx.planner.memory.probability import BESIDE, fits
 from phalanx.planner.plan.compare_layouts import explain_choice
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
-from phalanx.planner.rank.ranking import Planner, Task, bound_memory
+from phalanx.planner.rank.ranking import Planner, Task, bound_memory, count_expert_bytes
 from phalanx.planner.time.profile import default_profile
 from phalanx.planner.time.step_time import StepBreakdown
 from phalanx.planner.time.timing import step_times
@@ -65,6 +65,22 @@ def test_an_expert_is_sharded_where_ranks_have_one_each() -> None:
     fixed = enumerate_layouts(model, 8, fixed={"expert_tp": 2}, limits=Limits(1, 1, 32, 1))
     assert set(zip(fixed.ep.tolist(), fixed.expert_tp.tolist(), strict=True)) == {(2, 2)}
     assert set(enumerate_layouts(bind(run_with()), 8).expert_tp.tolist()) == {1}
+
+
+def test_plans_share_out_large_experts_alone() -> None:
+    """An expert of Mixtral 8x7B takes 1.76 GB of a block, gathered, and one of Qwen3-30B-A3B 0.05 GB, of 64 GiB."""
+    machine = load_machine("frontier")
+    planner = Planner(machine, CostModels(machine, default_profile(machine.node.device)), limits=Limits(1, 1, 32, 1))
+    for width, hidden, count, shared in ((4096, 14336, 8, True), (2048, 768, 128, False)):
+        sizes = {"model.experts": {"count": count, "active": 2, "d_ff": hidden}, "model.d_model": width}
+        model = bind(run_with(sizes, global_batch=512), TracedModel)
+        assert count_expert_bytes(model) == 3 * width * hidden * 10
+        devices = 2 * count
+        degrees = {"pp": 1, "cp": 1, "tp": 1, "ep": count}
+        found = planner.every_legal(Task(model, devices, degrees))
+        assert set(found.expert_tp.tolist()) == ({1, 2} if shared else {1})
+        asked = planner.every_legal(Task(model, devices, degrees | {"expert_tp": 2}))
+        assert set(asked.expert_tp.tolist()) == {2}
 
 
 def test_plans_try_chunks_of_tokens_in_layouts_that_fit_with_one() -> None:

@@ -35,8 +35,9 @@ OF_EACH_SPLIT = 16
 """Layouts found per (tp, cp, pp)."""
 _NEAREST = 256
 """Layouts, nearest to a bound of their memory first, of which one may need least."""
-WORTH_STREAMING = 0.02
-"""Share of a device's memory that a block's parameters and gradients take, gathered, where streaming is considered."""
+WORTH_SHARDING = 0.02
+"""Share of a device's memory that parameters and gradients take, gathered, where ways to avoid that are considered: those
+of a block, to stream it, and of an expert, to share it out over ranks."""
 
 
 def fixed_fields(run: Run, words: Sequence[str], *, everything: bool = False) -> dict[str, Any]:
@@ -236,11 +237,16 @@ class Planner:
         """Return all legal layouts of a task, within the limits; see `legal_layouts`."""
         fixed = {"ep_chunks": 1, **task.fixed}
         legal = enumerate_layouts(task.model, task.devices, self.machine.node.devices, fixed, self.limits)
-        if "gather" in task.fixed:
-            return legal
-        # Where gathered blocks are small, streaming has nothing to save; without `tp` they are whole, and FSDP does better.
-        worth = count_gathered_bytes(task.model, legal) >= WORTH_STREAMING * self.models.device_bytes
-        return legal.take((legal.streamed == 1) | (worth & (legal.tp > 1)))
+        least = WORTH_SHARDING * self.models.device_bytes
+        worth = np.ones(len(legal), bool)
+        if "gather" not in task.fixed:
+            # Where gathered blocks are small, streaming has nothing to save; without `tp` they are whole, FSDP does better.
+            streams = (count_gathered_bytes(task.model, legal) >= least) & (legal.tp > 1)
+            worth &= (legal.streamed == 1) | streams
+        if "expert_tp" not in task.fixed:
+            # Each row travels to all ranks that share its expert: for a small one that saves nothing and takes longer.
+            worth &= (legal.expert_tp == 1) | (count_expert_bytes(task.model) >= least)
+        return legal.take(worth)
 
     def _estimate_memory(self, task: Task, layouts: LayoutTable) -> tuple[Floats, Floats]:
         """Return (bytes on the worst rank, probability of fitting) of each layout; NaN and 0 where it cannot fit.
@@ -376,3 +382,12 @@ def count_gathered_bytes(model: TracedModel, layouts: LayoutTable) -> Floats:
     width = model.precision.compute_dtype.itemsize
     block = model.parameter_count() / model.run.model.n_layers / layouts.tp
     return np.asarray(block * (3 * width + _MAIN_BYTES))
+
+
+def count_expert_bytes(model: TracedModel) -> float:
+    """Return the same of one expert of a block, which `expert_tp` shards where a rank has no other; 0 without experts."""
+    experts = model.experts()
+    if experts is None:
+        return 0.0
+    expert = model.expert_parameters() / model.run.model.n_layers / experts.count
+    return expert * (3 * model.precision.compute_dtype.itemsize + _MAIN_BYTES)
