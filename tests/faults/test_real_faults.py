@@ -24,7 +24,7 @@ import torch
 
 from fault_injection import fault_words, offer_callback
 from phalanx.checkpoint import open_checkpoints, read_tensors
-from phalanx.launch.time_limit import END_TIME
+from phalanx.launch.wall_time import END_TIME
 from token_data import write_run_file, write_token_folder
 
 pytestmark = pytest.mark.faults

@@ -17,7 +17,7 @@ from phalanx.launch.__main__ import become_supervisor
 from phalanx.launch.faults import Limits
 from phalanx.launch.job_script import parse_walltime
 from phalanx.launch.restart import RestartPolicy
-from phalanx.launch.time_limit import set_time_limit
+from phalanx.launch.wall_time import set_time_limit
 from phalanx.layout.resolve import fallback_layouts, resolve_layout
 from phalanx.training.start import train
 

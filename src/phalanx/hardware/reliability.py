@@ -15,6 +15,8 @@ MTBF_HOURS = 6300.0
 (The Llama 3 Herd of Models, arXiv:2407.21783, section 3.3.4)."""
 RESTART_MINUTES = 10.0
 """From a failure to the first new step: an assumption."""
+CHECKPOINT_GB_S = 1.0
+"""GB/s at which a node writes its part of a checkpoint to shared storage: an assumption."""
 
 TRAINING, CHECKPOINTS, REDONE, STARTS = "training", "checkpoints", "steps done again", "start and restart"
 """Names of parts of a job's time."""

@@ -20,14 +20,14 @@ from phalanx.checkpoint.folders import list_published
 from phalanx.data.batch_stream import Batch
 from phalanx.errors import CheckpointError, DataError, Interrupted, PhalanxError
 from phalanx.hardware.device import HostCopy, Moment
+from phalanx.hardware.reliability import CHECKPOINT_GB_S
 from phalanx.launch.heartbeat import SILENT, Heartbeat
-from phalanx.launch.time_limit import granted_seconds
+from phalanx.launch.wall_time import granted_seconds
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Mesh, Ranks
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.object_store import StoreUnavailable
 from phalanx.optimizers import LearningRateSchedule, set_learning_rate
-from phalanx.planner.plan.budget import CHECKPOINT_GB_S
 from phalanx.report.run_log import EVALUATED_EVENT, SAVE_EVENT
 from phalanx.training.callbacks import CallbackList, TrainingContext
 from phalanx.training.checkpointing import Restored, collect_state, load_newest

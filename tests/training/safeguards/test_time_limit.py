@@ -10,7 +10,7 @@ import pytest
 import phalanx_processes
 from phalanx.checkpoint import open_checkpoints
 from phalanx.errors import ConfigError
-from phalanx.launch.time_limit import END_TIME, granted_seconds, set_time_limit
+from phalanx.launch.wall_time import END_TIME, granted_seconds, set_time_limit
 from phalanx.training.safeguards import time_limit
 from phalanx.training.safeguards.time_limit import ENDING_S, TimeLimit
 from phalanx.training.stopping import TIME_IS_UP, StopRequest

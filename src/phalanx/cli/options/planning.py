@@ -19,8 +19,7 @@ from phalanx.cli.arguments import (
     complete_override,
 )
 from phalanx.hardware.machine import described_names
-from phalanx.hardware.reliability import MTBF_HOURS, RESTART_MINUTES
-from phalanx.planner.plan.budget import CHECKPOINT_GB_S
+from phalanx.hardware.reliability import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES
 
 
 @dataclass(frozen=True)

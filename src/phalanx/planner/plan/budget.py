@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.hardware.reliability import MTBF_HOURS, RESTART_MINUTES, Goodput, find_goodput
-
-CHECKPOINT_GB_S = 1.0
-"""GB/s at which a node writes its part of a checkpoint to shared storage: an assumption."""
+from phalanx.hardware.reliability import CHECKPOINT_GB_S, MTBF_HOURS, RESTART_MINUTES, Goodput, find_goodput
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def _choose_trace(name: PartName, setting: Setting, microbatch: int) -> _Trace:
         setting = _plain_setting(setting)
     if name == "leading":
         # The first blocks of a mixture have no experts, so one trace does for all degrees of `ep`.
-        setting = replace(setting, ep=1, expert_tp=1, ep_chunks=1, ep_node=1, casts_experts=False)
+        setting = setting.unspread()
     alike = replace(_plain_setting(setting), tp=1, cp=1, ep=1) if name in BLOCKS else setting
     samples, rows, local = _unlike_sizes(name, alike)
     mixture = setting.model.experts if isinstance(setting.model, LanguageModel) else None
@@ -190,7 +190,7 @@ _ALL = 2**62
 def _plain_setting(setting: Setting) -> Setting:
     """Return the setting without what neither ends of the model nor shapes of parameters depend on."""
     plain = replace(setting, recompute="none", streamed=1, peer_copies=False, joint_gradients=True)
-    return replace(plain, ep=1, expert_tp=1, ep_chunks=1, ep_node=1, casts_experts=False)
+    return plain.unspread()
 
 
 def _kept_together(traced: _Traced, scale: Scale) -> tuple[Kept, ...]:

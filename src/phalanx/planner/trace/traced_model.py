@@ -104,6 +104,10 @@ class Setting:
             return self.trained.freezes(name)
         return all(self.trained.freezes(f"blocks.{block}.{inner}") for block in range(self.model.n_layers))
 
+    def unspread(self) -> Setting:
+        """Return the setting of what holds no experts: however these are spread, it costs the same."""
+        return replace(self, ep=1, expert_tp=1, ep_chunks=1, ep_node=1, casts_experts=False)
+
     def apart(self) -> Setting:
         """Return the setting of schedules that split input and weight gradients: blocks are not compiled then."""
         return replace(self, compile=False, joint_gradients=False)
