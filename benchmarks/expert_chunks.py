@@ -201,9 +201,9 @@ def main() -> None:
     for chunks in () if options.compiled else CHUNKS:
         alone[f"{rows // chunks} rows"] = time_alone(ep, rows // chunks, device, **sizes)
     if ranks.first:
-        flag = " --compiled" if options.compiled else ""
+        words = f"{' --compiled' if options.compiled else ''} --tokens {tokens}"
         result = {
-            "command": f"python -m torch.distributed.run --nproc-per-node 2 benchmarks/expert_chunks.py{flag} --tokens {tokens}",
+            "command": f"python -m torch.distributed.run --nproc-per-node 2 benchmarks/expert_chunks.py{words}",
             "devices": f"two {torch.cuda.get_device_name() if device.type == 'cuda' else 'CPUs'} of one host",
             "torch": torch.__version__,
             "steps": found,
