@@ -37,7 +37,9 @@ def draw_architecture() -> str:
         body += [_box(10, top, 190, 40, COLOURS[i % len(COLOURS)]), _text(105, top + 25, room)]
         body.append(_text(220, top + 25, gives, size=13, anchor="start"))
         if i + 1 < len(FLOW):
-            body.append(f'<path d="M105 {top + 40} v18 m-5 -6 l5 6 l5 -6" fill="none" stroke="#5c6bc0" stroke-width="2"/>')
+            body.append(
+                f'<path d="M105 {top + 40} v18 m-5 -6 l5 6 l5 -6" fill="none" stroke="#5c6bc0" stroke-width="2"/>'
+            )
     return _picture(400, 10 + len(FLOW) * 62, body)
 
 
