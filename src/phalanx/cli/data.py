@@ -305,7 +305,7 @@ def sample_molecules(
 
     Molecular dynamics with effective medium theory: 1,200 structures are 1 MB and take half a minute.
     """
-    write = import_module("phalanx.families.materials.data.sample_molecules").write_molecules
+    write = import_module("phalanx.families.materials.data.samples.molecules").write_molecules
     with show_preparation() as report:
         _print_sample(out, write(out, trajectories=trajectories, seed=seed, progress=report), json_output)
 

@@ -27,7 +27,7 @@ from phalanx.errors import CheckpointError
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.trained_elements import TrainedElements, write_elements
 from phalanx.families.materials.model.geometry import COVALENT_RADII
-from phalanx.families.materials.model.mace import (
+from phalanx.families.materials.model.message_passing.mace import (
     count_components,
     coupling_paths,
     equivariant_polynomials,

@@ -8,11 +8,12 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.families.materials.model.dimenet import DimeNetBlock, DimeNetEmbedding
 from phalanx.families.materials.model.electronic_state import ElectronicState
-from phalanx.families.materials.model.equivariant_backbones import EgnnBlock, PaiNNBlock
 from phalanx.families.materials.model.geometry import Geometry, find_triplets
-from phalanx.families.materials.model.invariant_backbones import (
+from phalanx.families.materials.model.layers import Atoms, ElementTable
+from phalanx.families.materials.model.message_passing.dimenet import DimeNetBlock, DimeNetEmbedding
+from phalanx.families.materials.model.message_passing.equivariant_backbones import EgnnBlock, PaiNNBlock
+from phalanx.families.materials.model.message_passing.invariant_backbones import (
     CgcnnBlock,
     Gatv2Block,
     GinBlock,
@@ -20,8 +21,7 @@ from phalanx.families.materials.model.invariant_backbones import (
     SageBlock,
     SchNetBlock,
 )
-from phalanx.families.materials.model.layers import Atoms, ElementTable
-from phalanx.families.materials.model.pna import PnaBlock, PnaEqBlock, PnaPlusBlock
+from phalanx.families.materials.model.message_passing.pna import PnaBlock, PnaEqBlock, PnaPlusBlock
 from phalanx.families.materials.model_config import MaterialsModel
 
 BuildBlock = Callable[[MaterialsModel, int], nn.Module]
@@ -69,8 +69,12 @@ def _embed_scalars(config: MaterialsModel) -> nn.Module:
 def _spherical_backbone(body: str) -> Backbone:
     # Their constants come from e3nn, which is an optional extra.
     try:
-        from phalanx.families.materials.model.mace import MaceBlock, outgoing_degree, spherical_harmonics  # noqa: PLC0415
-        from phalanx.families.materials.model.nequip import NequipBlock, nequip_outgoing_degree  # noqa: PLC0415
+        from phalanx.families.materials.model.message_passing.mace import (  # noqa: PLC0415
+            MaceBlock,
+            outgoing_degree,
+            spherical_harmonics,
+        )
+        from phalanx.families.materials.model.message_passing.nequip import NequipBlock, nequip_outgoing_degree  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ConfigError(
             f'model.body={body} needs the package {error.name}; pip install "phalanx-train[materials]"'

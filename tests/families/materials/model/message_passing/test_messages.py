@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.families.materials.model.messages import recompute_function, sum_messages
+from phalanx.families.materials.model.message_passing.messages import recompute_function, sum_messages
 
 
 def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:

@@ -14,11 +14,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from phalanx.families.materials.model.equivariant_backbones import update_vectors
 from phalanx.families.materials.model.geometry import Geometry
-from phalanx.families.materials.model.invariant_backbones import LARGEST_SCORE
 from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, layer_values, silu
-from phalanx.families.materials.model.messages import sum_messages
+from phalanx.families.materials.model.message_passing.equivariant_backbones import update_vectors
+from phalanx.families.materials.model.message_passing.invariant_backbones import LARGEST_SCORE
+from phalanx.families.materials.model.message_passing.messages import sum_messages
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 

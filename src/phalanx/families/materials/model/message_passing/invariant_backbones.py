@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from phalanx.families.materials.model.geometry import Geometry
 from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, layer_values, shifted_softplus, silu
-from phalanx.families.materials.model.messages import sum_messages
+from phalanx.families.materials.model.message_passing.messages import sum_messages
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 

@@ -10,8 +10,8 @@ from torch_geometric.nn.models import SchNet
 
 from atom_graphs import CUTOFF, batch_of, random_structure
 from phalanx.families.materials.model.geometry import Geometry, edge_geometry, edge_vectors
-from phalanx.families.materials.model.invariant_backbones import degree_weights
 from phalanx.families.materials.model.layers import Atoms, InvariantAttention
+from phalanx.families.materials.model.message_passing.invariant_backbones import degree_weights
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import Branch, EnergyHead, GlobalAttention
 from phalanx.nn.layers import Linear

@@ -8,7 +8,7 @@ from e3nn import o3
 from torch import Tensor
 
 from atom_graphs import orthogonal
-from phalanx.families.materials.model.mace import (
+from phalanx.families.materials.model.message_passing.mace import (
     component_range,
     count_components,
     coupling_coefficients,

@@ -1,0 +1,1 @@
+"""Data to try the family with, made by simulation."""
