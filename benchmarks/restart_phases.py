@@ -30,6 +30,7 @@ from phalanx.chaos.faults import PlannedFault, draw_faults
 from phalanx.chaos.inject import START, STEP_LOG
 from phalanx.files import read_json_lines, write_atomically
 from phalanx.launch.faults import FAULT_LOG
+from phalanx.report.run_log import RunLog, split_wall_time, summarise_run
 from phalanx.training import start
 from phalanx.training.callbacks import Callback, TrainingContext
 from phalanx.training.metrics import StepMetrics
@@ -113,7 +114,10 @@ def measure_restarts(
             "restarts", 2, "layout.dp_shard=2", f"training.steps={steps}", "restart.max=100", *words,
             f"training.callbacks={json.dumps(callbacks)}", limit_s=seconds, more={"OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
-    return {"code": code, "seconds": took, "restarts": follower.rows, "said": said.splitlines()[-60:]}
+    # A run that is cut off at once has no log.
+    folder = bench.folder / "restarts"
+    parts = split_wall_time(summarise_run(RunLog.read(folder))) if (folder / "metrics.jsonl").exists() else {}
+    return {"code": code, "seconds": took, "restarts": follower.rows, "wall_s": parts, "said": said.splitlines()[-60:]}
 
 
 class RestartFollower:
@@ -222,6 +226,8 @@ def main() -> None:
     if not whole:
         print("\n".join(found["said"]))
         return
+    print("wall time in seconds:", ", ".join(f"{name} {seconds:.1f}" for name, seconds in found["wall_s"].items()))
+    print(f"goodput {100 * found['wall_s']['training'] / sum(found['wall_s'].values()):.1f} %")
     for name in ("detected_s", "others_ended_s", "training_s"):
         values = [row[name] for row in whole]
         print(f"{name}: median {statistics.median(values):.2f}, longest {max(values):.2f}")

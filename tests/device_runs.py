@@ -76,7 +76,8 @@ def distance(found: Record, reference: Record) -> Distance:
 
 
 def relative_error(found: Place | Tensor, wanted: Place | Tensor) -> float:
-    """Return the 2-norm of the difference over the 2-norm of `wanted`; infinite where `found` is not finite."""
-    a, b = (x.local if isinstance(x, Place) else x for x in (found, wanted))
-    error = float((a.cpu().double() - b.cpu().double()).norm() / b.cpu().double().norm())
+    """Return the 2-norm of the difference over the 2-norm of `wanted`: 0 where they are equal, infinite where not finite."""
+    a, b = ((x.local if isinstance(x, Place) else x).cpu().double() for x in (found, wanted))
+    # Both can be nothing but zeros, as where experts get no rows.
+    error = 0.0 if torch.equal(a, b) else float((a - b).norm() / b.norm())
     return error if error == error else float("inf")
