@@ -152,6 +152,9 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
     "It trains five networks for 12,000 steps each; tests/cli/test_ensemble.py chooses of a study and trains seeds.": (
         "phalanx ensemble studies/xtb --train training.steps=12000 --out e",
     ),
+    "It reads an input file of LAMMPS; test_lammps_potential.py in tests/families/materials/evaluation runs the guide's.": (
+        'phalanx lammps runs/materials-xtb in.ethanol --elements "H C O" --precision fp64',
+    ),
     "It injects faults for minutes; tests/faults and tests/chaos do.": (
         "phalanx chaos run.yaml --nproc 8 --minutes 30 --seed 1 --out acceptance training.steps=200 restart.heartbeat_s=10",
         "phalanx chaos examples/quickstart.yaml --nproc 2 --minutes 30",

@@ -227,6 +227,13 @@ SUBCOMMANDS = (
         ("phalanx select ensembles/xtb 'md/*.extxyz' --top 200 --out next.extxyz",),
     ),
     Subcommand(
+        "lammps",
+        "models.lammps",
+        "models",
+        "Run LAMMPS with a network as its potential.",
+        ('phalanx lammps runs/materials-xtb in.ethanol --elements "H C O" --precision fp64',),
+    ),
+    Subcommand(
         "forecast",
         "models.forecast",
         "models",

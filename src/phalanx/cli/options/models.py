@@ -251,6 +251,41 @@ class SelectArguments:
 
 
 @dataclass(frozen=True)
+class LammpsArguments:
+    """Run an input file of LAMMPS with a network as its potential, in this process and on one rank.
+
+    The network stands behind the line "fix phalanx all external pf/callback 1 1" of the file. LAMMPS writes its output and
+    log as it always does. See docs/guides/materials.md.
+    """
+
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Run directory, one checkpoint, or folder of an ensemble.")
+    ]
+    input: Annotated[Path, typer.Argument(metavar="INPUT", help="Input file of LAMMPS, with units metal or real.")]
+    elements: Annotated[
+        str, typer.Option(metavar='"H O"', help="Elements of the atom types 1, 2, ..., as pair_coeff has them.")
+    ]
+    branch: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The data set whose energies are meant, of models with several.")
+    ] = None
+    charge: Annotated[
+        float | None,
+        typer.Option(metavar="E", help="Total charge; by default what the charges of the atoms add up to."),
+    ] = None
+    multiplicity: Annotated[int, typer.Option(min=1, help="2S + 1 of the whole structure.")] = 1
+    dispersion: Annotated[
+        str | None, typer.Option(metavar="FUNCTIONAL", help="Add the D3 dispersion of this functional.")
+    ] = None
+    untrained_elements: Annotated[
+        bool, typer.Option("--untrained-elements", help="Compute elements that no training structure had, too.")
+    ] = False
+    precision: Annotated[
+        Literal["fp32", "fp64"] | None, typer.Option(help="Number format of activations; by default that of the run.")
+    ] = None
+    device: Device = "auto"
+
+
+@dataclass(frozen=True)
 class ForecastArguments:
     """Forecast from every time of a split, score all lead times, and write a page with curves and maps.
 
