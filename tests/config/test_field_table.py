@@ -24,7 +24,7 @@ def test_mappings_of_names_in_words() -> None:
     assert fields["data.sources.N.labels"].allowed.startswith(
         "a mapping of energy, forces, stress, charges, dipole, total_charge and"
     )
-    assert fields["data.sources.N.labels.NAME.unit"].required
+    assert fields["data.sources.N.labels.NAME.factor"].default == "1.0"
 
 
 def test_types_and_bounds_in_words() -> None:

@@ -15,7 +15,7 @@ from phalanx.config.families import Family
 from phalanx.config.problems import Problem
 from phalanx.config.schema import Run
 from phalanx.config.section import NonNegativeInt, PathText, PositiveInt, Section, Words, first_repeated
-from phalanx.families.materials.model_config import MaterialsModel
+from phalanx.families.materials.model_config import PROPERTY_HEADS, MaterialsModel
 from phalanx.families.materials.sizes import EWALD_TAIL, edges_sum_charges
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -27,8 +27,11 @@ LabelName = Literal["energy", "forces", "stress", "charges", "dipole", "total_ch
 class GraphLabel(Section):
     """Where a label stands in the files of a source, and in which unit."""
 
-    unit: str
-    """Unit in the files, such as eV, Ha, kcal/mol, Ha/bohr, GPa, D, or 1 for a pure number."""
+    unit: str = ""
+    """Unit in the files, such as eV, Ha, kcal/mol, Ha/bohr, GPa, D, or 1 for a pure number; empty for classes."""
+    classes: list[str] = Field(default=[])
+    """Names of the classes, of a property that is none of numbers. The files hold these names, or 0, 1, ... in this order;
+    -1 or NaN where the class is not known."""
     key: str | None = None
     """Name in the files (array, column or property); null means the label's own name."""
     column: NonNegativeInt | None = None
@@ -36,12 +39,34 @@ class GraphLabel(Section):
     factor: float = 1.0
     """A further factor, such as -1 for stresses of the opposite sign (here positive stress is tension)."""
 
+    @model_validator(mode="after")
+    def _says_what_it_is(self) -> GraphLabel:
+        if bool(self.unit) == bool(self.classes):
+            raise ValueError("give either unit, of numbers (1 for pure ones), or classes")
+        if self.classes and (len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)):
+            raise ValueError(f"classes={self.classes}: at least two are needed, each with its own name")
+        return self
+
 
 _Label = Annotated[
     GraphLabel,
     BeforeValidator(lambda value: {"unit": value} if isinstance(value, str) else value),
     Words("a unit or a mapping with unit, key, column and factor"),
 ]
+
+
+class GivenGraphs(Section):
+    """What stands in files of graphs whose nodes are no atoms: grains and their faces, meshes, networks. Each name is an
+    array's, of one or several columns."""
+
+    node_features: Annotated[list[str], Field(min_length=1)]
+    """Arrays with a row a node, which the model sees."""
+    edge_features: list[str] = Field(default=[])
+    """Arrays with a row an edge, which the model sees."""
+    graph_features: list[str] = Field(default=[])
+    """Arrays with a row a graph, which the model sees."""
+    positions: bool = False
+    """Whether nodes have positions (array `pos`), in a unit of length of the source's own."""
 
 
 class GraphSource(Section):
@@ -55,6 +80,9 @@ class GraphSource(Section):
     """Ragged arrays (.npz), extended XYZ, an ASE database (.db), or QM9's CSV; auto goes by the ending."""
     weight: Annotated[float, Field(gt=0.0)] | None = None
     """Share of the samples relative to other sources; null means its number of structures: each is read once an epoch."""
+    graph: GivenGraphs | None = None
+    """Of a source of graphs whose nodes are no atoms and whose edges the files give; a node then stands in the place of an
+    atom. null for atoms, whose edges are found."""
     length_unit: str = "A"
     """Unit of positions and cells."""
     labels: dict[LabelName, _Label] = Field(default_factory=dict)
@@ -64,7 +92,9 @@ class GraphSource(Section):
     properties: dict[Name, _Label] = Field(default_factory=dict)
     """Further numbers, one a structure, by the name that a head asks for."""
     atom_properties: dict[Name, _Label] = Field(default_factory=dict)
-    """Further numbers, one an atom, by the name that a head asks for."""
+    """Further numbers, one an atom (or node), by the name that a head asks for."""
+    edge_properties: dict[Name, _Label] = Field(default_factory=dict)
+    """Further numbers, one an edge, by the name that a head asks for; of sources with `graph`."""
     group_by: str | None = None
     """Name in the files of what belongs together: structures of one group fall into one split, over sources too."""
     missing_labels: Literal["refuse", "allow"] = "refuse"
@@ -78,6 +108,21 @@ class GraphSource(Section):
     dispersion: Functional | None = None
     """Functional whose D3 dispersion is taken off the energies, forces and stresses as they are prepared, so that the
     network learns the rest; calculators add it again. null for labels without dispersion, or to learn it."""
+
+    @model_validator(mode="after")
+    def _graph_fits(self) -> GraphSource:
+        if self.graph is None:
+            if self.edge_properties:
+                raise ValueError(
+                    "edge_properties need edges that files give, as a source with graph has; leave them out"
+                )
+            return self
+        if self.format not in ("auto", "npz"):
+            raise ValueError(f"format={self.format} holds atoms; a source with graph is read from .npz files")
+        for field, given in (("labels", self.labels), ("dispersion", self.dispersion)):
+            if given:
+                raise ValueError(f"{field} are of atoms, and nodes of a source with graph are none; leave {field} out")
+        return self
 
 
 class GraphCost(Section):
@@ -104,8 +149,8 @@ class GraphData(Section):
     """Where structures come from."""
     prepared: PathText
     """Folder of prepared shards, one folder a source inside."""
-    cutoff: Annotated[float, Field(gt=0.0)]
-    """Reach of an edge in angstrom."""
+    cutoff: Annotated[float, Field(gt=0.0)] = 5.0
+    """Reach of an edge in angstrom. Of graphs with positions whose edges are given: a length that none of them exceeds."""
     max_neighbours: PositiveInt | None = None
     """Nearest sources kept for each atom, with all that tie with the last of them; null keeps all."""
     validation_fraction: Share = 0.05
@@ -200,6 +245,7 @@ class MaterialsRun(Run):
                 "learns would lack one dispersion here and another there",
                 "one functional for all sources, or a branch for each",
             )
+        yield from _check_graphs(self)
         yield from _check_labels(self)
         yield from _check_training(self)
 
@@ -221,10 +267,48 @@ def learned_labels(model: MaterialsModel) -> dict[str, str]:
     for label in ("charges", "dipole"):
         if getattr(model, label) is not None:
             found[label] = f"model.{label}"
-    for head in ("properties", "atom_properties"):
+    for head in PROPERTY_HEADS:
         options = getattr(model, head)
         found |= dict.fromkeys(options.names if options else [], f"model.{head}")
     return found
+
+
+def _check_graphs(run: MaterialsRun) -> Iterator[Problem]:
+    """Yield what sources of graphs and the model's `graph` say differently, and classes likewise."""
+    model = run.model
+    for source in run.data.sources:
+        if (source.graph is None) != (model.graph is None):
+            here, there = ("has no", "has") if source.graph is None else ("has", "has no")
+            yield Problem(
+                ("model", "graph"),
+                f"source {source.name} {here} graph, and the model {there} model.graph: it sees atoms by their element, or "
+                "nodes and edges by their features",
+                "graph in every source and in model, or in none",
+            )
+        elif (
+            source.graph is not None
+            and model.graph is not None
+            and model.graph.positions
+            and not source.graph.positions
+        ):
+            yield Problem(
+                ("model", "graph", "positions"),
+                f"model.graph.positions=true, and source {source.name} has none",
+                f"graph.positions: true for source {source.name}, or model.graph.positions=false",
+            )
+        for head in PROPERTY_HEADS:
+            options = getattr(model, head)
+            for name in options.names if options else []:
+                label = getattr(source, head).get(name)
+                counted = options.classes[name].count if name in options.classes else 0
+                if label is not None and len(label.classes) != counted:
+                    yield Problem(
+                        ("model", head, "classes"),
+                        f"{head}.{name} has {len(label.classes)} classes in source {source.name}, {counted} in the model",
+                        f"{name}: {len(label.classes)} under model.{head}.classes"
+                        if label.classes
+                        else f"classes of {name} in source {source.name}, or no {name} under model.{head}.classes",
+                    )
 
 
 def _check_labels(run: MaterialsRun) -> Iterator[Problem]:
@@ -296,6 +380,9 @@ def _check_training(run: MaterialsRun) -> Iterator[Problem]:
 def one_program_obstacle(run: MaterialsRun) -> str | None:
     """Return the field because of which forward pass, forces and backward pass cannot be one program of fixed shapes; None
     where they can."""
+    if run.model.graph is not None:
+        # Batches are padded with edges beyond the cutoff, and edges that are given do not fade.
+        return "model.graph"
     if run.model.body == "dimenet++":
         # It pairs edges that meet: how many, only the data tell.
         return "model.body=dimenet++"
@@ -316,7 +403,7 @@ def _labels_of(source: GraphSource, field: str) -> set[str]:
 
 
 def _is_label(field: str) -> bool:
-    return field not in ("model.properties", "model.atom_properties")
+    return field.removeprefix("model.") not in PROPERTY_HEADS
 
 
 FAMILY = Family(

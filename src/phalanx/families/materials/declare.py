@@ -51,7 +51,7 @@ class DeclaredMaterials(DeclaredModel):
         """Return the floating-point operations of the embedding and of the head, in those of one block."""
         block = block_flops(self.model, 1, self.model.mean_neighbors) or 1.0
         embedding = embedding_flops(self.model, 1, self.model.mean_neighbors)
-        return embedding / block, head_flops(self.model, 1) / block
+        return embedding / block, head_flops(self.model, 1, self.model.mean_neighbors) / block
 
 
 @cache

@@ -9,9 +9,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from phalanx.checkpoint import RankGroup, open_checkpoints, read_state
 from phalanx.config.load import parse_run
 from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.data.given_graphs import FEATURES
 from phalanx.families.materials.data.graph_shards import (
     Manifest,
     Statistics,
@@ -20,7 +23,7 @@ from phalanx.families.materials.data.graph_shards import (
     read_manifest,
 )
 from phalanx.families.materials.data.graph_statistics import joint_statistics
-from phalanx.families.materials.model_config import Branch, MaterialsModel
+from phalanx.families.materials.model_config import GRAPH_LEVELS, PROPERTY_HEADS, Branch, MaterialsModel
 from phalanx.printable import write_stderr
 from phalanx.remote_files import weights_path
 
@@ -56,6 +59,8 @@ def _choose_units(run: MaterialsRun, run_dir: Path, unstated: list[str]) -> Unit
     if start is not None:
         # Weights mean something in the units that they were trained in.
         units["mean_neighbors"] = start.mean_neighbors
+        if start.graph is not None and "graph" in units:
+            units["graph"] = start.graph.model_dump(include=set(_FEATURE_UNITS))
         known = {branch.name: branch for branch in start.branches}
         shared = run.model.energy is not None and run.model.energy.shared
         one_head = shared or len(known) == len(run.model.branches) == 1
@@ -113,7 +118,10 @@ def fitting_units(run: MaterialsRun, manifests: Mapping[str, Manifest] | None = 
     else:
         branches = [_branch_units(run.model, name, manifests[name].statistics) for name in names]
     # Sums are divided by it: data without a single edge must not make it 0.
-    return {"mean_neighbors": max(round(neighbours, 1), 0.1), "branches": branches}
+    units: Units = {"mean_neighbors": max(round(neighbours, 1), 0.1), "branches": branches}
+    if run.model.graph is not None:
+        units["graph"] = _feature_units(joint_statistics(open_prepared(run.data, "train")))
+    return units
 
 
 def unstated_units(model: MaterialsModel) -> list[str]:
@@ -121,10 +129,14 @@ def unstated_units(model: MaterialsModel) -> list[str]:
     found = [] if "mean_neighbors" in model.model_fields_set else ["mean_neighbors"]
     heads = {
         "energy": ("energy_scale", "reference_energies"),
-        "properties": ("properties_shift", "properties_scale"),
-        "atom_properties": ("atom_properties_shift", "atom_properties_scale"),
-    }
+    } | {head: (f"{head}_shift", f"{head}_scale") for head in PROPERTY_HEADS}
     used = [field for head, fields in heads.items() if getattr(model, head) is not None for field in fields]
+    if model.graph is not None:
+        given = model.graph.model_fields_set
+        units = [
+            f"{level}_{unit}" for level in GRAPH_LEVELS if getattr(model.graph, level) for unit in ("shift", "scale")
+        ]
+        found += [f"graph.{field}" for field in units if field not in given]
     for branch in model.branches:
         found += [f"{branch.name}.{field}" for field in used if field not in branch.model_fields_set]
     return found
@@ -137,6 +149,9 @@ def with_units(model: MaterialsModel, units: Units) -> MaterialsModel:
         fields = Branch.model_fields.keys() - branch.model_fields_set - {"name", "weight"}
         branches.append(branch.model_copy(update={field: known[field] for field in fields if field in known}))
     changes: dict[str, Any] = {"branches": branches}
+    if model.graph is not None:
+        unstated = units["graph"].keys() - model.graph.model_fields_set
+        changes["graph"] = model.graph.model_copy(update={field: units["graph"][field] for field in unstated})
     if "mean_neighbors" not in model.model_fields_set:
         changes["mean_neighbors"] = units["mean_neighbors"]
     return model.model_copy(update=changes)
@@ -144,12 +159,17 @@ def with_units(model: MaterialsModel, units: Units) -> MaterialsModel:
 
 def units_of(model: MaterialsModel) -> Units:
     """Return the units that a model has, stated or not."""
-    return {"mean_neighbors": model.mean_neighbors, "branches": [branch.model_dump() for branch in model.branches]}
+    units: Units = {"mean_neighbors": model.mean_neighbors}
+    if model.graph is not None:
+        units["graph"] = model.graph.model_dump(include=set(_FEATURE_UNITS))
+    return units | {"branches": [branch.model_dump() for branch in model.branches]}
 
 
 def units_in_words(model: MaterialsModel, names: list[str]) -> Iterator[str]:
     """Say what the units called `names` are in `model`; see `unstated_units`."""
-    branches = {branch.name: branch for branch in model.branches}
+    branches: dict[str, BaseModel] = {branch.name: branch for branch in model.branches}
+    if model.graph is not None:
+        branches["graph"] = model.graph
     for name in names:
         branch, _, field = name.partition(".")
         value = getattr(branches[branch], field) if field else getattr(model, name)
@@ -160,6 +180,19 @@ def units_in_words(model: MaterialsModel, names: list[str]) -> Iterator[str]:
             yield f"{name}={value}"
 
 
+_FEATURE_UNITS = [f"{level}_{unit}" for level in GRAPH_LEVELS for unit in ("shift", "scale")]
+
+
+def _feature_units(known: Statistics) -> dict[str, list[float]]:
+    """Return mean and spread of each number of nodes, edges and graphs; of one that never varies, a spread of 1."""
+    found = {}
+    for level in GRAPH_LEVELS:
+        columns = known.features.get(FEATURES[level], [])
+        found[f"{level}_shift"] = [float(f"{one.mean:.6g}") for one in columns]
+        found[f"{level}_scale"] = [float(f"{one.std or 1.0:.6g}") for one in columns]
+    return found
+
+
 def _branch_units(model: MaterialsModel, name: str, known: Statistics) -> dict[str, Any]:
     branch: dict[str, Any] = {"name": name}
     if model.energy is not None and ("forces" in known.labels or known.reference_energies):
@@ -168,11 +201,13 @@ def _branch_units(model: MaterialsModel, name: str, known: Statistics) -> dict[s
         branch["energy_scale"] = float(f"{spread or 1.0:.4g}")
     if model.energy is not None and known.reference_energies:
         branch["reference_energies"] = {str(z): round(energy, 5) for z, energy in known.reference_energies.items()}
-    for field in ("properties", "atom_properties"):
+    for field in PROPERTY_HEADS:
         head = getattr(model, field)
         names = [] if head is None else head.names
         if any(column in known.labels for column in names):
             found = [known.labels.get(column) for column in names]
+            # A class is no number: nothing is taken off it.
+            found = [None if column in head.classes else one for column, one in zip(names, found, strict=True)]
             branch[f"{field}_shift"] = [0.0 if one is None else float(f"{one.mean:.6g}") for one in found]
             branch[f"{field}_scale"] = [1.0 if one is None else float(f"{one.std or 1.0:.6g}") for one in found]
     return branch

@@ -23,6 +23,7 @@ from phalanx.families.materials.data.balance import (
     step_balance,
     summarise_balance,
 )
+from phalanx.families.materials.data.given_graphs import FEATURES
 from phalanx.families.materials.data.graph_batches import Columns, graph_columns
 from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
 from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
@@ -37,7 +38,13 @@ from phalanx.families.materials.evaluation.prediction_errors import (
 from phalanx.families.materials.fitted_units import settle_units
 from phalanx.families.materials.graph_parallel.cut_batches import ShareStream, cutting_of
 from phalanx.families.materials.model.losses import learned_tasks
-from phalanx.families.materials.model_config import MaterialsModel
+from phalanx.families.materials.model_config import (
+    GRAPH_LEVELS,
+    PROPERTY_HEADS,
+    PROPERTY_LABELS,
+    MaterialsModel,
+    PropertyHead,
+)
 from phalanx.files import write_atomically
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.data_parallel.task_heads import branch_groups
@@ -195,10 +202,10 @@ class MaterialsInputs(TrainableModel):
             rows = match_rows(there, here, "elements")
             tables = ("*.elements.weight", "*.contraction.*", "*.skip_element.*", "*.message_element.*")
             found += [(pattern, rows) for pattern in tables]
-        for name in ("properties", "atom_properties"):
+        for name in PROPERTY_HEADS:
             old, new = getattr(before, name), getattr(model, name)
-            if old is not None and new is not None and old.names != new.names:
-                rows = match_rows(old.names, new.names, "properties")
+            if old is not None and new is not None and _output_names(old) != _output_names(new):
+                rows = match_rows(_output_names(old), _output_names(new), "properties")
                 found.append((f"head.{name}.copies.*.{new.layers - 1}.*", rows))
         return found
 
@@ -216,7 +223,7 @@ class MaterialsInputs(TrainableModel):
         labelled = []
         for source in sources:
             manifest = source.manifest
-            by_column = {"properties_GP": manifest.properties, "atom_properties_NP": manifest.atom_properties}
+            by_column = {label: getattr(manifest, head) for head, label in PROPERTY_LABELS.items()}
             labelled.append(
                 [
                     len(source) > 0 and quantity.name in by_column.get(quantity.label, manifest.labels)
@@ -235,12 +242,34 @@ def _count_in_words(training: list[PreparedSource]) -> str:
 def columns_of(run: MaterialsRun, sources: Sequence[PreparedSource]) -> Columns:
     """Return what batches must hold for this model."""
     model = run.model
+    _check_features(run, sources)
     return graph_columns(
         sources,
         tasks=[task.label for task in learned_tasks(model)],
-        properties=model.properties.names if model.properties else [],
-        atom_properties=model.atom_properties.names if model.atom_properties else [],
+        properties={head: getattr(model, head).names for head in PROPERTY_HEADS if getattr(model, head)},
     )
+
+
+def _output_names(head: PropertyHead) -> list[str]:
+    """Return a name for each number that a head gives: of classes one each."""
+    return [
+        name if name not in head.classes else f"{name} {number}"
+        for name in head.names
+        for number in range(head.classes[name].count if name in head.classes else 1)
+    ]
+
+
+def _check_features(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:
+    """Refuse features of another width than the model's. Raises DataError naming the source."""
+    graph = run.model.graph
+    for source in sources if graph is not None else ():
+        for level in GRAPH_LEVELS:
+            there = len(source.manifest.statistics.features.get(FEATURES[level], ()))
+            if there != getattr(graph, level):
+                raise DataError(
+                    f"{source.path}: {FEATURES[level]} are {there} numbers, model.graph.{level}={getattr(graph, level)}; "
+                    f"set model.graph.{level}={there}, or name other arrays under graph of the source and prepare it again"
+                )
 
 
 def _require_whole_cells(run: MaterialsRun, sources: Sequence[PreparedSource]) -> None:

@@ -67,7 +67,7 @@ class MaterialsStage(Stage):
             found = self.part.predict(x, **seen, forces=forces, stress=stress)
             # Over `cp` a rank holds some atoms of a structure; an error per atom needs the number of all.
             atoms_G = inputs["exchange"].atoms_by_graph(graph_N, len(source_G))
-            atoms = {"graph_N": graph_N, "atoms_G": atoms_G}
+            atoms = {"graph_N": graph_N, "target_E": seen["edges_2E"][1], "atoms_G": atoms_G}
             losses = summed_losses(config, units, found, labels, branch_G=branch_G, **atoms)
             errors = error_sums(config, found, labels, source_G=source_G, sources=sources, **atoms)
             return torch.cat((losses, errors.flatten()))

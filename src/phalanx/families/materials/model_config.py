@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from phalanx.config.model import Model
 from phalanx.config.section import Layers, Section, Width, Words, first_repeated
@@ -175,11 +175,35 @@ class DipoleHead(Section):
     """Weight of a component (elementary charge times angstrom)."""
 
 
+class ClassOptions(Section):
+    """How a property that is one of several classes is learned: by cross-entropy."""
+
+    count: Annotated[int, Field(ge=2, le=1000)]
+    """Number of classes."""
+    weights: list[Positive] = Field(default=[])
+    """Weight of each class in the loss; empty for 1 each."""
+
+    @model_validator(mode="after")
+    def _counts(self) -> ClassOptions:
+        if self.weights and len(self.weights) != self.count:
+            raise ValueError(f"weights has {len(self.weights)} values for count={self.count} classes")
+        return self
+
+
+_Classes = Annotated[
+    ClassOptions,
+    BeforeValidator(lambda value: {"count": value} if isinstance(value, int) else value),
+    Words("a number of classes or a mapping with count and weights"),
+]
+
+
 class PropertyHead(Section):
-    """Properties of structures or of atoms, each a number."""
+    """Properties of structures, of atoms or of edges, each a number or a class."""
 
     names: Annotated[list[Name], Field(min_length=1), Words("a list of at least one name")]
     """The properties, in the order of the columns of the labels."""
+    classes: dict[Name, _Classes] = Field(default={})
+    """Those of them that are classes, each with how many; all others are numbers."""
     pooling: Literal["mean", "sum"] = "mean"
     """How atoms make a structure's property: mean for intensive ones, sum for extensive ones."""
     layers: Annotated[int, Field(ge=1, le=8)] = 2
@@ -190,6 +214,73 @@ class PropertyHead(Section):
     """Error that is summed, in units of the branch's scale."""
     weight: Weight = 1.0
     """Weight of a property."""
+
+    @model_validator(mode="after")
+    def _classes_have_names(self) -> PropertyHead:
+        unknown = next((name for name in self.classes if name not in self.names), None)
+        if unknown is not None:
+            raise ValueError(f"classes: {unknown} is not among names={self.names}")
+        return self
+
+    @property
+    def columns(self) -> list[slice]:
+        """Return the numbers of the head's result that belong to each property: one, or a score for each class."""
+        widths = [self.classes[name].count if name in self.classes else 1 for name in self.names]
+        return [slice(sum(widths[:place]), sum(widths[: place + 1])) for place in range(len(widths))]
+
+    @property
+    def outputs(self) -> int:
+        """Return how many numbers the head gives."""
+        return sum(self.classes[name].count if name in self.classes else 1 for name in self.names)
+
+
+PROPERTY_HEADS = ("properties", "atom_properties", "edge_properties")
+"""Heads of properties: of structures, of atoms and of edges. Sources name what they have in sections of these names."""
+PROPERTY_LABELS = dict(zip(PROPERTY_HEADS, ("properties_GP", "atom_properties_NP", "edge_properties_EP"), strict=True))
+"""Field of a batch that holds the labels of each of them."""
+POSITION_BODIES = ("egnn", "painn", "pnaeq")
+"""Backbones that need directions of edges."""
+ELEMENT_BODIES = ("dimenet++", "nequip", "mace")
+"""Backbones whose layers know elements, or angles between edges within a cutoff."""
+
+
+class GraphInputs(Section):
+    """What a model sees of graphs whose nodes are no atoms: numbers of nodes, edges and graphs, in the order of the arrays
+    that sources name, each less its shift and over its scale."""
+
+    nodes: Width
+    """Numbers of a node."""
+    edges: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Numbers of an edge."""
+    graphs: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Numbers of a graph."""
+    positions: bool = False
+    """Whether lengths of edges are seen, and by backbones with vectors their directions."""
+    nodes_shift: list[float] = Field(default=[])
+    """What is taken off each number of a node; left out, its mean in the training data."""
+    nodes_scale: list[Positive] = Field(default=[])
+    """What it is divided by; left out, its spread in the training data."""
+    edges_shift: list[float] = Field(default=[])
+    """The same of edges."""
+    edges_scale: list[Positive] = Field(default=[])
+    """The same of edges."""
+    graphs_shift: list[float] = Field(default=[])
+    """The same of graphs."""
+    graphs_scale: list[Positive] = Field(default=[])
+    """The same of graphs."""
+
+    @model_validator(mode="after")
+    def _units_fit(self) -> GraphInputs:
+        for level in GRAPH_LEVELS:
+            for unit in ("shift", "scale"):
+                given, wanted = len(getattr(self, f"{level}_{unit}")), getattr(self, level)
+                if given not in (0, wanted):
+                    raise ValueError(f"{level}_{unit} has {given} values, but there are {level}={wanted} numbers")
+        return self
+
+
+GRAPH_LEVELS = ("nodes", "edges", "graphs")
+"""What features of a graph belong to; a field of `GraphInputs` each."""
 
 
 class Branch(Section):
@@ -214,6 +305,10 @@ class Branch(Section):
     """What an atom property of 0 means; left out, its mean in the training data."""
     atom_properties_scale: list[Positive] = Field(default=[])
     """What one unit of an atom property means; left out, its spread in the training data."""
+    edge_properties_shift: list[float] = Field(default=[])
+    """What an edge property of 0 means; left out, its mean in the training data."""
+    edge_properties_scale: list[Positive] = Field(default=[])
+    """What one unit of an edge property means; left out, its spread in the training data."""
 
     @model_validator(mode="after")
     def _elements(self) -> Branch:
@@ -234,6 +329,8 @@ class MaterialsModel(Model):
     """Channels of an atom."""
     body: BackboneName = "painn"
     """How atoms exchange messages."""
+    graph: GraphInputs | None = None
+    """What the model sees of graphs whose nodes are no atoms and whose edges are given; null for atoms."""
     max_atomic_number: Annotated[int, Field(ge=1, le=MAX_ATOMIC_NUMBER)] = 100
     """Heaviest element; rows of the element tables."""
     cutoff: Positive = 5.0
@@ -276,7 +373,9 @@ class MaterialsModel(Model):
     properties: PropertyHead | None = None
     """Further properties of structures; null for none."""
     atom_properties: PropertyHead | None = None
-    """Further properties of atoms; null for none."""
+    """Further properties of atoms (or nodes); null for none."""
+    edge_properties: PropertyHead | None = None
+    """Properties of edges, of a model with graph; null for none."""
     branches: Annotated[list[Branch], Field(min_length=1)] = Field(default=[Branch()])
     """The data sets, in the order of `data.sources`."""
 
@@ -285,11 +384,15 @@ class MaterialsModel(Model):
         twice = first_repeated(self.electronic_state)
         if twice is not None:
             raise ValueError(f"electronic_state: {twice} is given twice; name each once")
-        if not any((self.energy, self.charges, self.dipole, self.properties, self.atom_properties)):
-            raise ValueError("the model predicts nothing; give energy, charges, dipole, properties or atom_properties")
-        heads = {"attention.heads": self.attention.heads if self.attention else 1}
-        heads["gatv2.heads"] = self.gatv2.heads if self.body == "gatv2" else 1
-        for name, count in heads.items():
+        heads = (self.energy, self.charges, self.dipole, *(getattr(self, name) for name in PROPERTY_HEADS))
+        if not any(heads):
+            raise ValueError(
+                f"the model predicts nothing; give energy, charges, dipole, {', '.join(PROPERTY_HEADS[:-1])} or "
+                f"{PROPERTY_HEADS[-1]}"
+            )
+        attention = {"attention.heads": self.attention.heads if self.attention else 1}
+        attention["gatv2.heads"] = self.gatv2.heads if self.body == "gatv2" else 1
+        for name, count in attention.items():
             if self.d_model % count:
                 raise ValueError(f"{name}={count} does not divide d_model={self.d_model}")
         if self.dipole is not None and self.dipole.from_charges and self.charges is None:
@@ -298,6 +401,25 @@ class MaterialsModel(Model):
             raise ValueError("electrostatics is part of the energy; give energy or leave it out")
         if self.electrostatics is not None and self.electrostatics.from_charges and self.charges is None:
             raise ValueError("electrostatics.from_charges needs the charge head; give charges or set it to false")
+        return self
+
+    @model_validator(mode="after")
+    def _graph_fits(self) -> MaterialsModel:
+        if self.graph is None:
+            if self.edge_properties is not None:
+                raise ValueError("edge_properties need a model with graph, whose edges are given; leave them out")
+            return self
+        for name in ("energy", "electrostatics", "charges", "dipole", "electronic_state", "distance_transform"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is of atoms, and the nodes of a model with graph are none; leave it out")
+        if self.body in ELEMENT_BODIES:
+            raise ValueError(
+                f"body={self.body} sees elements or angles within a cutoff; with graph set body=pna or another"
+            )
+        if self.body in POSITION_BODIES and not self.graph.positions:
+            raise ValueError(
+                f"body={self.body} needs directions of edges; set graph.positions=true, or body=pna or another"
+            )
         return self
 
     @model_validator(mode="after")
@@ -339,7 +461,8 @@ class MaterialsModel(Model):
         if twice is not None:
             raise ValueError(f"branches: the name {twice} is given twice; names must differ")
         for branch in self.branches:
-            for field, head in (("properties", self.properties), ("atom_properties", self.atom_properties)):
+            for field in PROPERTY_HEADS:
+                head = getattr(self, field)
                 for unit in ("shift", "scale"):
                     given, wanted = len(getattr(branch, f"{field}_{unit}")), len(head.names) if head else 0
                     if given not in (0, wanted):

@@ -16,7 +16,7 @@ from functools import cache
 from itertools import combinations_with_replacement, pairwise
 from typing import Literal
 
-from phalanx.families.materials.model_config import MaterialsModel
+from phalanx.families.materials.model_config import PROPERTY_HEADS, MaterialsModel
 
 
 def parameter_count(config: MaterialsModel) -> int:
@@ -34,7 +34,11 @@ def matmul_parameters(config: MaterialsModel) -> int:
 def in_words(config: MaterialsModel) -> str:
     """Return the shape for a person."""
     branches = f", {len(config.branches)} branches" if len(config.branches) > 1 else ""
-    return f"{config.body}, {config.n_layers} layers x {config.d_model}, cutoff {config.cutoff:g} A{branches}"
+    graph = config.graph
+    sees = (
+        f"cutoff {config.cutoff:g} A" if graph is None else f"of {graph.nodes} numbers a node and {graph.edges} an edge"
+    )
+    return f"{config.body}, {config.n_layers} layers x {config.d_model}, {sees}{branches}"
 
 
 def model_flops(config: MaterialsModel, atoms: float, edges: float, triplets: float | None = None) -> float:
@@ -43,7 +47,7 @@ def model_flops(config: MaterialsModel, atoms: float, edges: float, triplets: fl
     edges: directed. triplets: pairs of edges that meet, for DimeNet++; None takes edges * (edges / atoms - 1).
     """
     blocks = sum(_piece_flops(config, block_piece(config, n), atoms, edges, triplets) for n in range(config.n_layers))
-    return embedding_flops(config, atoms, edges) + blocks + head_flops(config, atoms)
+    return embedding_flops(config, atoms, edges) + blocks + head_flops(config, atoms, edges)
 
 
 def block_flops(config: MaterialsModel, atoms: float, edges: float, triplets: float | None = None) -> float:
@@ -56,9 +60,9 @@ def embedding_flops(config: MaterialsModel, atoms: float, edges: float) -> float
     return _piece_flops(config, embedding_piece(config), atoms, edges, 0.0)
 
 
-def head_flops(config: MaterialsModel, atoms: float) -> float:
+def head_flops(config: MaterialsModel, atoms: float, edges: float) -> float:
     """Return the share of the heads; all copies of a head are computed for every atom."""
-    return _piece_flops(config, head_piece(config), atoms, 0.0, 0.0)
+    return _piece_flops(config, head_piece(config), atoms, edges, 0.0)
 
 
 def _piece_flops(config: MaterialsModel, piece: Piece, atoms: float, edges: float, triplets: float | None) -> float:
@@ -122,6 +126,12 @@ def embedding_piece(config: MaterialsModel) -> Piece:
     table, width = (config.max_atomic_number + 1) * config.d_model, config.d_model
     sizes = ((width, 1), (2, width), (width, width))
     state = tuple(Matmul("atom", a, b, bias=False) for a, b in sizes) * len(config.electronic_state)
+    if config.graph is not None:
+        # Features of a graph are read with those of each of its nodes.
+        nodes = ((config.graph.nodes + config.graph.graphs, width), (width, width))
+        inside, between = config.graph.edges + config.n_radial * config.graph.positions, config.n_radial
+        edges = (Matmul("edge", inside, between), Matmul("edge", between, between)) if inside else ()
+        return Piece((*(Matmul("atom", a, b) for a, b in nodes), *edges))
     if config.body != "dimenet++":
         return Piece(state, table)
     ends = Matmul("atom", config.d_model, 2 * config.d_model)
@@ -172,14 +182,16 @@ def head_piece(config: MaterialsModel) -> Piece:
     """Describe all heads, with a copy for each data set where they are not shared."""
     matmuls: list[Matmul] = []
     width = config.d_model
-    for name in ("energy", "electrostatics", "charges", "dipole", "properties", "atom_properties"):
+    for name in ("energy", "electrostatics", "charges", "dipole", *PROPERTY_HEADS):
         head = getattr(config, name)
         if head is None or (name in ("electrostatics", "dipole") and head.from_charges):
             continue
         between = (getattr(head, "width", None) or max(width // 2, 1),) * (head.layers - 1)
-        sizes = [width, *between, len(getattr(head, "names", [0]))]
+        row: Row = "edge" if name == "edge_properties" else "atom"
+        inside = 2 * width + config.n_radial if row == "edge" else width
+        sizes = [inside, *between, getattr(head, "outputs", 1)]
         copies = 1 if head.shared else len(config.branches)
-        matmuls += [Matmul("atom", a, b) for a, b in pairwise(sizes)] * copies
+        matmuls += [Matmul(row, a, b) for a, b in pairwise(sizes)] * copies
         if getattr(head, "every_block", False):
             matmuls += [Matmul("atom", width, 1)] * copies * (config.n_layers - 1)
     of_mace = width if config.mace.hidden_degree else 0

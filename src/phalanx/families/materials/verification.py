@@ -12,10 +12,12 @@ from torch import Tensor
 from phalanx.counter_random import sample_bits, sample_normals
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.balance import assign_by_head_group
+from phalanx.families.materials.data.given_graphs import FEATURES
+from phalanx.families.materials.data.graph_batches import FEATURES as BATCH_FEATURES
 from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
 from phalanx.families.materials.data.neighbours import device_edges
 from phalanx.families.materials.model.losses import learned_tasks
-from phalanx.families.materials.model_config import MaterialsModel
+from phalanx.families.materials.model_config import PROPERTY_LABELS, MaterialsModel
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.verification.family import VerifiableModel
@@ -114,8 +116,9 @@ def _make_structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
     step_length = _SPACING * model.cutoff
     cells_G33 = torch.eye(3, dtype=torch.float64) * (3.3 * step_length)
     cells_G33 = cells_G33 + 0.1 * step_length * sample_normals("cells", numbers, 9).view(-1, 3, 3)
-    # A third of them are molecules.
-    cells_G33 = torch.where((numbers % 3 == 0)[:, None, None], 0.0, cells_G33)
+    # A third of them are molecules; graphs whose edges are given know no cells.
+    molecules_G = numbers % 3 == 0 if model.graph is None else torch.ones_like(numbers, dtype=torch.bool)
+    cells_G33 = torch.where(molecules_G[:, None, None], 0.0, cells_G33)
     # The points of a cube of three a side.
     positions_N3 = torch.stack((in_graph_N % 3, in_graph_N // 3 % 3, in_graph_N // 9), dim=1).double() * step_length
     moves_GN = sample_normals("positions", numbers, 3 * _LARGEST).view(graphs, _LARGEST, 3)
@@ -123,26 +126,40 @@ def _make_structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
     species = 1 + sample_bits("species", numbers, _LARGEST) % model.max_atomic_number
     edges = device_edges(positions_N3, cells_G33, model.cutoff, graph_N=graph_N)
     labels = {}
-    heads = {"properties_GP": model.properties, "atom_properties_NP": model.atom_properties}
+    graph_E = graph_N[edges.edges_2E[1]]
+    per_graph = torch.zeros(graphs, dtype=torch.int64).index_add_(0, graph_E, torch.ones_like(graph_E))
+    in_graph_E = torch.arange(len(graph_E)) - (per_graph.cumsum(0) - per_graph)[graph_E]
+    places = {"N": (_LARGEST, graph_N, in_graph_N), "E": (_LARGEST * (_LARGEST - 1), graph_E, in_graph_E)}
+    places["G"] = (1, torch.arange(graphs), torch.zeros(graphs, dtype=torch.int64))
+    heads = {label: getattr(model, head) for head, label in PROPERTY_LABELS.items()}
     for name in (task.label for task in learned_tasks(model)):
         shape: tuple[int, ...] = {"forces_N3": (3,), "stress_G33": (3, 3), "dipole_G3": (3,)}.get(name, ())
-        if name in heads:
-            head = heads[name]
-            shape = (len(head.names) if head else 0,)
-        rows = _LARGEST if "_N" in name else 1
+        head = heads.get(name)
+        if head is not None:
+            shape = (len(head.names),)
+        rows, graph, in_graph = places[name.rsplit("_", 1)[1][0]]
         values = sample_normals(name, numbers, rows * math.prod(shape)).view(graphs, rows, *shape)
+        for column, known in enumerate(head.names if head is not None else ()):
+            if head is not None and known in head.classes:
+                classes = sample_bits(known, numbers, rows) % head.classes[known].count
+                values[:, :, column] = classes.to(values.dtype)
         # Missing in every fourth structure, another one for each label.
         values[numbers % 4 == LABELS.index(name) % 4] = torch.nan
         if name == "stress_G33":
             values[cells_G33.abs().sum((1, 2)) == 0.0] = torch.nan
-        labels[name] = values[graph_N, in_graph_N] if "_N" in name else values[:, 0]
-    per_graph = torch.zeros(graphs, dtype=torch.int64).index_add_(
-        0, graph_N[edges.edges_2E[1]], torch.ones(edges.edges_2E.shape[1], dtype=torch.int64)
-    )
+        labels[name] = values[graph, in_graph]
+    features: dict[str, Any] = {}
+    for level, name in FEATURES.items() if model.graph is not None else ():
+        width = getattr(model.graph, level)
+        field = BATCH_FEATURES[name]
+        rows, graph, in_graph = places[field.rsplit("_", 1)[1][0]]
+        values = sample_normals(name, numbers, rows * max(width, 1)).view(graphs, rows, -1)
+        features[field] = values[graph, in_graph, :width]
     given: dict[str, Any] = dict.fromkeys(LABELS) | labels
     return GraphBatch(
         **given,
-        species_N=species[graph_N, in_graph_N],
+        **features,
+        species_N=species[graph_N, in_graph_N] * (model.graph is None),
         positions_N3=positions_N3,
         graph_N=graph_N,
         edges_2E=edges.edges_2E,

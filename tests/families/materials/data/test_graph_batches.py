@@ -160,15 +160,16 @@ def test_counts_are_of_the_numbers_that_are_there(data: GraphData, sources: list
     crystals = int((batch.source_G == 1).sum())
     crystal_atoms = int((batch.source_G[batch.graph_N] == 1).sum())
     molecules, atoms = len(batch.atoms) - crystals, len(batch.species_N) - crystal_atoms
-    assert batch.tasks == LABELS and crystals and molecules
+    assert batch.tasks == LABELS[:-1] and crystals and molecules
     expected = [len(batch.atoms), 3 * crystal_atoms, 9 * crystals, atoms, 3 * molecules, 2 * molecules, atoms]
     assert batch.target_counts().tolist() == expected
-    columns = graph_columns(sources, tasks=["forces_N3", "energy_G"], properties=[], atom_properties=[])
+    columns = graph_columns(sources, tasks=["forces_N3", "energy_G"], properties={})
     order = graph_order(sources, data, seed=5, global_batch=12)
     chosen = GraphBatchStream(order, columns, prefetch=0).batch(3)
     assert chosen.target_counts().tolist() == [3 * crystal_atoms, len(batch.atoms)]
     assert chosen.properties_GP is None and chosen.total_charge_G is not None and not chosen.total_charge_G.any()
-    turned = GraphBatchStream(order, graph_columns(sources, properties=["volume", "gap"]), prefetch=0).batch(3)
+    swapped = graph_columns(sources, properties={"properties": ["volume", "gap"]})
+    turned = GraphBatchStream(order, swapped, prefetch=0).batch(3)
     assert batch.properties_GP is not None and turned.properties_GP is not None
     assert torch.equal(turned.properties_GP.nan_to_num(), batch.properties_GP.flip(1).nan_to_num())
 
@@ -244,7 +245,7 @@ def test_labels_that_no_source_has_are_refused(sources: list[PreparedSource]) ->
     with pytest.raises(
         ConfigError, match=r"model\.properties asks for homo, which no source of data has; they have gap, volume"
     ):
-        graph_columns(sources, properties=["homo"])
+        graph_columns(sources, properties={"properties": ["homo"]})
     with pytest.raises(ConfigError, match="the model learns forces, which no source of data has a label for"):
         graph_columns(sources[:1], tasks=["energy_G", "forces_N3"])
 

@@ -69,12 +69,12 @@ def test_labels_are_converted_to_our_units_and_shapes() -> None:
         properties={"gap": {"key": "table", "column": 2, "unit": "Ha"}},  # type: ignore[dict-item]
     )
     energy, stress, gap = labels_of(source)
-    assert energy.convert([-10.0], atoms=3) == pytest.approx(-10.0 * 0.0433641)
+    assert energy.convert([-10.0], rows=3) == pytest.approx(-10.0 * 0.0433641)
     voigt = np.arange(1.0, 7.0)
     expected = -0.1 * ase.units.GPa * np.array([[1, 6, 5], [6, 2, 4], [5, 4, 3.0]])
-    assert np.allclose(stress.convert(voigt, atoms=3), expected, rtol=1e-7)
-    assert np.allclose(stress.convert(expected, atoms=3), stress.factor * expected)
-    assert gap.convert([0.0, 0.0, 0.5], atoms=3) == pytest.approx(0.5 * 27.211386)
+    assert np.allclose(stress.convert(voigt, rows=3), expected, rtol=1e-7)
+    assert np.allclose(stress.convert(expected, rows=3), stress.factor * expected)
+    assert gap.convert([0.0, 0.0, 0.5], rows=3) == pytest.approx(0.5 * 27.211386)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_labels_are_converted_to_our_units_and_shapes() -> None:
 def test_forces_of_a_wrong_shape_or_content_are_refused(value: object, message: str) -> None:
     source = GraphSource.model_validate({"name": "a", "path": "a.npz", "labels": {"forces": "eV/A"}})
     with pytest.raises(ValueError, match=message):
-        labels_of(source)[0].convert(value, atoms=5)
+        labels_of(source)[0].convert(value, rows=5)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,9 @@ PREDICTED = Predictions(
 
 
 def test_sums_are_those_of_errors_counted_one_by_one() -> None:
-    sums = error_sums(MODEL, PREDICTED, LABELS, source_G=SOURCE, sources=2, graph_N=GRAPH, atoms_G=ATOMS)
+    sums = error_sums(
+        MODEL, PREDICTED, LABELS, source_G=SOURCE, sources=2, graph_N=GRAPH, target_E=GRAPH, atoms_G=ATOMS
+    )
     names = [quantity.name for quantity in predicted_quantities(MODEL)]
     assert names == ["energy", "forces", "stress", "gap", "moment"]
     found = {(source, name): sums[source, row].tolist() for source in (0, 1) for row, name in enumerate(names)}
@@ -44,5 +46,5 @@ def test_an_empty_batch_adds_nothing() -> None:
     empty = Labels(*(None if value is None else value[:0] for value in vars(LABELS).values()))
     nothing = Predictions(**{name: value for name, value in vars(empty).items() if value is not None})
     none = SOURCE[:0]
-    sums = error_sums(MODEL, nothing, empty, source_G=none, sources=2, graph_N=none, atoms_G=none)
+    sums = error_sums(MODEL, nothing, empty, source_G=none, sources=2, graph_N=none, target_E=none, atoms_G=none)
     assert sums.shape == (2, 5, 3) and not sums.any()

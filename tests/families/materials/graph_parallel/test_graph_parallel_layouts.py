@@ -43,11 +43,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention": {"heads": 2, "kind": "linear"},
         "properties": {"names": ["gap", "moment"], "pooling": "mean"},
     },
+    # Nodes that are no atoms, edges that are given and have labels, classes.
+    "graph": {
+        "body": "pnaeq",
+        "graph": {"nodes": 3, "edges": 2, "graphs": 1, "positions": True},
+        "properties": {"names": ["stiffness", "phase"], "classes": {"phase": 3}},
+        "atom_properties": {"names": ["hot"], "classes": {"hot": {"count": 2, "weights": [1.0, 3.0]}}},
+        "edge_properties": {"names": ["flux"], "loss": "mae"},
+    },
 }
 LAYOUTS: dict[str, list[dict[str, Any]]] = {
     "painn": [{"cp": 4}, {"cp": 2, "dp_shard": 2, "recompute": "full"}, {"cp": 2, "dp_replicate": 2, "zero": 0}],
     "mace": [{"cp": 4}],
     "gatv2": [{"cp": 2, "dp_shard": 2}],
+    "graph": [{"cp": 4}, {"cp": 2, "dp_shard": 2}],
 }
 
 

@@ -33,7 +33,9 @@ def losses(config: Any, predicted: Predictions, labels: Labels, branch: list[int
     atoms_G = torch.bincount(graph_N, minlength=len(branch))
     branch_G = torch.tensor(branch)
     units = DatasetUnits(config)
-    return summed_losses(config, units, predicted, labels, branch_G=branch_G, graph_N=graph_N, atoms_G=atoms_G)
+    return summed_losses(
+        config, units, predicted, labels, branch_G=branch_G, graph_N=graph_N, target_E=graph_N, atoms_G=atoms_G
+    )
 
 
 def test_tasks_are_what_the_model_has_heads_and_weights_for() -> None:

@@ -147,9 +147,9 @@ def test_flops_of_a_block_by_hand() -> None:
     learned = small_model("schnet", d_model=10, n_radial=5, energy=EnergyHead(force_weight=1.0))
     assert block_flops(learned, atoms=20, edges=300) == 6.0 * forward
     whole = model_flops(config, atoms=20, edges=300)
-    assert whole == 2 * 3.0 * forward + head_flops(config, atoms=20)
+    assert whole == 2 * 3.0 * forward + head_flops(config, 20, 0)
     declared = DeclaredMaterials(config.model_copy(update={"mean_neighbors": 15.0}), 1)
-    assert declared.block_costs() == (0.0, head_flops(config, 20) / (3.0 * forward))
+    assert declared.block_costs() == (0.0, head_flops(config, 20, 0) / (3.0 * forward))
 
 
 @pytest.mark.parametrize("body", BODIES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +16,17 @@ from phalanx.families.materials.data.array_files import Int64Array, ragged_offse
 from phalanx.families.materials.data.graph_shards import LABEL_DTYPES, Located, PreparedSource
 from phalanx.families.materials.data.labels import KINDS
 from phalanx.families.materials.data.structures import total_charges
+from phalanx.families.materials.model_config import PROPERTY_HEADS, PROPERTY_LABELS
 
-PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP")
-"""Fields of a batch with a row for each atom; those of `edges_2E` and `_PER_EDGE` are edges', of others structures'."""
-_PER_EDGE = ("shifts_E3",)
+PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP", "node_features_NF")
+"""Fields of a batch with a row for each atom; those of `edges_2E` and `PER_EDGE` are edges', of others structures'."""
+PER_EDGE = ("shifts_E3", "edge_properties_EP", "edge_features_EF")
+FEATURES = {
+    "node_features": "node_features_NF",
+    "edge_features": "edge_features_EF",
+    "graph_features": "graph_features_GF",
+}
+"""Field of a batch by the array of a shard, of graphs whose nodes are no atoms."""
 _FIELDS = {
     "energy": "energy_G",
     "forces": "forces_N3",
@@ -29,7 +36,7 @@ _FIELDS = {
     "total_charge": "total_charge_G",
     "multiplicity": "multiplicity_G",
 }
-LABELS = ("energy_G", "forces_N3", "stress_G33", "charges_N", "dipole_G3", "properties_GP", "atom_properties_NP")
+LABELS = ("energy_G", "forces_N3", "stress_G33", "charges_N", "dipole_G3", *PROPERTY_LABELS.values())
 """Fields of a batch that a model may learn. None where no source of the stream has it, which is then so on every rank
 and in every step; NaN where a structure lacks it."""
 
@@ -83,6 +90,14 @@ class GraphBatch:
     """Structures of each planned micro-batch, in order."""
     tasks: tuple[str, ...]
     """Fields that `target_counts` counts, in order."""
+    edge_properties_EP: Tensor | None = None
+    """float32: one column for each edge property that was asked for."""
+    node_features_NF: Tensor | None = None
+    """float32, of graphs whose nodes are no atoms; None of structures."""
+    edge_features_EF: Tensor | None = None
+    """float32."""
+    graph_features_GF: Tensor | None = None
+    """float32."""
     counts: Tensor | None = None
     """Result of `target_counts`, int64 [T], where that was counted on reading."""
     bounded: bool = False
@@ -132,7 +147,7 @@ class GraphBatch:
             elif name == "graph_N":
                 changed[name] = value[atoms] - first
             else:
-                changed[name] = value[atoms if name in PER_ATOM else edges if name in _PER_EDGE else graphs]
+                changed[name] = value[atoms if name in PER_ATOM else edges if name in PER_EDGE else graphs]
         return replace(
             self, **changed, atoms=self.atoms[graphs], edges=self.edges[graphs], graphs_by_part=(last - first,)
         )
@@ -168,8 +183,8 @@ class Columns:
 
     labels: tuple[str, ...]
     """Labels that at least one source has."""
-    properties: tuple[str, ...]
-    atom_properties: tuple[str, ...]
+    properties: dict[str, tuple[str, ...]]
+    """Names of the properties of each of `PROPERTY_HEADS`."""
     tasks: tuple[str, ...]
 
 
@@ -195,12 +210,15 @@ class Collator:
         for name in self.columns.labels:
             shape = (atom_count if KINDS[name].per_atom else graph_count, *KINDS[name].shape)
             arrays[_FIELDS[name]] = np.full(shape, np.nan, dtype=LABEL_DTYPES[name])
-        if self.columns.properties:
-            arrays["properties_GP"] = np.full((graph_count, len(self.columns.properties)), np.nan)
-        if self.columns.atom_properties:
-            arrays["atom_properties_NP"] = np.full(
-                (atom_count, len(self.columns.atom_properties)), np.nan, dtype=np.float32
-            )
+        counts = (graph_count, atom_count, edge_count)
+        for (head, names), count in zip(self.columns.properties.items(), counts, strict=True):
+            if names:
+                precision = np.float64 if head == "properties" else np.float32
+                arrays[PROPERTY_LABELS[head]] = np.full((count, len(names)), np.nan, dtype=precision)
+        widths = self.sources[0].manifest.statistics.features
+        for (name, field), count in zip(FEATURES.items(), (atom_count, edge_count, graph_count), strict=True):
+            if name in widths:
+                arrays[field] = np.empty((count, len(widths[name])), dtype=np.float32)
         arrays["graph_N"] = np.repeat(np.arange(len(found.numbers), dtype=np.int64), found.atoms)
         arrays["source_G"] = found.source.astype(np.int64)
         for index, source in enumerate(self.sources):
@@ -275,23 +293,20 @@ class _Filler:
             # Sources prepared by older versions may have them, though they depend on the images that atoms are written as.
             periodic_G = shard["periodic"][self._rows].any(axis=1)
             arrays[_FIELDS["dipole"]][self._graphs[periodic_G]] = np.nan
-        manifest = self._source.manifest
-        self._put_columns(arrays, "properties", manifest.properties, columns.properties, per_atom=False)
-        self._put_columns(arrays, "atom_properties", manifest.atom_properties, columns.atom_properties, per_atom=True)
-
-    def _put_columns(
-        self,
-        arrays: dict[str, npt.NDArray[Any]],
-        name: str,
-        there: Sequence[str],
-        wanted: Sequence[str],
-        *,
-        per_atom: bool,
-    ) -> None:
-        field = "atom_properties_NP" if per_atom else "properties_GP"
-        for column, label in enumerate(wanted):
-            if label in there:
-                self._put(arrays[field][:, column], self._arrays[name][:, there.index(label)], per_atom)
+        for head, names in columns.properties.items():
+            there, field = getattr(self._source.manifest, head), PROPERTY_LABELS[head]
+            for column, label in enumerate(names):
+                if label in there:
+                    values, to = shard[head][:, there.index(label)], arrays[field][:, column]
+                    if field in PER_EDGE:
+                        self._edges.copy(to, values)
+                    else:
+                        self._put(to, values, field in PER_ATOM)
+        for name, field in FEATURES.items():
+            if field in arrays and field in PER_EDGE:
+                self._edges.copy(arrays[field], shard[name])
+            elif field in arrays:
+                self._put(arrays[field], shard[name], field in PER_ATOM)
 
     def _put(self, to: npt.NDArray[Any], numbers: npt.NDArray[Any], per_atom: bool) -> None:
         if per_atom:
@@ -336,35 +351,34 @@ def graph_columns(
     sources: Sequence[PreparedSource],
     *,
     tasks: Sequence[str] | None = None,
-    properties: Sequence[str] | None = None,
-    atom_properties: Sequence[str] | None = None,
+    properties: Mapping[str, Sequence[str]] | None = None,
 ) -> Columns:
     """Return what batches of these sources hold.
 
-    tasks: fields of `batches.LABELS` in the order in which a model's losses come; None takes all there are. properties,
-    atom_properties: names in the order of a model's heads; None takes all there are, in order.
+    tasks: fields of `batches.LABELS` in the order in which a model's losses come; None takes all there are. properties:
+    names in the order of a model's heads, by head (`PROPERTY_HEADS`); None takes all there are, in order.
 
     Raises ConfigError for a property or task that no source has.
     """
     manifests = [source.manifest for source in sources]
     labels = dict.fromkeys(name for manifest in manifests for name in manifest.labels)
-    known = list(dict.fromkeys(name for manifest in manifests for name in manifest.properties))
-    known_atom = list(dict.fromkeys(name for manifest in manifests for name in manifest.atom_properties))
-    for asked, there, field in ((properties, known, "properties"), (atom_properties, known_atom, "atom_properties")):
-        missing = [name for name in asked or () if name not in there]
+    chosen: dict[str, tuple[str, ...]] = {}
+    for head in PROPERTY_HEADS:
+        known = list(dict.fromkeys(name for manifest in manifests for name in getattr(manifest, head)))
+        asked = known if properties is None else properties.get(head, ())
+        missing = [name for name in asked if name not in known]
         if missing:
             raise ConfigError(
-                f"model.{field} asks for {missing[0]}, which no source of data has; they have {', '.join(there) or 'none'}"
+                f"model.{head} asks for {missing[0]}, which no source of data has; they have {', '.join(known) or 'none'}"
             )
-    chosen = tuple(known if properties is None else properties)
-    chosen_atom = tuple(known_atom if atom_properties is None else atom_properties)
+        chosen[head] = tuple(asked)
     # A field is called after its label and its shape: energy_G is the label energy.
     there = [name for name in LABELS if name.rsplit("_", 1)[0] in labels]
-    there += ["properties_GP"] * bool(chosen) + ["atom_properties_NP"] * bool(chosen_atom)
+    there += [PROPERTY_LABELS[head] for head in PROPERTY_HEADS if chosen[head]]
     unlabelled = [name for name in tasks or () if name not in there]
     if unlabelled:
         raise ConfigError(
             f"the model learns {unlabelled[0].rsplit('_', 1)[0]}, which no source of data has a label for; "
             f"add it to data.sources.NAME.labels or take it out of the model"
         )
-    return Columns(tuple(labels), chosen, chosen_atom, tuple(there if tasks is None else tasks))
+    return Columns(tuple(labels), chosen, tuple(there if tasks is None else tasks))

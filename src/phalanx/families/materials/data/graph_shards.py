@@ -7,7 +7,10 @@ A shard holds G structures with N atoms and E edges in all (units eV, A, e):
     source [E], target [E]                         atoms counted within their structure
     images [E, 3]                                  absent in a shard without a periodic structure
     energy [G], forces [N, 3], stress [G, 3, 3], charges [N], dipole [G, 3], total_charge [G], multiplicity [G],
-    properties [G, P], atom_properties [N, P]      NaN where missing; those that the source has
+    properties [G, P], atom_properties [N, P], edge_properties [E, P]
+                                                   NaN where missing; those that the source has
+    node_features [N, F], edge_features [E, F], graph_features [G, F]
+                                                   of a source of graphs whose nodes are no atoms
     origin [G, 2]                                  number of the file and of the structure in it
 """
 
@@ -45,6 +48,7 @@ from phalanx.families.materials.data.array_files import (
 from phalanx.families.materials.data.labels import KINDS
 from phalanx.families.materials.data.neighbours import Edges
 from phalanx.families.materials.data.structures import Structure
+from phalanx.families.materials.model_config import PROPERTY_HEADS
 from phalanx.remote_files import local_copy, local_path, remote_file
 
 LABEL_DTYPES = {"energy": "f8"} | dict.fromkeys(
@@ -91,6 +95,15 @@ def shard_arrays(items: Sequence[Prepared], source: GraphSource) -> Arrays:
     if source.atom_properties:
         columns = [np.concatenate([s.labels[name] for s in structures]) for name in source.atom_properties]
         arrays["atom_properties"] = np.stack(columns, axis=1).astype("f4")
+    if source.edge_properties:
+        columns = [np.concatenate([s.labels[name] for s in structures]) for name in source.edge_properties]
+        arrays["edge_properties"] = np.stack(columns, axis=1).astype("f4")
+    for feature in structures[0].features:
+        widths = {s.features[feature].shape[1]: s for s in structures}
+        if len(widths) > 1:
+            one, other = list(widths)[:2]
+            raise widths[other].raw.wrong(f"its {feature} are {other} numbers, those of the first are {one}")
+        arrays[feature] = np.concatenate([s.features[feature] for s in structures]).astype("f4")
     return arrays
 
 
@@ -232,6 +245,8 @@ class Statistics(Part):
     degrees: list[Count]
     """Atoms with 0, 1, 2, ... incoming edges."""
     labels: dict[str, LabelStatistics]
+    features: dict[str, list[LabelStatistics]] = Field(default_factory=dict)
+    """Each number of `node_features`, `edge_features` and `graph_features`, of graphs whose nodes are no atoms."""
     reference_energies: dict[int, float]
     """Energy in eV of an atom of each element, by least squares over the energies; empty without energies."""
     residual_std: float | None
@@ -260,6 +275,8 @@ class Manifest(Part):
     """Properties there are: the columns of the shards' `properties`."""
     atom_properties: list[str]
     """The columns of the shards' `atom_properties`."""
+    edge_properties: list[str] = Field(default_factory=list)
+    """The columns of the shards' `edge_properties`."""
     totals: Counts
     splits: dict[Split, Counts]
     index: FileRecord
@@ -281,8 +298,13 @@ class Manifest(Part):
 def settings_of(source: GraphSource, data: GraphData) -> dict[str, Any]:
     """Return what a prepared source depends on besides its files, as plain data."""
     # What is only refused or not changes nothing of what is prepared.
-    unused = {"dispersion"} if source.dispersion is None else set[str]()
+    unused = {name for name in ("dispersion", "graph", "edge_properties") if not getattr(source, name)}
     kept = source.model_dump(mode="json", exclude={"name", "path", "weight", "charge_sum"} | unused)
+    for head in ("labels", *PROPERTY_HEADS):
+        for label in kept.get(head, {}).values():
+            # Numbers have no classes: folders that were prepared before there were any stay what they are.
+            if not label["classes"]:
+                del label["classes"]
     shared = {"cutoff", "max_neighbours", "validation_fraction", "test_fraction"}
     return kept | data.model_dump(mode="json", include=shared)
 

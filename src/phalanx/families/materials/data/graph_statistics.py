@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 
 import numpy as np
@@ -15,6 +15,7 @@ from phalanx.families.materials.data.array_files import Arrays, ragged_ranges
 from phalanx.families.materials.data.graph_shards import SPLITS, LabelStatistics, PreparedSource, Statistics
 from phalanx.families.materials.data.labels import KINDS, FloatArray, labels_of
 from phalanx.families.materials.data.structures import ELEMENTS, total_charges
+from phalanx.families.materials.model_config import PROPERTY_HEADS
 
 _TRAIN = SPLITS.index("train")
 _ROUNDING = 1e-9
@@ -48,11 +49,21 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
     energies, deviation = fit_reference_energies(shards, present) if "energy" in source.labels else ({}, None)
     labels: dict[str, LabelStatistics] = {}
     for name in source.labels:
-        labels[name] = _label_statistics(shards, name, KINDS[name].per_atom)
-    for column, given in enumerate(source.properties):
-        labels[given] = _label_statistics(shards, "properties", False, column)
-    for column, given in enumerate(source.atom_properties):
-        labels[given] = _label_statistics(shards, "atom_properties", True, column)
+        labels[name] = _label_statistics(shards, name, _training_atoms if KINDS[name].per_atom else _training_rows)
+    for head, rows_of in zip(PROPERTY_HEADS, (_training_rows, _training_atoms, _training_edges), strict=True):
+        for column, given in enumerate(getattr(source, head)):
+            labels[given] = _label_statistics(shards, head, rows_of, column)
+    features = {
+        name: [_label_statistics(shards, name, rows_of, column) for column in range(shards[0][name].shape[1])]
+        for name, rows_of in _FEATURE_ROWS.items()
+        if name in shards[0]
+    }
+    for feature, known in features.items():
+        other = next((shard for shard in shards if shard[feature].shape[1] != len(known)), None)
+        if other is not None:
+            raise DataError(
+                f"{source.path}: graphs have {len(known)} and {other[feature].shape[1]} {feature}; give all of them as many"
+            )
     absent = [label for label in labels_of(source) if labels[label.name].numbers == 0]
     if absent:
         raise DataError(
@@ -64,6 +75,7 @@ def gather_statistics(shards: Sequence[Arrays], source: GraphSource) -> Statisti
         largest_edges=max(int(np.diff(shard["edge_starts"]).max()) for shard in shards),
         degrees=degrees.tolist(),
         labels=labels,
+        features=features,
         reference_energies=energies,
         residual_std=deviation,
         total_charges=dict(sorted(totals.items())),
@@ -86,16 +98,12 @@ def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
         if "energy" in source.manifest.labels
         for number in range(len(source.manifest.shards))
     ]
-    labels = {}
-    for name in names:
-        parts = [one.labels[name] for one in known if name in one.labels]
-        numbers = sum(part.numbers for part in parts)
-        mean = sum(part.numbers * part.mean for part in parts) / max(numbers, 1)
-        # The variance of all numbers: that within the parts, and that of their means.
-        squares = sum(part.numbers * (part.std**2 + (part.mean - mean) ** 2) for part in parts)
-        largest = max(part.largest for part in parts)
-        std = (squares / max(numbers, 1)) ** 0.5
-        labels[name] = LabelStatistics(numbers=numbers, mean=mean, std=std, largest=largest)
+    labels = {name: _join_statistics([one.labels[name] for one in known if name in one.labels]) for name in names}
+    # As many columns everywhere: a model that reads several sources sees the same numbers of each.
+    features = {
+        name: [_join_statistics(list(parts)) for parts in zip(*(one.features[name] for one in known), strict=True)]
+        for name in known[0].features
+    }
     present = np.array(sorted(set().union(*(one.reference_energies for one in known))), dtype=np.int64)
     energies, deviation = fit_reference_energies(shards, present) if len(present) else ({}, None)
     return Statistics(
@@ -104,6 +112,7 @@ def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
         largest_edges=max(one.largest_edges for one in known),
         degrees=[sum(counts) for counts in zip_longest(*(one.degrees for one in known), fillvalue=0)],
         labels=labels,
+        features=features,
         reference_energies=energies,
         residual_std=deviation,
         total_charges=dict(sorted(totals.items())),
@@ -111,15 +120,30 @@ def joint_statistics(sources: Sequence[PreparedSource]) -> Statistics:
     )
 
 
+def _join_statistics(parts: Sequence[LabelStatistics]) -> LabelStatistics:
+    """Return statistics of all numbers of several data sets."""
+    numbers = sum(part.numbers for part in parts)
+    mean = sum(part.numbers * part.mean for part in parts) / max(numbers, 1)
+    # The variance of all numbers: that within the parts, and that of their means.
+    squares = sum(part.numbers * (part.std**2 + (part.mean - mean) ** 2) for part in parts)
+    largest = max(part.largest for part in parts)
+    return LabelStatistics(numbers=numbers, mean=mean, std=(squares / max(numbers, 1)) ** 0.5, largest=largest)
+
+
 def _label_statistics(
-    shards: Sequence[Arrays], name: str, per_atom: bool, column: int | None = None
+    shards: Sequence[Arrays],
+    name: str,
+    rows_of: Callable[[Arrays], npt.NDArray[np.int64]],
+    column: int | None = None,
 ) -> LabelStatistics:
-    """Return statistics of one label, in two passes: a variance from sums of squares drowns in large means."""
+    """Return statistics of one label, in two passes: a variance from sums of squares drowns in large means.
+
+    rows_of: gives the rows of a shard's training structures, atoms or edges.
+    """
 
     def parts() -> Iterator[FloatArray]:
         for shard in shards:
-            rows = _training_atoms(shard) if per_atom else _training_rows(shard)
-            values = shard[name][rows].astype(np.float64)
+            values = shard[name][rows_of(shard)].astype(np.float64)
             values = values if column is None else values[:, column]
             yield values[~np.isnan(values)]
 
@@ -195,9 +219,24 @@ def _training_rows(shard: Arrays) -> npt.NDArray[np.int64]:
 
 
 def _training_atoms(shard: Arrays) -> npt.NDArray[np.int64]:
-    rows = _training_rows(shard)
-    starts = shard["node_starts"]
+    return _training_ranges(shard, "node_starts")
+
+
+def _training_edges(shard: Arrays) -> npt.NDArray[np.int64]:
+    return _training_ranges(shard, "edge_starts")
+
+
+def _training_ranges(shard: Arrays, name: str) -> npt.NDArray[np.int64]:
+    rows, starts = _training_rows(shard), shard[name]
     return ragged_ranges(starts[rows], starts[rows + 1] - starts[rows])
+
+
+_FEATURE_ROWS = {
+    "node_features": _training_atoms,
+    "edge_features": _training_edges,
+    "graph_features": _training_rows,
+}
+"""What gives the training rows of each kind of feature."""
 
 
 def _pad_counts(values: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:

@@ -6,7 +6,7 @@ stress   [3, 3]  eV/A^3    derivative of the energy by strain over the volume: t
 charges  [N]     e         of atoms
 dipole   [3]     e*A       of a structure
 multiplicity [ ] 1         2S + 1 of a structure: unpaired electrons and one
-a property       any unit  one number a structure, under a name of its own
+a property       any unit  one number a structure, an atom or an edge, under a name of its own; or the number of a class
 
 A unit is written as symbols joined by `*` and `/`, each with an optional `^power`: "Ha/bohr", "eV/A^3", "kcal/mol".
 """
@@ -79,6 +79,7 @@ class Kind:
     """Shape of one structure's value, or of one atom's."""
     dimension: Dimension | None
     """None: any."""
+    per_edge: bool = False
 
 
 KINDS: dict[str, Kind] = {
@@ -92,6 +93,7 @@ KINDS: dict[str, Kind] = {
 }
 _PROPERTY = Kind(False, (), None)
 _ATOM_PROPERTY = Kind(True, (), None)
+_EDGE_PROPERTY = Kind(False, (), None, per_edge=True)
 _VOIGT = np.array([[0, 5, 4], [5, 1, 3], [4, 3, 2]])
 """Place of each stress component among xx, yy, zz, yz, xz, xy."""
 _MOST_EV = 1e9
@@ -111,11 +113,18 @@ class Label:
     kind: Kind
     factor: float
     """From the files' unit to ours."""
+    classes: tuple[str, ...] = ()
+    """Names of the classes whose numbers the values are; empty for numbers that mean themselves."""
 
-    def convert(self, value: Any, atoms: int) -> FloatArray:
-        """Return one structure's value in our units and shape. Raises ValueError naming the shape or text found."""
+    def convert(self, value: Any, rows: int) -> FloatArray:
+        """Return one structure's value in our units and shape. Raises ValueError naming the shape or text found.
+
+        rows: its atoms, or of a label of edges its edges.
+        """
         try:
-            found = np.asarray(value, dtype=np.float64)
+            found = self._class_numbers(value) if self.classes else np.asarray(value, dtype=np.float64)
+        except _UnknownClass:
+            raise
         except (TypeError, ValueError):
             raise ValueError(f'{self.name} "{self.key}" holds {str(value)[:40]!r} where numbers are expected') from None
         if self.column is not None:
@@ -123,7 +132,7 @@ class Label:
                 shape = list(found.shape)
                 raise ValueError(f'{self.name} "{self.key}" has shape {shape}: no column {self.column} there')
             found = found[..., self.column]
-        wanted = (atoms, *self.kind.shape) if self.kind.per_atom else self.kind.shape
+        wanted = self._shape(rows)
         # Six numbers are how most codes write a symmetric tensor.
         if self.name == "stress" and found.shape == (6,):
             found = found[_VOIGT]
@@ -138,9 +147,34 @@ class Label:
             raise ValueError(f'stress "{self.key}" is not symmetric')
         return found * self.factor
 
-    def missing(self, atoms: int) -> FloatArray:
+    def missing(self, rows: int) -> FloatArray:
         """Return what stands for a value that a structure lacks: NaN in its shape."""
-        return np.full((atoms, *self.kind.shape) if self.kind.per_atom else self.kind.shape, np.nan)
+        return np.full(self._shape(rows), np.nan)
+
+    def _shape(self, rows: int) -> tuple[int, ...]:
+        return (rows, *self.kind.shape) if self.kind.per_atom or self.kind.per_edge else self.kind.shape
+
+    def _class_numbers(self, value: Any) -> FloatArray:
+        """Return the numbers of classes given as numbers or as names; NaN for -1, NaN and empty names."""
+        given = np.asarray(value)
+        names = given.dtype.kind in "US"
+        numbers = np.full(given.shape, np.nan) if names else np.where(given == -1, np.nan, given.astype(np.float64))
+        text = given.astype(str) if names else given
+        for number, name in enumerate(self.classes if names else ()):
+            numbers[text == name] = number
+        known = text == "" if names else np.isnan(numbers)
+        known = known | np.isin(numbers, np.arange(len(self.classes)))
+        if not known.all():
+            strange = text[~known].flat[0]
+            raise _UnknownClass(
+                f'{self.name} "{self.key}" has class {strange!s}, which is none of {", ".join(self.classes)} '
+                f"(0 to {len(self.classes) - 1})"
+            )
+        return numbers
+
+
+class _UnknownClass(ValueError):
+    """A class that is not declared."""
 
 
 def labels_of(source: GraphSource) -> list[Label]:
@@ -149,6 +183,7 @@ def labels_of(source: GraphSource) -> list[Label]:
     for field, given, kind in (
         ("properties", source.properties, _PROPERTY),
         ("atom_properties", source.atom_properties, _ATOM_PROPERTY),
+        ("edge_properties", source.edge_properties, _EDGE_PROPERTY),
     ):
         twice = sorted({label.name for label in labels} & given.keys())
         if twice:
@@ -166,6 +201,10 @@ def length_factor(source: GraphSource) -> float:
 
 
 def _make_label(source: GraphSource, name: str, given: GraphLabel, kind: Kind, field: str) -> Label:
+    if given.classes and field == "labels":
+        raise ConfigError(f"data.sources.{source.name}.labels.{name}: it is a number, and no class; give its unit")
+    if given.classes:
+        return Label(name, given.key or name, given.column, kind, 1.0, tuple(given.classes))
     try:
         unit = parse_unit(given.unit) if kind.dimension is None else parse_unit_of(given.unit, kind.dimension, name)
         factor = unit.factor * given.factor

@@ -21,6 +21,7 @@ from phalanx.data.prepared_folder import Progress, file_record, prepare_once, wo
 from phalanx.errors import DataError
 from phalanx.families.materials.config import GraphData, GraphSource
 from phalanx.families.materials.data.array_files import Arrays, Int64Array, map_arrays, write_arrays
+from phalanx.families.materials.data.given_graphs import convert_graph
 from phalanx.families.materials.data.graph_shards import (
     INDEX,
     SPLITS,
@@ -154,6 +155,7 @@ def _write_index(
         labels=list(source.labels),
         properties=list(source.properties),
         atom_properties=list(source.atom_properties),
+        edge_properties=list(source.edge_properties),
         totals=Counts(structures=len(atoms), atoms=int(atoms.sum()), edges=int(edges.sum())),
         splits={
             name: Counts(structures=len(items), atoms=int(atoms[items].sum()), edges=int(edges[items].sum()))
@@ -223,15 +225,22 @@ def make_piece(piece: Piece, job: Job) -> None:
     splits: list[int] = []
     ratios: list[tuple[RawStructure, float]] = []
     for raw in open_structures(piece.path, source).read(piece.start, piece.stop):
-        structure = convert_structure(raw, labels, length, missing_allowed=source.missing_labels == "allow")
-        edges = find_edges(structure.positions, structure.cell, structure.periodic, data.cutoff, data.max_neighbours)
-        check_structure(structure, edges, source, data.cutoff)
-        if len(edges):
+        if source.graph is not None:
+            structure, edges = convert_graph(raw, labels, source, source.graph, data.cutoff)
+        else:
+            structure = convert_structure(raw, labels, length, missing_allowed=source.missing_labels == "allow")
+            edges = find_edges(
+                structure.positions, structure.cell, structure.periodic, data.cutoff, data.max_neighbours
+            )
+            check_structure(structure, edges, source, data.cutoff)
+        if len(edges) and source.graph is None:
             ratios.append((raw, float(np.median(bond_ratios(structure.species, edges)))))
         items.append(Prepared(structure if dispersion is None else dispersion.take_off(structure), edges, piece.file))
         if source.group_by is None:
             parts = (structure.species, structure.positions.astype("<f4"), structure.cell.astype("<f4"))
             content = b"".join(part.tobytes() for part in parts)
+            # Graphs without positions differ in their features alone.
+            content += b"".join(part.astype("<f4").tobytes() for part in structure.features.values())
         else:
             group = structure.raw.values.get(source.group_by)
             if group is None:

@@ -27,7 +27,7 @@ import numpy.lib.format as npy
 import numpy.typing as npt
 
 from phalanx.errors import DataError
-from phalanx.families.materials.config import GraphSource
+from phalanx.families.materials.config import GivenGraphs, GraphSource
 from phalanx.families.materials.data.labels import FloatArray, Label, labels_of
 from phalanx.families.materials.data.structures import RawStructure
 
@@ -37,6 +37,7 @@ _FORMATS = {
     "ase": ("phalanx.families.materials.data.ase_files", "AseDatabase"),
     "aselmdb": ("phalanx.families.materials.data.ase_files", "AseLmdb"),
     "qm9_csv": ("phalanx.families.materials.data.structure_files", "Qm9Csv"),
+    "graphs": ("phalanx.families.materials.data.given_graphs", "GraphFile"),
 }
 """Where each format is read; loaded on demand, since some need a package that others do not."""
 _ENDINGS = {
@@ -57,9 +58,9 @@ def open_structures(path: Path, source: GraphSource) -> StructureFile:
             f"{path}: ending {path.suffix!r} tells no format; set format of source {source.name} to one of "
             f"{', '.join(_FORMATS)}"
         )
-    module, name = _FORMATS[kind]
+    module, name = _FORMATS["graphs" if source.graph is not None else kind]
     reader: type[StructureFile] = getattr(importlib.import_module(module), name)
-    return reader(path, Wanted(tuple(labels_of(source)), source.group_by))
+    return reader(path, Wanted(tuple(labels_of(source)), source.group_by, source.graph))
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,15 @@ class Wanted:
 
     labels: tuple[Label, ...]
     group_by: str | None
+    graph: GivenGraphs | None = None
+    """Of graphs whose nodes are no atoms: what stands in the files."""
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Return every name to look up in the file."""
         names = [label.key for label in self.labels]
+        if self.graph is not None:
+            names += [*self.graph.node_features, *self.graph.edge_features, *self.graph.graph_features]
         return tuple(dict.fromkeys(names if self.group_by is None else [*names, self.group_by]))
 
 
@@ -117,8 +122,6 @@ def find_files(pattern: str) -> list[Path]:
     return files
 
 
-_ATOMS = ("ptr", "z", "numbers", "species", "pos", "positions", "cell", "pbc")
-"""Arrays that are read whatever labels are wanted."""
 _UNPACKED_BYTES = 2**30
 """Unpacked size that is read whatever the file's own is."""
 _UNPACKED_TIMES = 20
@@ -141,18 +144,86 @@ _BROKEN = (
 """Errors that zipfile and numpy raise for files that are damaged, encrypted, or packed in a way of their own."""
 
 
-class NpzFile(StructureFile):
+class RaggedArrays(StructureFile):
+    """Arrays in one .npz file, read at once: compressed arrays cannot be read in part."""
+
+    arrays: tuple[str, ...]
+    """Names that are read whatever labels are wanted."""
+
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        """Read. Raises DataError for a truncated file."""
+        super().__init__(path, wanted)
+        self._arrays = self._load()
+
+    def _load(self) -> dict[str, npt.NDArray[Any]]:
+        """Read the arrays that are wanted, none before its size is known to be that of what is stored."""
+        try:
+            with self.path.open("rb") as file:
+                if file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX:
+                    raise DataError(
+                        f"{self.path}: it holds one array without a name; save ptr, z, pos, ... with numpy.savez"
+                    )
+            with zipfile.ZipFile(self.path) as stored:
+                members = {info.filename.removesuffix(".npy"): info for info in stored.infolist()}
+                self._names = list(members)
+                wanted = {name: members[name] for name in (*self.arrays, *self.wanted.keys) if name in members}
+                # What unpacks to far more than the file holds is refused: all of it is held in memory.
+                unpacked, packed = sum(info.file_size for info in wanted.values()), self.path.stat().st_size
+                if unpacked > max(_UNPACKED_BYTES, _UNPACKED_TIMES * packed):
+                    raise DataError(
+                        f"{self.path}: {packed:,} bytes unpack to {unpacked:,}, more than {_UNPACKED_TIMES} times as many; "
+                        "if that is meant, save it with numpy.savez instead of numpy.savez_compressed"
+                    )
+                found: dict[str, npt.NDArray[Any]] = {}
+                for name, info in wanted.items():
+                    with stored.open(info) as member:
+                        version = npy.read_magic(member)
+                        read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                        shape, _, dtype = read_header(member)
+                        # numpy makes room for what the header says before it reads.
+                        declared, there = math.prod(shape) * dtype.itemsize, info.file_size - member.tell()
+                    if not dtype.hasobject and declared != there:
+                        raise DataError(
+                            f"{self.path}: {info.filename} declares {list(shape)} of {dtype}, {declared:,} bytes, and holds "
+                            f"{there:,}; it is damaged"
+                        )
+                    with stored.open(info) as member:
+                        found[name] = npy.read_array(member, allow_pickle=False)
+                return found
+        except _BROKEN as error:
+            raise DataError(f"{self.path}: it cannot be read as .npz ({error}); it may be truncated") from None
+
+    def _array(self, *names: str) -> npt.NDArray[Any]:
+        for name in names:
+            if name in self._arrays:
+                return self._arrays[name]
+        raise DataError(f"{self.path}: no array {' or '.join(names)}; it has {', '.join(self._names)}")
+
+    def _check_rows(self, name: str, array: npt.NDArray[Any], rows: int) -> None:
+        if array.ndim == 0 or len(array) != rows:
+            raise DataError(f"{self.path}: {name} has shape {list(array.shape)}, expected {rows} rows")
+
+    def _check_starts(self, name: str, starts: npt.NDArray[Any], rows: int, what: str) -> None:
+        """Refuse numbers that do not part all rows into structures: a wrong one would mix structures up."""
+        numbers = starts.ndim == 1 and starts.dtype.kind in "iuf"
+        if not numbers or len(starts) == 0 or starts[0] != 0 or (np.diff(starts.astype(np.int64)) < 0).any():
+            raise DataError(f"{self.path}: {name} must rise from 0, one more number than structures")
+        if int(starts[-1]) != rows:
+            raise DataError(f"{self.path}: {name} ends at {int(starts[-1])} but there are {rows} {what}")
+
+
+class NpzFile(RaggedArrays):
     """Ragged arrays in one .npz file: atoms of structure i are ptr[i]:ptr[i+1].
 
     ptr [G+1]; z [N] (or numbers, species); pos [N, 3] (or positions); cell [G, 3, 3]; pbc [G, 3], absent means that a
-    structure is periodic if its cell is not all zeros; any further array has one row an atom or one row a structure. Read at
-    once: compressed arrays cannot be read in part.
+    structure is periodic if its cell is not all zeros; any further array has one row an atom or one row a structure.
     """
+
+    arrays = ("ptr", "z", "numbers", "species", "pos", "positions", "cell", "pbc")
 
     def __init__(self, path: Path, wanted: Wanted) -> None:
         """Open and check. Raises DataError for a truncated file, a missing array, and one of a wrong length."""
         super().__init__(path, wanted)
-        self._arrays = self._load()
         self._ptr = self._array("ptr")
         self._species = self._array("z", "numbers", "species")
         self._positions = self._array("pos", "positions")
@@ -201,12 +272,7 @@ class NpzFile(StructureFile):
             raise DataError(
                 f"{self.path}: atomic numbers have shape {list(species.shape)} of {species.dtype}, expected [atoms] integers"
             )
-        # Every slice of atoms comes from it: a wrong one would mix structures up.
-        numbers = ptr.ndim == 1 and ptr.dtype.kind in "iuf"
-        if not numbers or len(ptr) == 0 or ptr[0] != 0 or (np.diff(ptr.astype(np.int64)) < 0).any():
-            raise DataError(f"{self.path}: ptr must rise from 0, one more number than structures")
-        if int(ptr[-1]) != len(species):
-            raise DataError(f"{self.path}: ptr ends at {int(ptr[-1])} but there are {len(species)} atoms")
+        self._check_starts("ptr", ptr, len(species), "atoms")
         # Atomic numbers may be stored in any format of numbers, but are whole.
         strange = (
             np.flatnonzero(species != np.floor(species)) if species.dtype.kind == "f" else np.empty(0, dtype=np.int64)
@@ -231,54 +297,6 @@ class NpzFile(StructureFile):
                 raise DataError(f'{self.path}: "{key}" has shape {list(array.shape)}, expected {rows} rows, one {unit}')
             found[key] = per_atom
         return found
-
-    def _load(self) -> dict[str, npt.NDArray[Any]]:
-        """Read the arrays that are wanted, none before its size is known to be that of what is stored."""
-        try:
-            with self.path.open("rb") as file:
-                if file.read(len(npy.MAGIC_PREFIX)) == npy.MAGIC_PREFIX:
-                    raise DataError(
-                        f"{self.path}: it holds one array without a name; save ptr, z, pos, ... with numpy.savez"
-                    )
-            with zipfile.ZipFile(self.path) as stored:
-                members = {info.filename.removesuffix(".npy"): info for info in stored.infolist()}
-                self._names = list(members)
-                wanted = {name: members[name] for name in (*_ATOMS, *self.wanted.keys) if name in members}
-                # What unpacks to far more than the file holds is refused: all of it is held in memory.
-                unpacked, packed = sum(info.file_size for info in wanted.values()), self.path.stat().st_size
-                if unpacked > max(_UNPACKED_BYTES, _UNPACKED_TIMES * packed):
-                    raise DataError(
-                        f"{self.path}: {packed:,} bytes unpack to {unpacked:,}, more than {_UNPACKED_TIMES} times as many; "
-                        "if that is meant, save it with numpy.savez instead of numpy.savez_compressed"
-                    )
-                found: dict[str, npt.NDArray[Any]] = {}
-                for name, info in wanted.items():
-                    with stored.open(info) as member:
-                        version = npy.read_magic(member)
-                        read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-                        shape, _, dtype = read_header(member)
-                        # numpy makes room for what the header says before it reads.
-                        declared, there = math.prod(shape) * dtype.itemsize, info.file_size - member.tell()
-                    if not dtype.hasobject and declared != there:
-                        raise DataError(
-                            f"{self.path}: {info.filename} declares {list(shape)} of {dtype}, {declared:,} bytes, and holds "
-                            f"{there:,}; it is damaged"
-                        )
-                    with stored.open(info) as member:
-                        found[name] = npy.read_array(member, allow_pickle=False)
-                return found
-        except _BROKEN as error:
-            raise DataError(f"{self.path}: it cannot be read as .npz ({error}); it may be truncated") from None
-
-    def _array(self, *names: str) -> npt.NDArray[Any]:
-        for name in names:
-            if name in self._arrays:
-                return self._arrays[name]
-        raise DataError(f"{self.path}: no array {' or '.join(names)}; it has {', '.join(self._names)}")
-
-    def _check_rows(self, name: str, array: npt.NDArray[Any], rows: int) -> None:
-        if array.ndim == 0 or len(array) != rows:
-            raise DataError(f"{self.path}: {name} has shape {list(array.shape)}, expected {rows} rows")
 
 
 _ELEMENTS, _POSITIONS = "Elements", "XYZ_Ang"

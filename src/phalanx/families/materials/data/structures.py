@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,8 @@ class RawStructure:
     periodic: tuple[bool, bool, bool]
     values: Mapping[str, Any]
     """Content of the file under each key asked for; absent keys are absent here."""
+    edges: npt.NDArray[Any] | None = None
+    """Of graphs whose edges are given: source and target node of each, [E, 2]."""
 
     def wrong(self, what: str) -> DataError:
         """Return the error that names this structure."""
@@ -57,6 +59,8 @@ class Structure:
     periodic: tuple[bool, bool, bool]
     labels: dict[str, FloatArray]
     """Each label by name; NaN where the structure lacks it."""
+    features: Mapping[str, FloatArray] = field(default_factory=dict)
+    """What the model sees of graphs whose nodes are no atoms: `node_features` [N, F] and the like."""
 
 
 def convert_structure(raw: RawStructure, labels: Sequence[Label], length: float, *, missing_allowed: bool) -> Structure:
@@ -82,7 +86,7 @@ def convert_structure(raw: RawStructure, labels: Sequence[Label], length: float,
         raise raw.wrong(f"atom {first} has position {raw.positions[first].tolist()}")
     values: dict[str, FloatArray] = {}
     for label in labels:
-        values[label.name] = _convert_label(raw, label, atoms, missing_allowed=missing_allowed)
+        values[label.name] = convert_label(raw, label, atoms, missing_allowed=missing_allowed)
     # A stress is an energy over a volume, which a slab or a molecule has not.
     if not all(raw.periodic) and np.isfinite(values.get("stress", np.nan)).any():
         raise raw.wrong(
@@ -105,20 +109,24 @@ def convert_structure(raw: RawStructure, labels: Sequence[Label], length: float,
     )
 
 
-def _convert_label(raw: RawStructure, label: Label, atoms: int, *, missing_allowed: bool) -> FloatArray:
+def convert_label(raw: RawStructure, label: Label, rows: int, *, missing_allowed: bool) -> FloatArray:
+    """Return a structure's label in our units. rows: its atoms, or of a label of edges its edges.
+
+    Raises DataError where it has a wrong shape, or is absent and that is not allowed.
+    """
     found = raw.values.get(label.key)
     if found is None:
         if missing_allowed:
-            return label.missing(atoms)
+            return label.missing(rows)
         raise raw.wrong(f'it has no {label.name} "{label.key}"; take the label out, or set missing_labels: allow')
     try:
-        value = label.convert(found, atoms)
+        value = label.convert(found, rows)
     except ValueError as error:
         raise raw.wrong(str(error)) from None
     lacking = np.isnan(value)
     if lacking.any() and not missing_allowed:
         raise raw.wrong(f'its {label.name} "{label.key}" holds NaN; mend it, or set missing_labels: allow')
-    if lacking.any() and not lacking.all() and not label.kind.per_atom:
+    if lacking.any() and not lacking.all() and value.ndim == len(label.kind.shape):
         raise raw.wrong(f'its {label.name} "{label.key}" is NaN in part; a structure has all of it or nothing')
     return value
 

@@ -26,6 +26,7 @@ from phalanx.families.materials.evaluation.network_predictions import load_netwo
 from phalanx.families.materials.evaluation.prediction_errors import Quantity, predicted_quantities
 from phalanx.families.materials.inputs import columns_of
 from phalanx.families.materials.model.losses import Predictions, learned_tasks, split_labels
+from phalanx.families.materials.model_config import PROPERTY_HEADS
 from phalanx.families.registry import bind
 from phalanx.layout.resolve import one_rank_microbatch
 
@@ -98,8 +99,18 @@ def untrained_elements(
 
 
 def materials_run(member: Member) -> MaterialsRun:
-    """Return the run of a member. Raises CheckpointError for a model of another family."""
-    return require_materials(member.run, member.checkpoint)
+    """Return the run of a member.
+
+    Raises CheckpointError for a model of another family, and for one whose predictions have no mean over members.
+    """
+    run = require_materials(member.run, member.checkpoint)
+    heads = [getattr(run.model, name) for name in PROPERTY_HEADS]
+    if run.model.graph is not None or any(head is not None and head.classes for head in heads):
+        raise CheckpointError(
+            f"{member.checkpoint}: ensembles are of numbers of atoms, and its model has graph or classes; phalanx errors "
+            "measures each of such models"
+        )
+    return run
 
 
 class _Reader:

@@ -6,7 +6,7 @@ energy counts per atom, a property is taken as it is.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,8 @@ from phalanx.families.materials.data.balance import (
 )
 from phalanx.families.materials.data.graph_batches import Collator, Columns
 from phalanx.families.materials.data.graph_shards import PreparedSource, spread_evenly
-from phalanx.families.materials.model.losses import Labels, Predictions, learned_tasks
-from phalanx.families.materials.model_config import MaterialsModel
+from phalanx.families.materials.model.losses import Labels, Predictions, learned_tasks, rows_of_graphs
+from phalanx.families.materials.model_config import PROPERTY_LABELS, MaterialsModel, PropertyHead
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.execute import Executor
 from phalanx.training.inputs import Finding
@@ -43,10 +43,16 @@ class ErrorRow:
     rmse: float
     numbers: int
     """Numbers that these are means of: three a force, nine a stress."""
+    accuracy: float | None = None
+    """Of a property that is a class: share of those that were right; mae is then that of the others, and rmse its root."""
+    f1: float | None = None
+    """Likewise: mean over classes, of those that occur or are predicted, of 2 right / (2 right + wrong + missed)."""
 
     @property
     def errors_in_words(self) -> str:
-        """Return both errors with their unit."""
+        """Return both errors with their unit, or accuracy and F1 of classes."""
+        if self.accuracy is not None:
+            return f"accuracy {self.accuracy:.4g} F1 {self.f1:.4g}"
         scale, unit = (1.0, self.unit) if not self.unit.startswith("eV") else (1e3, f"m{self.unit}")
         return f"MAE {self.mae * scale:.4g} RMSE {self.rmse * scale:.4g} {unit}".rstrip()
 
@@ -146,10 +152,18 @@ def error_rows(run: MaterialsRun, errors: Tensor) -> list[ErrorRow]:
     """Return rows of the quantities that a data set has labels of. errors: [sources, Q, SUMS], see `error_sums`."""
     rows = []
     for source, table in zip(run.data.sources, errors.tolist(), strict=True):
-        for quantity, (absolute, squared, numbers) in zip(predicted_quantities(run.model), table, strict=True):
-            if numbers:
-                mae, rmse = absolute / numbers, (squared / numbers) ** 0.5
-                rows.append(ErrorRow(source.name, quantity.name, quantity.unit, mae, rmse, int(numbers)))
+        quantities = predicted_quantities(run.model)
+        for place, (quantity, (absolute, squared, numbers)) in enumerate(zip(quantities, table, strict=True)):
+            if not numbers or quantity.one_class is not None:
+                continue
+            mae, rmse = absolute / numbers, (squared / numbers) ** 0.5
+            row = ErrorRow(source.name, quantity.name, quantity.unit, mae, rmse, int(numbers))
+            if quantity.classes:
+                # Rows of its classes follow it.
+                of_classes = table[place + 1 : place + 1 + quantity.classes]
+                found = [right / (right + wrong) for right, wrong, _ in of_classes if right + wrong]
+                row = replace(row, accuracy=1.0 - mae, f1=sum(found) / len(found))
+            rows.append(row)
     return rows
 
 
@@ -168,6 +182,12 @@ class Quantity:
     """Empty for properties, which are in eV, A and e, whatever they are."""
     column: int | None = None
     """Column of the label; None takes all components alike."""
+    scores: slice | None = None
+    """Numbers of the head that it is read from; None for the label's components."""
+    classes: int = 0
+    """Number of classes; 0 of a number."""
+    one_class: int | None = None
+    """The class whose finds are counted; None counts errors."""
 
 
 def predicted_quantities(config: MaterialsModel) -> list[Quantity]:
@@ -181,9 +201,12 @@ def predicted_quantities(config: MaterialsModel) -> list[Quantity]:
         found.append(Quantity("charges", "charges_N", "e"))
     if config.dipole is not None:
         found.append(Quantity("dipole", "dipole_G3", "e*A"))
-    for head, label in ((config.properties, "properties_GP"), (config.atom_properties, "atom_properties_NP")):
-        if head is not None:
-            found += [Quantity(name, label, "", column) for column, name in enumerate(head.names)]
+    for field, label in PROPERTY_LABELS.items():
+        head: PropertyHead | None = getattr(config, field)
+        for column, (name, scores) in enumerate(zip(head.names, head.columns, strict=True) if head else ()):
+            count = head.classes[name].count if head and name in head.classes else 0
+            found.append(Quantity(name, label, "", column, scores, count))
+            found += [Quantity(name, label, "", column, scores, count, number) for number in range(count)]
     return found
 
 
@@ -195,6 +218,7 @@ def error_sums(
     source_G: Tensor,
     sources: int,
     graph_N: Tensor,
+    target_E: Tensor,
     atoms_G: Tensor,
 ) -> Tensor:
     """Return sums by data set and quantity over the labels that are there: float64 [sources, Q, SUMS].
@@ -206,18 +230,32 @@ def error_sums(
         sums = torch.zeros((sources, SUMS), dtype=torch.float64, device=source_G.device)
         label, value = getattr(labels, quantity.label), getattr(predicted, quantity.label)
         if label is not None and value is not None:
-            if quantity.column is not None:
-                label, value = label[:, quantity.column], value[:, quantity.column]
+            if quantity.column is not None and quantity.scores is not None:
+                label, value = label[:, quantity.column], value[:, quantity.scores]
+                value = value.argmax(1) if quantity.classes else value[:, 0]
             there, error = _as_rows(~label.isnan()), _as_rows(value.double() - label.double())
             if quantity.label == "energy_G":
                 error = error / atoms_G.clamp(min=1)[:, None]
             # Not a product with the mask: NaN times 0 is NaN.
             error = torch.where(there, error, 0.0)
-            source = source_G.index_select(0, graph_N) if "_N" in quantity.label else source_G
+            source = rows_of_graphs(quantity.label, source_G, graph_N, target_E)
             each = torch.stack((error.abs().sum(1), error.square().sum(1), there.sum(1).double()), dim=1)
+            if quantity.classes:
+                each = _count_class(label, value, quantity.one_class)
             sums = sums.index_add(0, source, each)
         rows.append(sums)
     return torch.stack(rows, dim=1)
+
+
+def _count_class(label: Tensor, value: Tensor, number: int | None) -> Tensor:
+    """Return for each row whether its class was missed, again, and whether it is known; of one class: twice whether it was
+    found rightly, whether it was found wrongly or missed, and whether it is the row's."""
+    there, right = ~label.isnan(), label == value
+    if number is None:
+        counted = (there & ~right, there & ~right, there)
+        return torch.stack(counted, dim=1).double()
+    is_one, said = label == number, there & (value == number)
+    return torch.stack((2.0 * (is_one & said), (is_one ^ said).double(), is_one.double()), dim=1)
 
 
 def _as_rows(values: Tensor) -> Tensor:

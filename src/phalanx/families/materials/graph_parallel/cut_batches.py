@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.data.batch_stream import SteppedStream
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.array_files import Int64Array, ragged_ranges
-from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
+from phalanx.families.materials.data.graph_batches import LABELS, PER_ATOM, PER_EDGE, GraphBatch
 from phalanx.families.materials.data.graph_stream import GraphBatchStream
 from phalanx.families.materials.graph_parallel.halo_exchange import Gathering, Halo, Plan, Sending
 from phalanx.families.materials.graph_parallel.spatial_order import spatial_order
@@ -108,9 +108,10 @@ def cut_microbatch(batch: GraphBatch, how: Cutting) -> SharePart:
     own = cut.atoms(how.rank)
     atoms_M = torch.from_numpy(np.concatenate((cut.order_A[own], cut.order_A[cut.foreign(how.rank)])))
     atoms_N, edges = atoms_M[: halo.own], torch.from_numpy(edges_E)
-    for name in ("graph_N", "forces_N3", "charges_N", "atom_properties_NP"):
-        if name in named:
-            named[name] = named[name].cpu()[atoms_N]
+    for name in (field for field in PER_ATOM if field in named and field != "positions_N3"):
+        named[name] = named[name].cpu()[atoms_N]
+    for name in (field for field in PER_EDGE if field in named):
+        named[name] = named[name].cpu()[edges]
     elsewhere_G = torch.from_numpy(cut.keeper_G != how.rank)
     for name in (label for label in LABELS if label in named and "_G" in label):
         label_G = named[name].cpu().clone()
@@ -118,7 +119,6 @@ def cut_microbatch(batch: GraphBatch, how: Cutting) -> SharePart:
         label_G[elsewhere_G] = torch.nan
         named[name] = label_G
     named["positions_N3"] = named["positions_N3"].cpu()[atoms_M]
-    named["shifts_E3"] = named["shifts_E3"].cpu()[edges]
     named["edges_2E"] = torch.from_numpy(cut.local_ends(how.rank, edges_E))
     return SharePart(species_N.cpu()[atoms_N], named, halo, batch.target_counts(), batch.sample_indices)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 
 from phalanx.errors import ConfigError
 from phalanx.families.materials.model.electronic_state import ElectronicState
 from phalanx.families.materials.model.geometry import Geometry, find_triplets
+from phalanx.families.materials.model.graph_embedding import GraphEmbedding
 from phalanx.families.materials.model.layers import Atoms, ElementTable
 from phalanx.families.materials.model.message_passing.dimenet import DimeNetBlock, DimeNetEmbedding
 from phalanx.families.materials.model.message_passing.equivariant_backbones import EgnnBlock, PaiNNBlock
@@ -29,20 +30,29 @@ BuildBlock = Callable[[MaterialsModel, int], nn.Module]
 
 
 class AtomEmbedding(nn.Module):
-    """Scalars from a table of elements; vectors, where a backbone has them, begin at 0."""
+    """Scalars from a table of elements, or of graphs without atoms from features of their nodes; vectors, where a backbone
+    has them, begin at 0."""
 
     def __init__(self, config: MaterialsModel, vectors: int) -> None:
         super().__init__()
         self.vectors = vectors
+        self.graph: GraphEmbedding | None = None
+        if config.graph is not None:
+            self.graph = GraphEmbedding(config, config.graph)
+            return
         self.elements = ElementTable(config.max_atomic_number, config.d_model)
         self.state = ElectronicState(config)
 
     def forward(self, geometry: Geometry) -> Atoms:
         """Return atoms before the first block."""
-        scalars_NC: Tensor = self.state(self.elements(geometry.species_N, geometry.radial_ER.dtype), geometry)
+        if self.graph is not None:
+            atoms: Atoms = self.graph(geometry)
+        else:
+            atoms = Atoms(self.state(self.elements(geometry.species_N, geometry.radial_ER.dtype), geometry))
         if not self.vectors:
-            return Atoms(scalars_NC)
-        return Atoms(scalars_NC, scalars_NC.new_zeros((scalars_NC.shape[0], 3, self.vectors)))
+            return atoms
+        zeros_N3C = atoms.scalars_NC.new_zeros((atoms.scalars_NC.shape[0], 3, self.vectors))
+        return atoms._replace(vectors_NMC=zeros_N3C)
 
 
 class Backbone(NamedTuple):

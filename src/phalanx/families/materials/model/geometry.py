@@ -136,6 +136,12 @@ class Geometry(NamedTuple):
     """Elementary charges; None is 0."""
     multiplicity_G: Tensor | None = None
     """2S + 1; None is 1."""
+    node_features_NF: Tensor | None = None
+    """Of graphs whose nodes are no atoms; None of structures."""
+    edge_features_EF: Tensor | None = None
+    """Likewise."""
+    graph_features_GF: Tensor | None = None
+    """Likewise."""
 
     @property
     def atoms(self) -> int:
@@ -176,6 +182,23 @@ def edge_geometry(
     exchange: Exchange = NO_EXCHANGE,
 ) -> Geometry:
     """Return all functions of the edge vectors that every backbone needs, in format `dtype`."""
+    if config.graph is not None and not config.graph.positions:
+        # Edges without a length: what they say is made of their features (`graph_embedding`).
+        ones_ER = torch.ones((vector_E3.shape[0], config.n_radial), dtype=dtype, device=vector_E3.device)
+        return Geometry(
+            edges_2E[0],
+            edges_2E[1],
+            species_N,
+            graph_N,
+            vector_E3,
+            vector_E3.to(dtype),
+            ones_ER[:, :1],
+            ones_ER,
+            graphs=graphs,
+            max_atoms=max_atoms,
+            chunk=chunk,
+            exchange=exchange,
+        )
     distance_E1 = vector_E3.norm(dim=1, keepdim=True)
     seen_E1 = distance_E1
     if config.distance_transform == "agnesi":
@@ -190,7 +213,8 @@ def edge_geometry(
         graph_N,
         vector_E3,
         (vector_E3 / distance_E1).to(dtype),
-        cutoff_envelope(config, distance_E1).to(dtype),
+        # Edges that are given do not fade.
+        (cutoff_envelope(config, distance_E1) if config.graph is None else torch.ones_like(distance_E1)).to(dtype),
         radial_functions(config, seen_E1).to(dtype),
         graphs=graphs,
         max_atoms=max_atoms,

@@ -19,7 +19,7 @@ from phalanx.families.materials.model.geometry import NO_EXCHANGE, Exchange, Geo
 from phalanx.families.materials.model.layers import Atoms, Mlp, cast_linear, silu
 from phalanx.families.materials.model.losses import DatasetUnits, Predictions
 from phalanx.families.materials.model.repulsion import repulsion_energy
-from phalanx.families.materials.model_config import MaterialsModel
+from phalanx.families.materials.model_config import PROPERTY_HEADS, MaterialsModel
 from phalanx.nn.layers import Linear
 
 SHARED = "shared"
@@ -37,7 +37,15 @@ class Heads(nn.Module):
         for name, outputs in head_outputs(config).items():
             options = getattr(config, name)
             width = config.energy.width if name == "energy" and config.energy is not None else None
-            self.add_module(name, build_head(config, options.layers, outputs, shared=options.shared, width=width))
+            head = build_head(
+                config,
+                options.layers,
+                outputs,
+                shared=options.shared,
+                width=width,
+                inside=2 * config.d_model + config.n_radial if name == "edge_properties" else None,
+            )
+            self.add_module(name, head)
         energy = config.energy
         early = config.n_layers - 1 if energy is not None and energy.every_block else 0
         self.early_energies = nn.ModuleList(
@@ -58,7 +66,7 @@ class Heads(nn.Module):
         raw = {
             name: module(atoms.scalars_NC, branch_N).double()
             for name, module in self.named_children()
-            if isinstance(module, DatasetMlp)
+            if isinstance(module, DatasetMlp) and name != "edge_properties"
         }
         found = self._charges(raw, atoms, geometry, positions_N3)
         if self.config.energy is not None:
@@ -86,6 +94,14 @@ class Heads(nn.Module):
             found["properties_GP"] = self._in_units("properties_GP", pooled_GP, branch_G)
         if "atom_properties" in raw:
             found["atom_properties_NP"] = self._in_units("atom_properties_NP", raw["atom_properties"], branch_N)
+        if self.config.edge_properties is not None and atoms.edges_EC is not None:
+            target_E = geometry.target_E
+            sent_MC = exchange.atoms(atoms.scalars_NC)
+            # Both ends, told apart, and what the edge says: a flux has a sign.
+            ends = (sent_MC.index_select(0, geometry.source_E), atoms.scalars_NC.index_select(0, target_E))
+            branch_E = branch_N.index_select(0, target_E)
+            raw_EP = self.get_submodule("edge_properties")(torch.cat((*ends, atoms.edges_EC), dim=1), branch_E).double()
+            found["edge_properties_EP"] = self._in_units("edge_properties_EP", raw_EP, branch_E)
         return Predictions(**found)
 
     def keep(self, branches: range) -> None:
@@ -132,7 +148,9 @@ class Heads(nn.Module):
         return found
 
     def _in_units(self, label: str, values: Tensor, branch: Tensor) -> Tensor:
-        return values * self.units.column_scale(label, branch) + self.units.column_shift(label, branch)
+        columns = self.units.spread[label]
+        scale, shift = self.units.column_scale(label, branch), self.units.column_shift(label, branch)
+        return values * scale[:, columns] + shift[:, columns]
 
 
 def head_outputs(config: MaterialsModel) -> dict[str, int]:
@@ -142,9 +160,9 @@ def head_outputs(config: MaterialsModel) -> dict[str, int]:
         options = getattr(config, name)
         if options is not None and not options.from_charges:
             outputs[name] = 1
-    for name in ("properties", "atom_properties"):
+    for name in PROPERTY_HEADS:
         options = getattr(config, name)
-        outputs[name] = 0 if options is None else len(options.names)
+        outputs[name] = 0 if options is None else options.outputs
     return {name: count for name, count in outputs.items() if getattr(config, name) is not None}
 
 
@@ -184,11 +202,22 @@ class DatasetMlp(nn.Module):
 
 
 def build_head(
-    config: MaterialsModel, layers: int, outputs: int, *, shared: bool, width: int | None = None
+    config: MaterialsModel,
+    layers: int,
+    outputs: int,
+    *,
+    shared: bool,
+    width: int | None = None,
+    inside: int | None = None,
 ) -> DatasetMlp:
-    """Build a head of `layers` linear layers, as wide in between as `width`, or half as wide as the backbone."""
+    """Build a head of `layers` linear layers, as wide in between as `width`, or half as wide as the backbone.
+
+    inside: numbers that it reads; None for the backbone's.
+    """
     branches = [SHARED] if shared else [branch.name for branch in config.branches]
-    return DatasetMlp(branches, config.d_model, *[width or max(config.d_model // 2, 1)] * (layers - 1), outputs)
+    return DatasetMlp(
+        branches, inside or config.d_model, *[width or max(config.d_model // 2, 1)] * (layers - 1), outputs
+    )
 
 
 class DipoleVectors(nn.Module):

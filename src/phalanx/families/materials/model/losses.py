@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.families.materials.model.geometry import Constant
-from phalanx.families.materials.model_config import Loss, MaterialsModel
+from phalanx.families.materials.model_config import PROPERTY_LABELS, Loss, MaterialsModel, PropertyHead
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Labels:
     """In the data set's own units."""
     atom_properties_NP: Tensor | None = None
     """In the data set's own units."""
+    edge_properties_EP: Tensor | None = None
+    """In the data set's own units. Of these three, a property that is a class has the number of the class in its column."""
 
 
 def split_labels(inputs: Mapping[str, Any]) -> tuple[Labels, dict[str, Any]]:
@@ -43,7 +45,10 @@ def split_labels(inputs: Mapping[str, Any]) -> tuple[Labels, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Predictions(Labels):
-    """Predictions for a batch; None where the model has no head for it, or was not asked."""
+    """Predictions for a batch; None where the model has no head for it, or was not asked.
+
+    A property that is a class has a score for each class, before the softmax (`PropertyHead.columns`).
+    """
 
     atom_energies_N: Tensor | None = None
     """Share of each atom in the energy (eV), its element's reference energy included."""
@@ -60,11 +65,6 @@ class Task:
     loss: Loss
     weight: float
 
-    @property
-    def by_atom(self) -> bool:
-        """Return whether the label belongs to atoms rather than to graphs."""
-        return "_N" in self.label
-
 
 def learned_tasks(config: MaterialsModel) -> list[Task]:
     """Return what the model learns, in the order of its losses and of the counts."""
@@ -77,8 +77,7 @@ def learned_tasks(config: MaterialsModel) -> list[Task]:
     for head, name in (
         (config.charges, "charges_N"),
         (config.dipole, "dipole_G3"),
-        (config.properties, "properties_GP"),
-        (config.atom_properties, "atom_properties_NP"),
+        *((getattr(config, head), label) for head, label in PROPERTY_LABELS.items()),
     ):
         if head is not None:
             found.append(Task(name, head.loss, head.weight))
@@ -93,13 +92,13 @@ def summed_losses(
     *,
     branch_G: Tensor,
     graph_N: Tensor,
+    target_E: Tensor,
     atoms_G: Tensor,
 ) -> Tensor:
     """Return weighted losses summed over the labels that are there: float64 [T], in the order of `learned_tasks`.
 
     branch_G: int64, the data set of each graph. atoms_G: atoms of each graph.
     """
-    branch_N = branch_G.index_select(0, graph_N)
     sums = []
     for task in learned_tasks(config):
         label, value = getattr(labels, task.label), getattr(predicted, task.label)
@@ -107,7 +106,15 @@ def summed_losses(
             # A loss for every task on every rank, so that sums over ranks pair up.
             sums.append(torch.zeros((), dtype=torch.float64, device=branch_G.device))
             continue
-        branch = branch_N if task.by_atom else branch_G
+        branch = rows_of_graphs(task.label, branch_G, graph_N, target_E)
+        head = _HEADS.get(task.label)
+        classes_N: Tensor | float = 0.0
+        if head is not None:
+            options: PropertyHead = getattr(config, head)
+            classes_N = _class_losses(options, value, label)
+            value, label = value[:, _first_columns(options)], label.clone() if options.classes else label
+            for name in options.classes:
+                label[:, options.names.index(name)] = torch.nan
         # Chosen before any loss is formed: 0 * NaN would be NaN in the gradient.
         error = torch.where(label.isnan(), 0.0, value.double() - label.double())
         if task.label == "energy_G" and config.energy is not None and config.energy.per_atom:
@@ -119,8 +126,37 @@ def summed_losses(
             if error.dim() > 1
             else _pointwise_loss(task.loss, error)
         )
-        sums.append(task.weight * (each * units.weight(branch)).sum())
+        sums.append(task.weight * ((each + classes_N) * units.weight(branch)).sum())
     return torch.stack(sums)
+
+
+def rows_of_graphs(label: str, of_graphs: Tensor, graph_N: Tensor, target_E: Tensor) -> Tensor:
+    """Return a value of graphs for each row of the field `label`: graphs, atoms or edges, by the letter in its name."""
+    if "_G" in label:
+        return of_graphs
+    of_atoms = of_graphs.index_select(0, graph_N)
+    return of_atoms if "_N" in label else of_atoms.index_select(0, target_E)
+
+
+def _class_losses(head: PropertyHead, value: Tensor, label: Tensor) -> Tensor | float:
+    """Return the cross-entropy of each row [rows], summed over the properties that are classes and are known there."""
+    total: Tensor | float = 0.0
+    for place, (name, columns) in enumerate(zip(head.names, head.columns, strict=True)):
+        if name not in head.classes:
+            continue
+        options = head.classes[name]
+        weight = None
+        if options.weights:
+            weight = torch.tensor(options.weights, dtype=torch.float64, device=value.device)
+        # -100 is what cross_entropy leaves out.
+        known = label[:, place].nan_to_num(nan=-100.0).long()
+        total = total + F.cross_entropy(value[:, columns], known, weight=weight, reduction="none")
+    return total
+
+
+def _first_columns(head: PropertyHead) -> list[int]:
+    """Return the column of each property among the head's numbers; the first of several."""
+    return [columns.start for columns in head.columns]
 
 
 def _pointwise_loss(loss: Loss, error: Tensor) -> Tensor:
@@ -148,15 +184,19 @@ class DatasetUnits:
         self._weight = _constant_table([branch.weight for branch in branches])
         self.columns: dict[str, tuple[Constant, Constant]] = {}
         """Shift and scale of each branch's properties, by label."""
-        for label, head in (("properties", config.properties), ("atom_properties", config.atom_properties)):
+        self.spread: dict[str, list[int]] = {}
+        """The property that each number of a head belongs to, by label."""
+        for name, label in PROPERTY_LABELS.items():
+            head: PropertyHead | None = getattr(config, name)
             if head is not None:
                 size = len(head.names)
-                shifts = [getattr(branch, f"{label}_shift") or [0.0] * size for branch in branches]
-                scales = [getattr(branch, f"{label}_scale") or [1.0] * size for branch in branches]
-                self.columns[f"{label}_{'GP' if label == 'properties' else 'NP'}"] = (
-                    _constant_table(shifts),
-                    _constant_table(scales),
-                )
+                shifts = [getattr(branch, f"{name}_shift") or [0.0] * size for branch in branches]
+                scales = [getattr(branch, f"{name}_scale") or [1.0] * size for branch in branches]
+                self.columns[label] = (_constant_table(shifts), _constant_table(scales))
+                # Scores of classes are taken as they are.
+                self.spread[label] = [
+                    place for place, columns in enumerate(head.columns) for _ in range(columns.stop - columns.start)
+                ]
 
     def reference_energy(self, species_N: Tensor, branch_N: Tensor) -> Tensor:
         """Return the energy of each atom's element (eV)."""
@@ -177,6 +217,9 @@ class DatasetUnits:
     def column_scale(self, label: str, branch: Tensor) -> Tensor:
         """Return what one unit of a property means, [rows, P]."""
         return _table_rows(self.columns[label][1], branch)
+
+
+_HEADS = {label: head for head, label in PROPERTY_LABELS.items()}
 
 
 def _constant_table(values: list[float] | list[list[float]]) -> Constant:

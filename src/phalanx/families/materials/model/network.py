@@ -40,6 +40,12 @@ class AtomGraphs(TypedDict):
     """Elementary charges; None is 0."""
     multiplicity_G: NotRequired[Tensor | None]
     """2S + 1; None is 1."""
+    node_features_NF: NotRequired[Tensor | None]
+    """Of graphs whose nodes are no atoms; None of structures."""
+    edge_features_EF: NotRequired[Tensor | None]
+    """Likewise."""
+    graph_features_GF: NotRequired[Tensor | None]
+    """Likewise."""
     max_atoms: NotRequired[int | None]
     """Atoms of the largest graph, where known; spares global attention a wait for the device."""
 
@@ -109,7 +115,14 @@ class MaterialsNetwork(nn.Module):
         # Not len(): it would fix a size that programs for batches of all sizes keep open.
         atoms_G = exchange.atoms_by_graph(graph_N, branch_G.shape[0])
         return summed_losses(
-            self.config, self.units, predicted, labels, branch_G=branch_G, graph_N=graph_N, atoms_G=atoms_G
+            self.config,
+            self.units,
+            predicted,
+            labels,
+            branch_G=branch_G,
+            graph_N=graph_N,
+            target_E=graphs["edges_2E"][1],
+            atoms_G=atoms_G,
         )
 
     def predict(
@@ -181,7 +194,13 @@ class MaterialsNetwork(nn.Module):
             max_atoms=graphs.get("max_atoms"),
             chunk=self.edge_chunk,
             exchange=exchange,
-        )._replace(total_charge_G=graphs.get("total_charge_G"), multiplicity_G=graphs.get("multiplicity_G"))
+        )._replace(
+            total_charge_G=graphs.get("total_charge_G"),
+            multiplicity_G=graphs.get("multiplicity_G"),
+            node_features_NF=graphs.get("node_features_NF"),
+            edge_features_EF=graphs.get("edge_features_EF"),
+            graph_features_GF=graphs.get("graph_features_GF"),
+        )
         # Positions beyond those of the atoms at hand were needed for edge vectors alone.
         atoms, positions_N3 = self.features(geometry), graphs["positions_N3"][: geometry.atoms]
         predicted: Predictions = self.head(atoms, geometry, positions_N3, cells_G33, source_G)
@@ -202,11 +221,15 @@ class MaterialsNetwork(nn.Module):
         """Return features of all atoms behind the last block."""
         geometry = backbone_of(self.config).prepare(self.config, geometry)
         atoms: Atoms = self.embedding(geometry)
+        if self.config.graph is not None and atoms.edges_EC is not None:
+            # What given edges say, where blocks read functions of the distance.
+            geometry = geometry._replace(radial_ER=atoms.edges_EC)
         scalars: list[Tensor] = []
         for block in self.blocks:
             atoms = block(atoms, geometry)
             scalars.append(atoms.scalars_NC)
-        return atoms._replace(earlier_NC=tuple(scalars[:-1]))
+        said_ER = None if self.config.graph is None else geometry.radial_ER
+        return atoms._replace(earlier_NC=tuple(scalars[:-1]), edges_EC=said_ER)
 
 
 def with_derivatives(
