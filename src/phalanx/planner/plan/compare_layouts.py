@@ -76,9 +76,10 @@ def explain_choice(planner: Planner, ranking: Ranking, words: str) -> WhyNot:
     for name, value in chosen.items():
         has_it &= getattr(ranking.legal, name) == (NAMED[name].index(value) if name in NAMED else value)
     if has_it.any():
-        fitting = ranking.fitting[has_it[ranking.fitting]]
+        fits = has_it[ranking.fitting]
+        fitting, bounds = ranking.fitting[fits], ranking.bounds.take(fits)
         legal, peak = ranking.legal.take(has_it), ranking.peak[has_it]
-        ranked = planner.simulate_best(task.model, ranking.legal.take(fitting), ranking.peak[fitting])
+        ranked = planner.simulate_best(task.model, ranking.legal.take(fitting), ranking.peak[fitting], bounds)
     else:
         # Enumeration may have left it out as beyond its limits, which fixed fields do not know.
         try:

@@ -62,7 +62,7 @@ def list_layouts(plan: Plan, most: int = MOST_LISTED) -> LayoutList:
     legal, ranked = ranking.legal, ranking.ranked
     # simulated times where there are some, else lower bounds
     fitting = legal.take(ranking.fitting)
-    times = models.bound_times(model, fitting).put(_find_rows(fitting, ranked.layouts), ranked.times)
+    times = ranking.bounds.put(_find_rows(fitting, ranked.layouts), ranked.times)
     seconds = np.full(len(legal), np.inf)
     seconds[ranking.fitting] = times.total
     fits = np.isfinite(seconds)

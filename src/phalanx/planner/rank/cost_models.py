@@ -77,6 +77,11 @@ class Times:
         causes = {name: values[which] for name, values in self.causes.items()}
         return Times(self.total[which], causes, self.spread[which])
 
+    def extend(self, others: Times) -> Times:
+        """Return these times and then `others`."""
+        causes = {name: np.concatenate([values, others.causes[name]]) for name, values in self.causes.items()}
+        return Times(np.concatenate([self.total, others.total]), causes, np.concatenate([self.spread, others.spread]))
+
     def put(self, which: Any, others: Times) -> Times:
         """Return these times with `others` in place of those at these positions."""
 

@@ -131,6 +131,8 @@ class Ranking:
     """Bytes on the worst rank of each legal layout; NaN where a bound showed that it does not fit."""
     fitting: Ints
     """Indices of the legal layouts that are likely enough to fit."""
+    bounds: Times
+    """Times of those that fit by which no simulation takes less, [fitting]."""
     ranked: RankedLayouts
     """Simulated layouts, among them the fastest of each choice of tp, cp and pp, and those that are Pareto-optimal in two
     of time, memory and energy."""
@@ -165,14 +167,16 @@ class Planner:
 
         Raises ConfigError where none is legal, or the machine has fewer devices.
         """
-        legal, peak, fitting = self.find_fitting(task)
-        return Ranking(task, legal, peak, fitting, self.simulate_best(task.model, legal.take(fitting), peak[fitting]))
+        legal, peak, fitting, bounds = self.find_fitting(task)
+        ranked = self.simulate_best(task.model, legal.take(fitting), peak[fitting], bounds)
+        return Ranking(task, legal, peak, fitting, bounds, ranked)
 
-    def find_fitting(self, task: Task) -> tuple[LayoutTable, Floats, Ints]:
-        """Return (all legal layouts, bytes on the worst rank of each, indices of those that are likely enough to fit).
+    def find_fitting(self, task: Task) -> tuple[LayoutTable, Floats, Ints, Times]:
+        """Return all legal layouts, bytes on the worst rank of each, indices of those likely enough to fit, and their times.
 
         Several chunks of tokens are tried in the fastest layouts alone, unless their number is fixed.
-        Bytes are NaN where a bound showed that a layout does not fit. Raises what `rank_layouts` raises.
+        Bytes are NaN where a bound showed that a layout does not fit. Times are bounds that no simulation stays below.
+        Raises what `rank_layouts` raises.
         """
         self.machine.check_devices(task.devices)
         check_products(task.run, self.machine.node.device)
@@ -182,23 +186,26 @@ class Planner:
         peak, p_fits = self._estimate_memory(task, legal)
         # Memory comes before time: most layouts do not fit, and times need a trace of each micro-batch that is left.
         fitting = np.flatnonzero(p_fits >= self.least_p)
-        chunked = self._chunk_tokens(task, legal.take(fitting))
+        bounds = self.models.bound_times(task.model, legal.take(fitting))
+        chunked = self._chunk_tokens(task, legal.take(fitting), bounds.total)
         if len(chunked):
             found = self.models.memory(task.model, chunked)
+            more = np.flatnonzero(found.p_fits >= self.least_p)
+            bounds = bounds.extend(self.models.bound_times(task.model, chunked.take(more)))
+            fitting = np.concatenate([fitting, len(legal) + more])
             legal, peak = LayoutTable.joined([legal, chunked]), np.concatenate([peak, found.peak])
-            fitting = np.flatnonzero(np.concatenate([p_fits, found.p_fits]) >= self.least_p)
-        return legal, peak, fitting
+        return legal, peak, fitting, bounds
 
-    def simulate_best(self, model: TracedModel, layouts: LayoutTable, peak: Floats) -> RankedLayouts:
+    def simulate_best(self, model: TracedModel, layouts: LayoutTable, peak: Floats, bounds: Times) -> RankedLayouts:
         """Simulate the layouts that are best in some respect, and rank these.
 
         The best are the fastest of each choice of tp, cp and pp, and those that are Pareto-optimal in two of time, memory
         and energy. At first all times are bounds that no simulation stays below. What seems best by them is simulated, again
         and again, until all that seems best is simulated: then it is best, since the others take at least their bounds.
 
-        peak: bytes on the worst rank, [layouts].
+        peak: bytes on the worst rank, [layouts]. bounds: times that no simulation stays below, [layouts].
         """
-        times = self.models.bound_times(model, layouts)
+        times = bounds
         # At 1 W a device: what a device draws multiplies the energy of all layouts alike.
         seconds, energy = times.total.copy(), times.total * times.mean_power(1.0)
         known = np.zeros(len(layouts), bool)
@@ -213,14 +220,17 @@ class Planner:
             seconds[chosen], energy[chosen] = found.total, found.total * found.mean_power(1.0)
             known[chosen] = True
 
-    def _chunk_tokens(self, task: Task, layouts: LayoutTable) -> LayoutTable:
-        """Return the fastest of the layouts with several chunks of tokens on their way to experts, where that is legal."""
+    def _chunk_tokens(self, task: Task, layouts: LayoutTable, seconds: Floats) -> LayoutTable:
+        """Return the fastest of the layouts with several chunks of tokens on their way to experts, where that is legal.
+
+        seconds: of a step with one chunk, [layouts].
+        """
         more = list_options(task.model, task.fixed, self.limits)["ep_chunks"][1:]
         spread = layouts.take(layouts.ep > 1)
         if not more or not len(spread):
             return layouts.take([])
         # Blocks are traced anew for each number of chunks, which takes long: not for layouts that are slow anyway.
-        best = fastest_of_each_split(spread, self.models.bound_times(task.model, spread).total)
+        best = fastest_of_each_split(spread, seconds[layouts.ep > 1])
         chunked = spread.take(np.sort(best)).vary("ep_chunks", more)
         needs = Requirements.of_model(task.model, task.devices, self.machine.node.devices)
         return chunked.take(is_legal(needs, chunked))

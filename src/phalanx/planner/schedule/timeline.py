@@ -225,7 +225,7 @@ class Timeline:
     def _operations(self, gradients: set[int], scale: Scale, times: Sequence[int]) -> tuple[Operation, ...]:
         steps = [*self.forward, *self.backward]
         found: list[Operation] = []
-        for step, count, beside in zip(steps, times or [1] * len(steps), _count_beside(steps), strict=True):
+        for step, count, beside in zip(steps, times or [1] * len(steps), self._beside, strict=True):
             if step.kind == "free":
                 continue
             matmul, attention, collective = step.matmul, step.attention, step.collective
@@ -260,6 +260,11 @@ class Timeline:
             )
             found.append(operation)
         return tuple(found)
+
+    @cached_property
+    def _beside(self) -> list[int]:
+        """Operations that run beside each step, whatever the micro-batch. Asked for when all steps are there."""
+        return _count_beside([*self.forward, *self.backward])
 
     def _numbers(self, role: Role) -> list[int]:
         return [number for number, buffer in enumerate(self.buffers) if buffer.role == role]

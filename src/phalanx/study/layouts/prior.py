@@ -59,7 +59,7 @@ def planned_space(planner: Planner, task: Task, search: Search) -> tuple[LayoutS
     if clash:
         raise ConfigError(f"search.layout.{clash[0]} has only {fixed[clash[0]]}, but the command line another value")
     narrow = _Narrowed(planner.machine, planner.models, planner.least_p, planner.limits, search)
-    legal, _, fitting = narrow.find_fitting(Task(task.model, task.devices, {**fixed, **task.fixed}))
+    legal, _, fitting, _ = narrow.find_fitting(Task(task.model, task.devices, {**fixed, **task.fixed}))
     if not len(fitting):
         raise ConfigError(f"none of {len(legal):,} legal layouts may fit; phalanx plan --fit finds how many devices do")
     space = build_layout_space(legal.take(fitting), search)
