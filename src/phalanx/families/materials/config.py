@@ -76,8 +76,9 @@ class GraphSource(Section):
     """Name of the source: of its folder of prepared shards, and of its branch in a model with branches."""
     path: PathText
     """A file, or a pattern such as `runs/*.extxyz`, of structures."""
-    format: Literal["auto", "npz", "extxyz", "ase", "aselmdb", "qm9_csv"] = "auto"
-    """Ragged arrays (.npz), extended XYZ, an ASE database (.db), or QM9's CSV; auto goes by the ending."""
+    format: Literal["auto", "npz", "extxyz", "ase", "aselmdb", "qm9_csv", "adios"] = "auto"
+    """Ragged arrays (.npz), extended XYZ, an ASE database (.db), QM9's CSV, or HydraGNN's ADIOS2 (.bp); auto goes by the
+    ending."""
     weight: Annotated[float, Field(gt=0.0)] | None = None
     """Share of the samples relative to other sources; null means its number of structures: each is read once an epoch."""
     graph: GivenGraphs | None = None

@@ -1,6 +1,6 @@
 """Files of structures by format: opened lazily, read structure by structure, damaged ones refused with their place.
 
-Extended XYZ and ASE databases are read by `ase_files`, which needs a package of its own.
+Extended XYZ and ASE databases are read by `ase_files`, ADIOS2 by `adios_files`, which need packages of their own.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _FORMATS = {
     "aselmdb": ("phalanx.families.materials.data.ase_files", "AseLmdb"),
     "qm9_csv": ("phalanx.families.materials.data.structure_files", "Qm9Csv"),
     "graphs": ("phalanx.families.materials.data.given_graphs", "GraphFile"),
+    "adios": ("phalanx.families.materials.data.adios_files", "AdiosGraphs"),
 }
 """Where each format is read; loaded on demand, since some need a package that others do not."""
 _ENDINGS = {
@@ -47,6 +48,7 @@ _ENDINGS = {
     ".db": "ase",
     ".aselmdb": "aselmdb",
     ".csv": "qm9_csv",
+    ".bp": "adios",
 }
 
 
@@ -115,8 +117,9 @@ class StructureFile(ABC):
 
 def find_files(pattern: str) -> list[Path]:
     """Return the files that a path or a pattern names, in order of their names. Raises DataError when there is none."""
-    found = [Path(pattern)] if Path(pattern).is_file() else [Path(name) for name in sorted(glob.glob(pattern))]
-    files = [path for path in found if path.is_file()]
+    found = [Path(pattern)] if Path(pattern).exists() else [Path(name) for name in sorted(glob.glob(pattern))]
+    # What ADIOS2 writes is a folder of that ending.
+    files = [path for path in found if path.is_file() or path.suffix == ".bp"]
     if not files:
         raise DataError(f"{pattern}: no such file; name a file of structures or a pattern such as runs/*.extxyz")
     return files
