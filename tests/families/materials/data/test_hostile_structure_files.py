@@ -17,7 +17,8 @@ import pytest
 from graph_files import write_set
 from phalanx.errors import DataError
 from phalanx.families.materials.config import GraphSource
-from phalanx.families.materials.data import ase_files, structure_files
+from phalanx.families.materials.data import structure_files
+from phalanx.families.materials.data.formats import ase_files
 from phalanx.families.materials.data.structure_files import open_structures
 
 HYDROGEN = "1\n{comment}\nH 0.0 0.0 0.0\n"

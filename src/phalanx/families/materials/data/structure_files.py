@@ -1,6 +1,6 @@
 """Files of structures by format: opened lazily, read structure by structure, damaged ones refused with their place.
 
-Extended XYZ and ASE databases are read by `ase_files`, ADIOS2 by `adios_files`, which need packages of their own.
+Extended XYZ and ASE databases are read by `formats.ase_files`, ADIOS2 by `formats.adios_files`: both need another package.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from phalanx.families.materials.data.structures import RawStructure
 
 _FORMATS = {
     "npz": ("phalanx.families.materials.data.structure_files", "NpzFile"),
-    "extxyz": ("phalanx.families.materials.data.ase_files", "ExtendedXyzFile"),
-    "ase": ("phalanx.families.materials.data.ase_files", "AseDatabase"),
-    "aselmdb": ("phalanx.families.materials.data.ase_files", "AseLmdb"),
+    "extxyz": ("phalanx.families.materials.data.formats.ase_files", "ExtendedXyzFile"),
+    "ase": ("phalanx.families.materials.data.formats.ase_files", "AseDatabase"),
+    "aselmdb": ("phalanx.families.materials.data.formats.ase_files", "AseLmdb"),
     "qm9_csv": ("phalanx.families.materials.data.structure_files", "Qm9Csv"),
     "graphs": ("phalanx.families.materials.data.given_graphs", "GraphFile"),
-    "adios": ("phalanx.families.materials.data.adios_files", "AdiosGraphs"),
+    "adios": ("phalanx.families.materials.data.formats.adios_files", "AdiosGraphs"),
 }
 """Where each format is read; loaded on demand, since some need a package that others do not."""
 _ENDINGS = {
