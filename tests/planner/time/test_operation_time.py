@@ -185,3 +185,16 @@ def test_groups_of_rows_take_longer_than_one_product_and_small_groups_longest() 
     (measured,) = _seconds(grouped(128, 262144))
     assert plain / measured == pytest.approx(613 / 754, rel=0.05)
     assert plain < few < measured < many
+
+
+def test_gradients_of_experts_take_as_long_whether_or_not_groups_have_an_odd_number_of_rows() -> None:
+    """64 experts of Qwen3-30B-A3B between two H100s (benchmarks/results/experts/expert_chunks_h100_x2.json)."""
+
+    def gradient(rows: int) -> tuple[float, ...]:
+        sizes = (64, 1536, 2048, rows, 64 * 2 * rows * 1536 * 2048, 64 * 2 * (rows * (1536 + 2048) + 1536 * 2048), 2)
+        return (0, Direction.BACKWARD, PartBreakdown.MATMUL, Form.GROUPED_SUMS, False, *sizes)
+
+    table = OperationTable.of([gradient(rows) for rows in (2048, 2049, 1024, 512)])
+    even, odd, *chunks = compute_seconds(table, default_profile("H100 SXM").profile).tolist()
+    assert odd == pytest.approx(even * 2049 / 2048, rel=1e-3)
+    assert [even, *chunks] == pytest.approx([1.261e-3, 0.727e-3, 0.450e-3], rel=0.12)

@@ -65,7 +65,7 @@ class Limits:
     expert_tp: float = 8
     """Most ranks over which one expert is sharded."""
     ep_chunks: float = 2
-    """Most chunks in which tokens travel to their experts: between the H100s of a host four took half as long again as one
+    """Most chunks in which tokens travel to their experts: between the H100s of a host four took a third longer than one
     (`benchmarks/results/experts`)."""
 
     @classmethod

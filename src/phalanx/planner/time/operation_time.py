@@ -58,15 +58,17 @@ class Form(IntEnum):
     EAGER_TRAFFIC = 6
     """The bytes alone, of kernels that were not compiled."""
     GROUPED = 7
-    """Products of groups of rows with a matrix each, in one kernel; sizes are those of one group."""
-    ALL_REDUCE = 8
-    ALL_GATHER = 9
-    REDUCE_SCATTER = 10
-    ALL_TO_ALL = 11
-    SEND = 12
-    ALL_TO_ALL_ACROSS = 13
+    """Products of groups of rows with a matrix each, in one kernel; sizes are those of a mean group."""
+    GROUPED_SUMS = 8
+    """Products of the columns of two such groups, one matrix a group: sums over as many terms as a group has rows."""
+    ALL_REDUCE = 9
+    ALL_GATHER = 10
+    REDUCE_SCATTER = 11
+    ALL_TO_ALL = 12
+    SEND = 13
+    ALL_TO_ALL_ACROSS = 14
     """Between the ranks of like place on the nodes of a group."""
-    ALL_TO_ALL_WITHIN = 14
+    ALL_TO_ALL_WITHIN = 15
     """Between the ranks of a group on one node."""
 
 
@@ -180,7 +182,9 @@ def _by_curves(table: OperationTable, profile: Profile) -> Floats:
     fill = table.m / (table.m + edge) * (table.n / (table.n + edge)) * (table.k / (table.k + depth))
     fill = fill * (area / (area + profile.matmul_area))
     aligned = _ALIGNED // table.width
-    odd = np.maximum(_odd(table.n, aligned), _odd(table.k, aligned))
+    # Sums over the rows of a group read rows of other sizes, whatever the number of terms.
+    depth_odd = np.where(table.form == Form.GROUPED_SUMS, 0.0, _odd(table.k, aligned))
+    odd = np.maximum(_odd(table.n, aligned), depth_odd)
     fill = fill / (1 + profile.matmul_odd * odd)
     eager = np.where(table.form == Form.EAGER_TRAFFIC, profile.eager_share, 1.0)
     traffic = table.bytes / (profile.memory_b_s * eager)
@@ -194,14 +198,15 @@ def _by_curves(table: OperationTable, profile: Profile) -> Floats:
     share = share * (rows / (rows + profile.attention_area))
     # Groups fill whole tiles each, and the kernel finds out where they begin.
     tiles = _GROUP_TILE / 2 / np.maximum(np.minimum(table.m, table.k), 1)
-    grouped = np.where(table.form == Form.GROUPED, profile.grouped_share / (1 + tiles), 1.0)
+    groups = np.isin(table.form, (Form.GROUPED, Form.GROUPED_SUMS))
+    grouped = np.where(groups, profile.grouped_share / (1 + tiles), 1.0)
     product = np.maximum(table.flops / (rate * fill * grouped), traffic)
     attended = np.maximum(table.flops / (attention * share), traffic)
-    seconds = np.where(np.isin(table.form, (Form.PRODUCT, Form.GROUPED)), product, np.where(fused, attended, traffic))
+    seconds = np.where(groups | (table.form == Form.PRODUCT), product, np.where(fused, attended, traffic))
     return np.where(table.form >= Form.ALL_REDUCE, 0.0, seconds + profile.kernel_s)
 
 
-_GROUP_TILE = 128
+_GROUP_TILE = 256
 """Rows that kernels of grouped products compute at a time: on average half a tile of each group is left over."""
 _ALIGNED = 128
 """Bytes that devices fetch at once."""
@@ -248,7 +253,8 @@ def _row_of(part: int, op: Operation, *, biased: bool, eager: bool) -> tuple[flo
             # The flops are those of all rows; sizes, by which the rate is known, those of a mean group.
             m, k = (max(1, size // y.groups) if y.ragged == name else size for name, size in (("m", y.m), ("k", y.k)))
             sizes = (y.groups, m, y.n, k, y.flops, traffic)
-            return (part, direction, component, Form.GROUPED, op.weight_gradient, *sizes, y.width)
+            form = Form.GROUPED_SUMS if y.ragged == "k" else Form.GROUPED
+            return (part, direction, component, form, op.weight_gradient, *sizes, y.width)
         sizes = (y.batch, y.m, y.n, y.k, y.flops, traffic)
         return (part, direction, component, Form.PRODUCT, op.weight_gradient, *sizes, y.width)
     form = Form.EAGER_TRAFFIC if eager else Form.TRAFFIC
