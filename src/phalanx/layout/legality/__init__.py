@@ -32,15 +32,18 @@ RULES = (
 """All rules, in the order in which messages follow each other."""
 
 
-def is_legal(needs: Requirements, layouts: LayoutTable, decided: Set[str] | None = None) -> Bools:
+def is_legal(
+    needs: Requirements, layouts: LayoutTable, decided: Set[str] | None = None, changed: str | None = None
+) -> Bools:
     """Return which layouts break no rule, [layouts].
 
     decided: fields that have their values already, while layouts are put together choice by choice; rules that read others
-    have to wait. None: all have.
+    have to wait. None: all have. changed: the only field that differs from layouts which broke no rule; None: any may.
     """
     legal = np.ones(len(layouts), np.bool_)
     for rule in RULES:
-        if decided is None or decided >= set(rule.reads):
+        asked = changed is None or changed in rule.reads
+        if asked and (decided is None or decided >= set(rule.reads)):
             legal &= np.logical_not(rule.broken(needs, layouts))
     return legal
 

@@ -100,7 +100,7 @@ def enumerate_layouts(
         """Return the legal layouts with each of its options, or of `among`, at the places of `where`."""
         varied = table.vary(field, among or options[field], where)
         decided.add(field)
-        return varied.take(is_legal(needs, varied, decided))
+        return varied.take(is_legal(needs, varied, decided, changed=field))
 
     table = choose("ep")
     # An expert is sharded where ranks have one each.
@@ -117,7 +117,7 @@ def enumerate_layouts(
     table = choose("gather", table.sharding_ranks > 1)
     if needs.experts is not None:
         table = replace(table, ep_node=ranks_of_node(model, table, devices_per_node))
-        table = table.take(is_legal(needs, table, {*decided, "ep_node"}))
+        table = table.take(is_legal(needs, table, {*decided, "ep_node"}, changed="ep_node"))
     # Fixed fields know no limits.
     return table if "gather" in fixed else table.take(table.streamed <= limits.streamed)
 
