@@ -1,4 +1,4 @@
-"""A trained network, or an ensemble of them, applied to structures: the ASE calculator and torch-sim ask here.
+"""A trained network, or an ensemble of them, applied to structures: ASE, torch-sim and LAMMPS ask here.
 
 Neighbours are found on the device, anew for each geometry; what a model cannot know is refused.
 """
