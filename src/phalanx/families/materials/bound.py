@@ -27,7 +27,8 @@ class BoundMaterials(DeclaredMaterials, MaterialsLayout, MaterialsInputs, Materi
 
     axes = frozenset(("dp_replicate", "dp_shard", "cp"))
     """Matrices are small and structures many: data parallelism, with all that ZeRO and FSDP shard; over `cp`, atoms of
-    structures that are too large for one device (graph parallelism)."""
+    structures that are too large for one device (graph parallelism), unless nodes are pooled: which ones stay would have to
+    be agreed on."""
     cuts_structures = True
     vanishing = (
         "head.charges.copies.*.bias",
@@ -40,6 +41,11 @@ class BoundMaterials(DeclaredMaterials, MaterialsLayout, MaterialsInputs, Materi
     position_unit = "structures"
 
     selects_members = True
+
+    def __init__(self, run: MaterialsRun) -> None:
+        super().__init__(run)
+        if run.model.pooling is not None:
+            self.axes = frozenset(("dp_replicate", "dp_shard"))
 
     def positions(self) -> SplitCount:
         """Return 1: a sample is a structure, whatever its size."""

@@ -234,8 +234,18 @@ class PropertyHead(Section):
         return sum(self.classes[name].count if name in self.classes else 1 for name in self.names)
 
 
+class NodePooling(Section):
+    """Fewer nodes from block to block: TopKPooling (Gao & Ji 2019, graph U-Nets; Cangea et al. 2018), as in PyTorch
+    Geometric. A learned direction scores nodes; the best of each graph stay, times their score, with edges between them."""
+
+    ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """Share of a graph's nodes that stay, rounded up."""
+    every: Layers = 1
+    """Blocks from one pooling to the next; none follows the last block."""
+
+
 PROPERTY_HEADS = ("properties", "atom_properties", "edge_properties")
-"""Heads of properties: of structures, of atoms and of edges. Sources name what they have in sections of these names."""
+"""Heads of properties: of structures, of atoms and of edges. Sources have sections of these names."""
 PROPERTY_LABELS = dict(zip(PROPERTY_HEADS, ("properties_GP", "atom_properties_NP", "edge_properties_EP"), strict=True))
 """Field of a batch that holds the labels of each of them."""
 POSITION_BODIES = ("egnn", "painn", "pnaeq")
@@ -360,6 +370,8 @@ class MaterialsModel(Model):
     """Options of the body mace."""
     electronic_state: list[ElectronicQuantity] = Field(default=[])
     """What all predictions depend on besides the atoms: charge (total, e), spin (unpaired electrons: multiplicity - 1)."""
+    pooling: NodePooling | None = None
+    """Which nodes of a model with graph stay from block to block; null for all."""
     attention: GlobalAttention | None = None
     """Attention among all atoms of a structure; null for none."""
     energy: EnergyHead | None = None
@@ -406,9 +418,12 @@ class MaterialsModel(Model):
     @model_validator(mode="after")
     def _graph_fits(self) -> MaterialsModel:
         if self.graph is None:
-            if self.edge_properties is not None:
-                raise ValueError("edge_properties need a model with graph, whose edges are given; leave them out")
+            for name in ("edge_properties", "pooling"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} need a model with graph, whose edges are given; leave {name} out")
             return self
+        if self.pooling is not None and (self.atom_properties or self.edge_properties):
+            raise ValueError("pooling leaves out nodes, which atom_properties and edge_properties are of; drop one")
         for name in ("energy", "electrostatics", "charges", "dipole", "electronic_state", "distance_transform"):
             if getattr(self, name):
                 raise ValueError(f"{name} is of atoms, and the nodes of a model with graph are none; leave it out")

@@ -4,8 +4,9 @@ Exact for `phalanx.families.materials.model.network`; a test compares the two. N
 
 Convention for model FLOPs: 6 for each matmul parameter and row it multiplies (a multiply and an add forward, twice that
 backward); 12 where forces or stress are learned, since the gradient by positions is one more pass (2) whose own
-backward pass takes as much as any (4). Rows are atoms, edges or triplets. Global softmax attention adds its products of
-atoms with atoms, MACE its coupled products. Look-ups, sums over neighbours and pointwise work are not counted.
+backward pass takes as much as any (4). Rows are atoms, edges or triplets; with pooling, all there were at first. Global
+softmax attention adds its products of atoms with atoms, MACE its coupled products. Look-ups, sums over neighbours and
+pointwise work are not counted.
 """
 
 from __future__ import annotations
@@ -153,6 +154,8 @@ def block_piece(config: MaterialsModel, number: int) -> Piece:
         atom = {"egnn": width + 3, "painn": 6 * width, "pnaeq": 4 * width, "dimenet++": 0}.get(config.body, width)
         edge = angles.triplet_width + angles.angular * angles.basis_width if config.body == "dimenet++" else 0
         piece = Piece(_block_matmuls(config, number), other.get(config.body, 0), atom_columns=atom, edge_columns=edge)
+    if config.pooling is not None and number < config.n_layers - 1 and (number + 1) % config.pooling.every == 0:
+        piece = replace(piece, other_parameters=piece.other_parameters + width)
     if config.attention is None:
         return piece
     sizes = ((width, 3 * width), (width, width), (width, 2 * width), (2 * width, width))

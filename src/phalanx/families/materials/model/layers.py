@@ -29,6 +29,8 @@ class Atoms(NamedTuple):
     """Equivariant features of atoms: M = 3 cartesian components first, then those of degree 2; channels may differ."""
     edges_EC: Tensor | None = None
     """Features of edges."""
+    kept_K: Tensor | None = None
+    """int64, ascending: of the nodes before pooling, those that these features are of; None where none is left out."""
     earlier_NC: tuple[Tensor, ...] = ()
     """Scalars behind each block before the last, where the heads read them."""
 

@@ -17,6 +17,7 @@ from phalanx.families.materials.model.geometry import NO_EXCHANGE, Exchange, Geo
 from phalanx.families.materials.model.heads import Heads, sum_by_graph
 from phalanx.families.materials.model.layers import Atoms, InvariantAttention
 from phalanx.families.materials.model.losses import DatasetUnits, Predictions, split_labels, summed_losses
+from phalanx.families.materials.model.pooling import TopKPooling, keep_nodes
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import NumberedBlocks
 from phalanx.nn.splits import ModelChunk
@@ -59,15 +60,20 @@ class MaterialsBlock(nn.Module):
         super().__init__()
         self.messages = backbone_of(config).block(config, number)
         self.attention = None if config.attention is None else InvariantAttention(config, config.attention)
+        pools = config.pooling is not None and number < config.n_layers - 1 and (number + 1) % config.pooling.every == 0
+        self.pooling = TopKPooling(config, config.pooling) if pools and config.pooling is not None else None
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
-        """Return the next features of all atoms."""
+        """Return the next features of all atoms, or of those that stay."""
         after: Atoms = self.messages(atoms, geometry)
-        if self.attention is None:
+        if self.attention is not None:
+            # Beside the messages and from the same input, as in GPS: neither waits for the other.
+            scalars_NC = after.scalars_NC + self.attention(atoms.scalars_NC, geometry)
+            after = after._replace(scalars_NC=scalars_NC + self.attention.feed(scalars_NC))
+        if self.pooling is None:
             return after
-        # Beside the messages and from the same input, as in GPS: neither waits for the other.
-        scalars_NC = after.scalars_NC + self.attention(atoms.scalars_NC, geometry)
-        return after._replace(scalars_NC=scalars_NC + self.attention.feed(scalars_NC))
+        pooled: Atoms = self.pooling(after, geometry)
+        return pooled
 
 
 class MaterialsNetwork(nn.Module):
@@ -202,7 +208,8 @@ class MaterialsNetwork(nn.Module):
             graph_features_GF=graphs.get("graph_features_GF"),
         )
         # Positions beyond those of the atoms at hand were needed for edge vectors alone.
-        atoms, positions_N3 = self.features(geometry), graphs["positions_N3"][: geometry.atoms]
+        positions_N3 = graphs["positions_N3"][: geometry.atoms]
+        atoms, geometry = self.features(geometry)
         predicted: Predictions = self.head(atoms, geometry, positions_N3, cells_G33, source_G)
         if not (forces or stress):
             return predicted
@@ -217,8 +224,8 @@ class MaterialsNetwork(nn.Module):
             differentiable=differentiable,
         )
 
-    def features(self, geometry: Geometry) -> Atoms:
-        """Return features of all atoms behind the last block."""
+    def features(self, geometry: Geometry) -> tuple[Atoms, Geometry]:
+        """Return features of all atoms behind the last block, or of those that stay; and the geometry of these."""
         geometry = backbone_of(self.config).prepare(self.config, geometry)
         atoms: Atoms = self.embedding(geometry)
         if self.config.graph is not None and atoms.edges_EC is not None:
@@ -227,9 +234,11 @@ class MaterialsNetwork(nn.Module):
         scalars: list[Tensor] = []
         for block in self.blocks:
             atoms = block(atoms, geometry)
+            if atoms.kept_K is not None:
+                geometry, atoms = keep_nodes(geometry, atoms.kept_K), atoms._replace(kept_K=None)
             scalars.append(atoms.scalars_NC)
         said_ER = None if self.config.graph is None else geometry.radial_ER
-        return atoms._replace(earlier_NC=tuple(scalars[:-1]), edges_EC=said_ER)
+        return atoms._replace(earlier_NC=tuple(scalars[:-1]), edges_EC=said_ER), geometry
 
 
 def with_derivatives(

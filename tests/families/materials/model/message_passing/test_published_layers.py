@@ -64,7 +64,7 @@ def test_schnet_is_that_of_torch_geometric() -> None:
             copy(twin, layer)
     given = batch()
     geometry = geometry_of(network, given)
-    found = network.features(geometry).scalars_NC
+    found = network.features(geometry)[0].scalars_NC
     distance_E = geometry.vector_E3.norm(dim=1)
     wanted = reference.embedding(given["species_N"])
     for block in reference.interactions:
