@@ -14,6 +14,7 @@ from phalanx.families.materials.data.graph_batches import GraphBatch
 from phalanx.families.materials.evaluation.prediction_errors import error_rows, error_sums
 from phalanx.families.materials.model.losses import Predictions, split_labels
 from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.sizes import parameter_count
 from phalanx.families.registry import bind
 from phalanx.verification.family import VerifiableModel
 
@@ -77,6 +78,7 @@ SEEING = ["schnet", "egnn", "painn", "pnaeq"]
 def test_predictions_follow_what_they_may_and_nothing_else(body: str, positions: bool) -> None:
     run = graph_run(body, positions=positions)
     network, batch = build(run), sample_graphs(run)
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameter_count(run.model)
     before = predict(network, batch)
     assert before["properties_GP"].shape == (len(batch.atoms), 4)
     assert before["edge_properties_EP"].shape == (batch.edges_2E.shape[1], 1)
