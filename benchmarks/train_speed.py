@@ -61,8 +61,8 @@ CASES: dict[str, list[str]] = {
 DEFAULT = tuple(case for case in CASES if case != "tiny")
 
 
-def overrides(case: str, data: str, steps: int) -> tuple[Path, list[str]]:
-    """Run file of a case and the overrides it is run with."""
+def overrides(case: str, data: str, steps: int, more: list[str]) -> tuple[Path, list[str]]:
+    """Run file of a case and the overrides it is run with, `more` the last of them."""
     run_file, *changes = CASES[case]
     return ROOT / run_file, [
         *changes,
@@ -77,12 +77,13 @@ def overrides(case: str, data: str, steps: int) -> tuple[Path, list[str]]:
         "evaluation.samples=8",
         "evaluation.prompt=null",
         "optimizer.warmup_steps=2",
+        *more,
     ]
 
 
-def measure(case: str, data: str, steps: int, skip: int, folder: Path, log: Path) -> dict[str, Any]:
-    """Run one case in a process of its own and summarise its metrics."""
-    run_file, changes = overrides(case, data, steps)
+def measure(case: str, data: str, steps: int, skip: int, folder: Path, log: Path, more: list[str]) -> dict[str, Any]:
+    """Run one case in a process of its own and summarise its metrics. more: further overrides."""
+    run_file, changes = overrides(case, data, steps, more)
     command = [*phalanx_command(1), "train", str(run_file), "--run-dir", str(folder), *changes]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=run_environment())
     with log.open("a") as file:
@@ -128,6 +129,8 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=list(CASES))
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--skip", type=int, default=4)
+    parser.add_argument("--set", action="append", default=[], help="overrides after those of the case")
+    parser.add_argument("--keep", type=Path, help="folder that keeps the run folders, with what the profiler recorded")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +140,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for case in options.case or DEFAULT:
             data = str(Path(options.data).resolve())
-            result = measure(case, data, options.steps, options.skip, Path(scratch) / case, log)
+            folder = (options.keep or Path(scratch)) / case
+            result = measure(case, data, options.steps, options.skip, folder, log, options.set)
             results.append(result)
             print_row(result)
     options.out.write_text(json.dumps({"python": platform.python_version(), "results": results}, indent=1) + "\n")
