@@ -121,6 +121,8 @@ def draw_plate(run_dir: Path) -> str:
         found = loaded.model.predict(species_N, forces=False, **split_labels(named)[1])
     head = loaded.run.model.atom_properties
     assert head is not None and batch.atom_properties_NP is not None and found.atom_properties_NP is not None
+    # The plate's nodes have their place among their features.
+    assert batch.node_features_NF is not None
     place = head.names.index("mises")
     truth, predicted = batch.atom_properties_NP[:, place], found.atom_properties_NP[:, head.columns[place]].squeeze(1)
     most, scale = float(truth.max()), WIDTH / 4.4
@@ -128,7 +130,7 @@ def draw_plate(run_dir: Path) -> str:
     for number, (words, values) in enumerate((("finite elements", truth), ("predicted", predicted))):
         left = 0.1 * scale + number * 2.2 * scale
         parts.append(make_text(left, 18, f"von Mises stress, {words}: largest {float(values.max()):.1f}"))
-        for (x, y, _), value in zip(batch.positions_N3.tolist(), values.tolist(), strict=True):
+        for (x, y, *_), value in zip(batch.node_features_NF.tolist(), values.tolist(), strict=True):
             shade = min(max(int(SHADES * value / most), 0), SHADES - 1)
             parts.append(make_circle(left + scale * x, 40 + scale * (1.0 - y), 5, f"shade-{shade}", f"{value:.2f}"))
     drawing = finish_drawing(parts, 50 + scale, "Von Mises stress at the nodes of a plate, solved and predicted")
