@@ -466,6 +466,32 @@ def test_scores_on_tasks_are_a_table_and_a_curve(tmp_path: Path) -> None:
     assert len(page.paths("tasks", "dots")) == 3 * 4
 
 
+def test_errors_by_quantity_are_a_table(tmp_path: Path) -> None:
+    def evaluated(step: int, mae: float, f1: float, at: float, *damaged: object) -> dict[str, Any]:
+        energy = {"source": "<b>xtb</b>", "quantity": "energy", "unit": "eV/atom", "mae": mae, "rmse": 2 * mae}
+        phase = {
+            "source": "grains",
+            "quantity": "phase",
+            "unit": "",
+            "mae": 1 - f1,
+            "rmse": 1.0,
+            "accuracy": f1,
+            "f1": f1,
+        }
+        errors = [energy | {"accuracy": None, "f1": None}, phase, *damaged]
+        return event("evaluation", step, at, loss=mae, errors=errors)
+
+    damage = [7, {"source": "odd"}, {"source": "odd", "quantity": "q", "unit": "", "mae": "low", "rmse": 1.0}]
+    events = [evaluated(10, 0.25, 0.5, 6), evaluated(20, 0.125, 0.75, 8), evaluated(40, 0.5, 0.625, 114, *damage)]
+    page = _page(write_run(tmp_path, events=[*EVENTS, *events]))
+    section = Page(page.html.split('id="errors"')[1].split("</h2>")[1].split("</section>")[0])
+    assert [cell.text for cell in section.all("td")] == [
+        *("<b>xtb</b>", "energy", "0.5000 eV/atom", "1.000 eV/atom", "", "", "0.1250 eV/atom", "20"),
+        *("grains", "phase", "", "", "62.50%", "62.50%", "75.00%", "20"),
+    ]
+    assert "{'source'" not in page.text
+
+
 def test_energy_is_a_tile_and_a_curve_of_power(tmp_path: Path) -> None:
     page = _page(write_run(tmp_path / "told", change=lambda step: {"step_joules": 3.6e5, "joules_per_token": 0.25}))
     # 40 steps of 0.1 kWh and half a second.
@@ -477,4 +503,4 @@ def test_energy_is_a_tile_and_a_curve_of_power(tmp_path: Path) -> None:
 
 def test_a_run_without_tasks_says_nothing_of_them(tmp_path: Path) -> None:
     page = _page(write_run(tmp_path))
-    assert "In-context" not in page.text
+    assert "In-context" not in page.text and "Errors by quantity" not in page.text

@@ -1,4 +1,4 @@
-"""Sections of a run's page beside its charts: the use of experts, scores on in-context tasks, and the coordinate check.
+"""Sections of a run's page beside its charts: use of experts, scores on tasks, errors by quantity, the coordinate check.
 
 Each is read from what a run left behind; what is damaged or was never written gives no section.
 """
@@ -121,8 +121,8 @@ def _read_layers(record: Any) -> list[tuple[int, FloatArray, Mapping[str, float]
 # --- in-context tasks --------------------------------------------------------------------------------------------------
 
 
-LONGEST_TASK_NAME = 60
-"""Characters of a task's name that are shown."""
+LONGEST_NAME = 60
+"""Characters of the name of a task, a data set or a quantity that are shown."""
 
 
 class Scored(Protocol):
@@ -214,7 +214,7 @@ def describe_tasks(log: RunLog) -> TaskSection | None:
     event = next(event for event in reversed(log.of_kind("tasks")) if event.step == last)
     rows = [
         TaskRow(
-            entry["task"][:LONGEST_TASK_NAME],
+            entry["task"][:LONGEST_NAME],
             entry["shots"],
             entry["questions"],
             entry["accuracy"],
@@ -237,11 +237,96 @@ def _read_tasks(event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
         if type(entry.get("shots")) is int and type(entry.get("questions")) is int:
             accuracy = _number_or_none(entry.get("accuracy"))
             if accuracy is not None:
-                yield f"{entry['task'][:LONGEST_TASK_NAME]} {entry['shots']}-shot", entry | {"accuracy": accuracy}
+                yield f"{entry['task'][:LONGEST_NAME]} {entry['shots']}-shot", entry | {"accuracy": accuracy}
 
 
 def _number_or_none(value: object) -> float | None:
     return float(value) if type(value) in (int, float) and math.isfinite(float(value)) else None  # type: ignore[arg-type]
+
+
+# --- errors by quantity ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QuantityRow:
+    """Errors of one quantity of a data set at the last evaluation; see `families.materials.evaluation.prediction_errors`."""
+
+    source: str
+    quantity: str
+    unit: str
+    mae: float
+    rmse: float
+    accuracy: float | None
+    """Of classes, as f1."""
+    f1: float | None
+    best: float
+    """The least MAE of all evaluations, or the highest F1 of classes."""
+    best_step: int
+
+    def write_number(self, value: float) -> str:
+        """Return an error with its unit."""
+        return f"{format_number(value)} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class ErrorSection:
+    """What a run's page says of errors."""
+
+    step: int
+    """Step of the last evaluation."""
+    rows: list[QuantityRow]
+
+
+ERROR_COLUMNS: tuple[Column[QuantityRow], ...] = (
+    Column("data set", lambda row: row.source, align="left"),
+    Column("quantity", lambda row: row.quantity, align="left"),
+    Column("MAE", lambda row: row.write_number(row.mae) if row.f1 is None else ""),
+    Column("RMSE", lambda row: row.write_number(row.rmse) if row.f1 is None else ""),
+    Column("accuracy", lambda row: _write_share(row.accuracy)),
+    Column("F1", lambda row: _write_share(row.f1)),
+    Column("best MAE or F1", lambda row: row.write_number(row.best) if row.f1 is None else _write_share(row.best)),
+    Column("at step", lambda row: f"{row.best_step:,}"),
+)
+
+
+def describe_errors(log: RunLog) -> ErrorSection | None:
+    """Return the section for the errors of the last evaluation that has any; None where the log tells of none."""
+    # A step that was done again has its later event.
+    evaluated = {event.step: found for event in log.of_kind("evaluation") if (found := _read_errors(event))}
+    if not evaluated:
+        return None
+    last = max(evaluated)
+    rows = []
+    for name, (unit, mae, rmse, accuracy, f1) in evaluated[last].items():
+        known = {step: found[name] for step, found in evaluated.items() if name in found}
+        # Of equally good ones the first.
+        if f1 is None:
+            best, step = min((one[1], step) for step, one in known.items())
+        else:
+            least, step = min((-(one[4] or 0.0), step) for step, one in known.items())
+            best = -least
+        rows.append(QuantityRow(*name, unit, mae, rmse, accuracy, f1, best, step))
+    return ErrorSection(last, rows)
+
+
+_Errors = tuple[str, float, float, float | None, float | None]
+"""Unit, MAE, RMSE, and of classes accuracy and F1."""
+
+
+def _read_errors(event: Event) -> dict[tuple[str, str], _Errors]:
+    """Return the errors of an event by data set and quantity; a damaged entry is left out."""
+    found: dict[tuple[str, str], _Errors] = {}
+    entries = event.fields.get("errors")
+    for entry in entries if isinstance(entries, list) else []:
+        if not isinstance(entry, dict):
+            continue
+        source, quantity, unit = (entry.get(name) for name in ("source", "quantity", "unit"))
+        mae, rmse, accuracy, f1 = (_number_or_none(entry.get(name)) for name in ("mae", "rmse", "accuracy", "f1"))
+        if not (isinstance(source, str) and isinstance(quantity, str) and isinstance(unit, str)):
+            continue
+        if mae is not None and rmse is not None:
+            found[source[:LONGEST_NAME], quantity[:LONGEST_NAME]] = (unit[:LONGEST_NAME], mae, rmse, accuracy, f1)
+    return found
 
 
 # --- coordinate check over widths --------------------------------------------------------------------------------------

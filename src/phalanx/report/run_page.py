@@ -29,7 +29,15 @@ from phalanx.formatting import (
 from phalanx.layout.spec import DEGREES
 from phalanx.report.interactive_chart import PLOT_HEIGHT, PLOT_WIDTH, Chart, draw_chart
 from phalanx.report.page import Tile, render_page, write_script_json
-from phalanx.report.page_sections import LAYER_COLUMNS, TASK_COLUMNS, describe_experts, describe_tasks, describe_widths
+from phalanx.report.page_sections import (
+    ERROR_COLUMNS,
+    LAYER_COLUMNS,
+    TASK_COLUMNS,
+    describe_errors,
+    describe_experts,
+    describe_tasks,
+    describe_widths,
+)
 from phalanx.report.run_charts import chart_run, format_value, read_out
 from phalanx.report.run_log import EVALUATED_EVENT, Event, RunLog, Summary, split_wall_time, summarise_run
 from phalanx.report.table import Column
@@ -48,6 +56,8 @@ _CONVENTIONS = {"causal": "causal half of attention", "palm": "PaLM, attention n
 _COUNTED = {"weather": "attention sees all pairs", "materials": "of a structure of mean size"}
 """FLOPs convention of the families for which `training.flops` makes no difference."""
 _ROUTINE = ("checkpoint", "evaluation", EVALUATED_EVENT, "tasks")
+_TABLED = (("tasks", "tasks"), ("evaluation", "errors"))
+"""Kinds of events and fields of theirs that stand in tables of their own."""
 _MACHINE_LABELS = {
     "device": "Device",
     "device_type": "Device type",
@@ -106,6 +116,8 @@ def render_run(log: RunLog, live: str | None = None) -> str:
         experts=experts,
         layer_columns=LAYER_COLUMNS,
         tasks=describe_tasks(log),
+        errors=describe_errors(log),
+        error_columns=ERROR_COLUMNS,
         widths=widths,
         task_columns=TASK_COLUMNS,
         name=log.run_dir.resolve().name,
@@ -357,8 +369,7 @@ def pick_events(log: RunLog) -> EventTable:
 
 def describe_event(event: Event) -> str:
     """Return what an event says beside its kind, step and time, in one line unless its text has several."""
-    # Scores of each task stand in a table of their own.
-    fields = {name: value for name, value in event.fields.items() if (event.kind, name) != ("tasks", "tasks")}
+    fields = {name: value for name, value in event.fields.items() if (event.kind, name) not in _TABLED}
     parts = (
         _format_plain(value) if name in ("text", "message") else f"{name.replace('_', ' ')} {_format_plain(value)}"
         for name, value in fields.items()
