@@ -30,7 +30,8 @@ from ase.filters import FrechetCellFilter  # noqa: E402
 from ase.md.verlet import VelocityVerlet  # noqa: E402
 from ase.optimize import BFGS, BFGSLineSearch  # noqa: E402
 from ase.optimize.optimize import Optimizer  # noqa: E402
-from ase.units import fs, kB  # noqa: E402
+from ase.phonons import Phonons  # noqa: E402
+from ase.units import _amu, _e, _hbar, fs, kB  # noqa: E402
 
 from phalanx.families.materials.evaluation.calculator import PhalanxCalculator  # noqa: E402
 
@@ -122,6 +123,31 @@ def test_stress_is_the_derivative_of_the_energy_by_strain(run_dir: Path) -> None
             values.append(moved.get_potential_energy())
         expected = (values[0] - values[1]) / 2e-4 / atoms.get_volume()
         assert stress[row, column] == pytest.approx(expected, rel=1e-4, abs=1e-8)
+
+
+def test_long_phonons_are_the_sound_of_a_stretched_crystal(tmp_path: Path) -> None:
+    """By displaced atoms, and by the energy of a crystal that is stretched along the wave."""
+    calculator = PhalanxCalculator(hardly_trained(tmp_path, {"model.body": "schnet"}), device="cpu", precision="fp64")
+    # At this length the crystal gives way in no direction.
+    length, waves = 1.8, 16
+    atoms = ase.Atoms("C", cell=np.eye(3) * length, pbc=True)
+    phonons = Phonons(atoms, calculator, supercell=(waves, 1, 1), delta=1e-3, name=tmp_path / "phonons")
+    phonons.run()
+    phonons.read(acoustic=True)
+
+    def energy(stretch: float) -> float:
+        moved = ase.Atoms("C", cell=np.diag([length * stretch, length, length]), pbc=True, calculator=calculator)
+        return float(moved.get_potential_energy())
+
+    stiffness = (energy(1.001) - 2.0 * energy(1.0) + energy(0.999)) / 1e-6
+    # One wave over the whole supercell; ASE gives energies of quanta, the least first.
+    frequency = 2.0 * np.pi / (waves * length) * np.sqrt(stiffness / atoms.get_masses()[0])
+    expected = frequency * _hbar * 1e10 / np.sqrt(_e * _amu)
+    still, moving = phonons.band_structure([[0.0, 0.0, 0.0], [1.0 / waves, 0.0, 0.0]])
+    assert np.abs(still).max() < 1e-6 * expected
+    # A wave of 16 atoms is slower than an endless one by some tenths of a percent.
+    assert moving[2] == pytest.approx(expected, rel=0.01)
+    assert 0.0 < moving[0] < moving[2]
 
 
 def test_relaxation_lowers_the_energy(run_dir: Path) -> None:
