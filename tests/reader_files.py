@@ -24,6 +24,7 @@ from graph_files import write_set
 from measured_runs import write_measured_runs
 from phalanx.cli.main import run_command_line
 from phalanx.config.load import dump_run, load_run
+from phalanx.families.materials.data.samples.grains import write_grains
 from phalanx.families.weather.config import WeatherRun
 from phalanx.planner.time.profile import default_profile, save_profile
 from phalanx.study.hyperparameters.asha import rung_steps
@@ -72,6 +73,7 @@ SMALLER: Mapping[str, tuple[str, ...]] = {
     "materials-xtb": _MATERIALS,
     "materials-three-sources": _MATERIALS,
     "materials-tune": _MATERIALS,
+    "materials-grains": _MATERIALS,
 }
 """Overrides that leave a model of the same kind of each example that the guides train."""
 _STRUCTURES = 48
@@ -133,19 +135,21 @@ def write_weather_files(folder: Path) -> None:
 
 def write_materials_files(folder: Path) -> None:
     """Write what guides to materials models name: data, trained runs, a study, an ensemble, structures to label."""
-    _write_run_files(folder, ("materials-xtb", "materials-three-sources", "materials-tune"))
+    _write_run_files(folder, ("materials-xtb", "materials-three-sources", "materials-tune", "materials-grains"))
+    write_grains(folder / "data" / "grains", polycrystals=_STRUCTURES // 2)
     molecules, copies = folder / "data" / "molecules", np.arange(_STRUCTURES)
     molecules.mkdir(parents=True)
     charges = write_set(molecules / "xtb_6k.npz", _STRUCTURES, qm9_index=copies)["charges"]
     props = np.random.default_rng(0).normal(size=(_STRUCTURES, 15))
     write_set(molecules / "qm9_12k.npz", _STRUCTURES, qm9_index=copies, mulliken=charges, props=props)
     write_set(molecules / "alloy_emt_1500.npz", _STRUCTURES, periodic=True)
-    for name in ("xtb", "three-sources"):
+    for name in ("xtb", "three-sources", "grains"):
         _call(folder, "data", "prepare-graphs", f"small/materials-{name}.yaml", "--workers", "1")
     # What the guide to ensembles chooses from: any prepared structures.
     shutil.copytree(folder / "data" / "graphs" / "three-sources" / "qm9", folder / "data" / "pool" / "candidates")
     for seed, name in enumerate(("materials-xtb", "a", "b", "c", "d")):
         _train(folder, "small/materials-xtb.yaml", f"runs/{name}", f"training.seed={seed}")
+    _train(folder, "small/materials-grains.yaml", "runs/materials-grains")
     _write_study(folder)
     grid = np.stack(np.meshgrid(*[np.arange(2)] * 3, indexing="ij"), -1).reshape(-1, 3) * 1.6
     random = np.random.default_rng(1)

@@ -66,6 +66,7 @@ TAKES_LONG: dict[str, tuple[str, ...]] = {
         "phalanx data sample text --out data/text",
         "phalanx data sample weather --out data/weather",
         "phalanx data sample molecules --out data/molecules",
+        "phalanx data sample grains --out data/grains",
     ),
     "Its layouts or ranks are so many, or so large, that it takes ten seconds to minutes; tests/planner has smaller ones.": (
         "phalanx plan examples/gpt-175b.yaml --cluster frontier --devices 1024",
