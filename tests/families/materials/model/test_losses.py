@@ -140,4 +140,4 @@ def test_tables_are_read_by_branch_and_element() -> None:
     assert units.reference_energy(torch.tensor([1, 1, 8]), branch).tolist() == [0.0, -1.5, 0.0]
     assert units.energy_scale(branch).tolist() == [4.0, 1.0, 1.0]
     assert units.weight(branch).tolist() == [1.0, 2.0, 2.0]
-    assert units.column_shift("properties_GP", branch).tolist() == [[0.0, 0.0]] * 3
+    assert units.output_units("properties_GP", branch)[0].tolist() == [[0.0, 0.0]] * 3

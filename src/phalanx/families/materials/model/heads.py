@@ -148,9 +148,8 @@ class Heads(nn.Module):
         return found
 
     def _in_units(self, label: str, values: Tensor, branch: Tensor) -> Tensor:
-        columns = self.units.spread[label]
-        scale, shift = self.units.column_scale(label, branch), self.units.column_shift(label, branch)
-        return values * scale[:, columns] + shift[:, columns]
+        shift, scale = self.units.output_units(label, branch)
+        return values * scale + shift
 
 
 def head_outputs(config: MaterialsModel) -> dict[str, int]:

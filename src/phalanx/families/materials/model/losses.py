@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -111,16 +112,19 @@ def summed_losses(
         classes_N: Tensor | float = 0.0
         if head is not None:
             options: PropertyHead = getattr(config, head)
-            classes_N = _class_losses(options, value, label)
-            value, label = value[:, _first_columns(options)], label.clone() if options.classes else label
-            for name in options.classes:
-                label[:, options.names.index(name)] = torch.nan
+            if options.classes:
+                classes_N = _class_losses(options, units.class_weights[task.label], value, label)
+                # One number a property, as labels have; those of classes count no further.
+                value = torch.stack([value[:, columns.start] for columns in options.columns], dim=1)
+                label = label.clone()
+                for name in options.classes:
+                    label[:, options.names.index(name)] = torch.nan
         # Chosen before any loss is formed: 0 * NaN would be NaN in the gradient.
         error = torch.where(label.isnan(), 0.0, value.double() - label.double())
         if task.label == "energy_G" and config.energy is not None and config.energy.per_atom:
             error = error / atoms_G.clamp(min=1)
-        elif task.label in units.columns:
-            error = error / units.column_scale(task.label, branch)
+        elif head is not None:
+            error = error / units.property_scale(task.label, branch)
         each = (
             _pointwise_loss(task.loss, error).flatten(1).sum(1)
             if error.dim() > 1
@@ -138,25 +142,17 @@ def rows_of_graphs(label: str, of_graphs: Tensor, graph_N: Tensor, target_E: Ten
     return of_atoms if "_N" in label else of_atoms.index_select(0, target_E)
 
 
-def _class_losses(head: PropertyHead, value: Tensor, label: Tensor) -> Tensor | float:
+def _class_losses(head: PropertyHead, weights: Mapping[str, Constant], value: Tensor, label: Tensor) -> Tensor:
     """Return the cross-entropy of each row [rows], summed over the properties that are classes and are known there."""
-    total: Tensor | float = 0.0
+    total = value.new_zeros(len(value))
     for place, (name, columns) in enumerate(zip(head.names, head.columns, strict=True)):
         if name not in head.classes:
             continue
-        options = head.classes[name]
-        weight = None
-        if options.weights:
-            weight = torch.tensor(options.weights, dtype=torch.float64, device=value.device)
+        weight = weights[name].on(value.device, value.dtype) if name in weights else None
         # -100 is what cross_entropy leaves out.
         known = label[:, place].nan_to_num(nan=-100.0).long()
         total = total + F.cross_entropy(value[:, columns], known, weight=weight, reduction="none")
     return total
-
-
-def _first_columns(head: PropertyHead) -> list[int]:
-    """Return the column of each property among the head's numbers; the first of several."""
-    return [columns.start for columns in head.columns]
 
 
 def _pointwise_loss(loss: Loss, error: Tensor) -> Tensor:
@@ -182,21 +178,27 @@ class DatasetUnits:
         self._reference = Constant(energies.flatten())
         self._energy_scale = _constant_table([branch.energy_scale for branch in branches])
         self._weight = _constant_table([branch.weight for branch in branches])
-        self.columns: dict[str, tuple[Constant, Constant]] = {}
-        """Shift and scale of each branch's properties, by label."""
-        self.spread: dict[str, list[int]] = {}
-        """The property that each number of a head belongs to, by label."""
+        self._property_scale: dict[str, Constant] = {}
+        """Scale of each branch's properties, by label."""
+        self._outputs: dict[str, tuple[Constant, Constant]] = {}
+        """Shift and scale of each number of a head, by label."""
+        self.class_weights: dict[str, dict[str, Constant]] = {}
+        """Weights of the classes of properties that have such, by label and property."""
         for name, label in PROPERTY_LABELS.items():
             head: PropertyHead | None = getattr(config, name)
             if head is not None:
-                size = len(head.names)
+                size, counts = len(head.names), [columns.stop - columns.start for columns in head.columns]
                 shifts = [getattr(branch, f"{name}_shift") or [0.0] * size for branch in branches]
                 scales = [getattr(branch, f"{name}_scale") or [1.0] * size for branch in branches]
-                self.columns[label] = (_constant_table(shifts), _constant_table(scales))
-                # Scores of classes are taken as they are.
-                self.spread[label] = [
-                    place for place, columns in enumerate(head.columns) for _ in range(columns.stop - columns.start)
-                ]
+                self._property_scale[label] = _constant_table(scales)
+                # Scores of a class share what its property has: 0 and 1.
+                self._outputs[label] = (
+                    _constant_table([np.repeat(row, counts).tolist() for row in shifts]),
+                    _constant_table([np.repeat(row, counts).tolist() for row in scales]),
+                )
+                self.class_weights[label] = {
+                    each: _constant_table(options.weights) for each, options in head.classes.items() if options.weights
+                }
 
     def reference_energy(self, species_N: Tensor, branch_N: Tensor) -> Tensor:
         """Return the energy of each atom's element (eV)."""
@@ -210,13 +212,14 @@ class DatasetUnits:
         """Return the factor on the losses."""
         return _table_rows(self._weight, branch)
 
-    def column_shift(self, label: str, branch: Tensor) -> Tensor:
-        """Return what a property of 0 means, [rows, P]."""
-        return _table_rows(self.columns[label][0], branch)
-
-    def column_scale(self, label: str, branch: Tensor) -> Tensor:
+    def property_scale(self, label: str, branch: Tensor) -> Tensor:
         """Return what one unit of a property means, [rows, P]."""
-        return _table_rows(self.columns[label][1], branch)
+        return _table_rows(self._property_scale[label], branch)
+
+    def output_units(self, label: str, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what 0 and one unit of each number of a head mean, both [rows, outputs]."""
+        shift, scale = self._outputs[label]
+        return _table_rows(shift, branch), _table_rows(scale, branch)
 
 
 _HEADS = {label: head for head, label in PROPERTY_LABELS.items()}
