@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_ranks import run_ranks
-from materials_runs import write_materials_run
+from materials_runs import write_materials_run, write_molecules
 from phalanx.config.load import load_run
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.materials.evaluation.network_predictions import split_errors
@@ -82,6 +82,53 @@ def test_structures_of_elements_that_were_not_trained_on_are_said(call: Call, ru
     assert last.startswith(
         f"warning: toy: {count} of these structures have atomic number 8, which no training structure of"
     )
+
+
+def outside_file(folder: Path, labels: dict[str, str]) -> list[str]:
+    """Fields that name another file of structures, as if it had these labels alone, all of it to be scored."""
+    folder.mkdir()
+    write_molecules(folder / "outside.npz", 12, seed=7)
+    source = {"name": "outside", "path": str(folder / "outside.npz"), "labels": labels, "check_units": False}
+    shares = ["data.validation_fraction=0", "data.test_fraction=0"]
+    return [f"data.sources={json.dumps([source])}", f"data.prepared={folder}/prepared", *shares]
+
+
+def test_an_outside_file_is_scored_on_the_labels_it_has(call: Call, run_dir: Path, tmp_path: Path) -> None:
+    words = outside_file(tmp_path / "all", {"energy": "eV", "forces": "eV/A", "charges": "e"})
+    assert call("data", "prepare-graphs", str(run_dir), *words).code == 0
+    done = call("errors", str(run_dir), *words, "--split", "train", "--device", "cpu", "--json")
+    whole = json.loads(done.out)
+    assert whole["structures"] == 12 and whole["unlabelled"] == {"outside": []}
+    words = outside_file(tmp_path / "some", {"forces": "eV/A"})
+    prepared = call("data", "prepare-graphs", str(run_dir), *words)
+    assert prepared.code == 0 and " ".join(prepared.err.split()).startswith(
+        "warning: training would refuse this: model.energy learns energy, which no source in data.sources has "
+        "warning: training would refuse this: model.charges learns charges, which no source in data.sources has"
+    )
+    command = ("errors", str(run_dir), *words, "--split", "train", "--device", "cpu")
+    done = call(*command, "--json")
+    assert done.code == 0, done.err
+    found = json.loads(done.out)
+    assert found["structures"] == 12 and found["unlabelled"] == {"outside": ["energy", "charges"]}
+    (forces,) = found["errors"]
+    expected = next(row for row in whole["errors"] if row["quantity"] == "forces")
+    assert forces == {**expected, "mae": pytest.approx(expected["mae"]), "rmse": pytest.approx(expected["rmse"])}
+    assert 0 < found["loss"] < whole["loss"]
+    assert call(*command).out.splitlines()[-1] == "outside has no labels of energy, charges"
+
+
+def test_a_file_without_any_label_is_refused(call: Call, run_dir: Path, tmp_path: Path) -> None:
+    words = outside_file(tmp_path / "none", {})
+    assert call("data", "prepare-graphs", str(run_dir), *words).code == 0
+    done = call("errors", str(run_dir), *words, "--split", "train", "--device", "cpu")
+    assert done.code == 1 and " ".join(done.err.split()).startswith(
+        f"error: {tmp_path}/none/prepared has no label in the train split of what the model learned (energy, forces, charges"
+    )
+
+
+def test_training_on_such_a_file_stays_refused(call: Call, run_dir: Path, tmp_path: Path) -> None:
+    done = call("train", str(run_dir), *outside_file(tmp_path / "some", {"forces": "eV/A"}))
+    assert done.code == 2 and "model.energy learns energy, which no source in data.sources has" in done.err
 
 
 def test_an_empty_split_is_refused(call: Call, run_dir: Path) -> None:

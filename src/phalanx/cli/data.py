@@ -18,6 +18,7 @@ from phalanx.cli.console import (
     print_json,
     print_lines,
     print_pairs,
+    print_warning,
     short_count,
     show_examples,
     show_preparation,
@@ -194,11 +195,14 @@ def prepare_graphs(
     Says what there is, and the units of the model's branches that fit it. Stopped at any point, the same command goes on
     where it was. Run again when all is done, it only says so.
     """
-    loaded = load_run(run, overrides or [])
+    loaded = load_run(run, overrides or [], trains=False)
     if not isinstance(loaded, MaterialsRun):
         raise ConfigError(
             f"{run} has model.family={loaded.model.family}; prepare-graphs takes runs of family materials"
         )
+    # Structures to score a trained model on need not have all labels that training takes.
+    for problem in loaded.find_training_problems():
+        print_warning(f"training would refuse this: {problem.text}")
     prepare = import_module("phalanx.families.materials.data.prepare_structures").prepare_graphs
     try:
         with show_preparation() as report:

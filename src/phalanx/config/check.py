@@ -16,10 +16,12 @@ from phalanx.config.section import MAX_BATCH_SAMPLES
 from phalanx.errors import nearest_names
 
 
-def check_run(run: Run) -> list[Problem]:
-    """Return everything that does not fit together in `run`; empty for a sound one."""
+def check_run(run: Run, *, trains: bool = True) -> list[Problem]:
+    """Return everything that does not fit together in `run`; empty for a sound one. trains: see `load_run`."""
     rules = (_check_batch, _check_optimizer, _check_training, _check_checkpoints, _check_safeguards)
     found = [problem for rule in rules for problem in rule(run)]
+    if trains:
+        found += run.find_training_problems()
     return [*run.find_problems(), *found]
 
 

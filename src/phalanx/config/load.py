@@ -39,11 +39,11 @@ RESOLVED_NAME = "run.yaml"
 """Name of the resolved run file in a run folder; the folder may be given in place of the file."""
 
 
-def load_run(path: Path | str, overrides: Sequence[str] = ()) -> Run:
+def load_run(path: Path | str, overrides: Sequence[str] = (), *, trains: bool = True) -> Run:
     """Read a run file, the resolved one of a run folder, or a recipe, and apply `section.field=value` overrides.
 
-    path: a file or folder, or the name of a recipe where there is neither. Raises ConfigError for anything a person can get
-    wrong.
+    path: a file or folder, or the name of a recipe where there is neither. trains: whether data must be fit to train on, as
+    those that a trained model is used on need not be. Raises ConfigError for anything a person can get wrong.
     """
     path = Path(path)
     file = path / RESOLVED_NAME if path.is_dir() else path
@@ -51,10 +51,10 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> Run:
         file = path = recipe
     if file != path and not file.exists():
         raise ConfigError(f"folder {path} holds no {RESOLVED_NAME}; give a run file or a run folder")
-    return parse_run(_read_text(file), str(file), overrides)
+    return parse_run(_read_text(file), str(file), overrides, trains=trains)
 
 
-def parse_run(text: str, name: str, overrides: Sequence[str] = ()) -> Run:
+def parse_run(text: str, name: str, overrides: Sequence[str] = (), *, trains: bool = True) -> Run:
     """Return the run of a run file's text, as `load_run` does. name: stands for the file in messages."""
     document = parse_document(text, name)
     if not isinstance(document.value, dict):
@@ -93,7 +93,7 @@ def parse_run(text: str, name: str, overrides: Sequence[str] = ()) -> Run:
         if problems:
             found = [problem for problem in found if problem.path != ("model",)]
         raise config_error(problems + found, locate) from None
-    problems += check_run(run)
+    problems += check_run(run, trains=trains)
     if problems:
         raise config_error(problems, locate)
     return run

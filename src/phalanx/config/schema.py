@@ -482,6 +482,10 @@ class Run(Section):
         """
         return ()
 
+    def find_training_problems(self) -> Iterable[Problem]:
+        """Return likewise what keeps such a run from training, though a trained model may be used on its data."""
+        return ()
+
     @property
     def names_parameters(self) -> bool:
         """Whether there is something to check that takes the built model: weights to begin with, patterns of parameters."""

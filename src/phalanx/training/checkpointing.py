@@ -286,16 +286,17 @@ def load_module(checkpoint: Path, module: nn.Module, lora: LoRA | None) -> None:
             parameter.copy_(tensor)
 
 
-def find_trained_run(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, Run]:
+def find_trained_run(path: Path, overrides: Sequence[str] = (), *, trains: bool = True) -> tuple[Checkpoint, Run]:
     """Return the newest whole checkpoint of a run directory, or one checkpoint, and the run that wrote it.
 
-    overrides: fields of the run file to change, as "section.field=value". Raises CheckpointError where there is none.
+    overrides: fields of the run file to change, as "section.field=value". trains: see `load_run`. Raises CheckpointError
+    where there is none.
     """
     newest = open_checkpoints(path).newest()
     if newest is None:
         raise CheckpointError(f"{path} holds no whole checkpoint; name the folder of a run that phalanx train wrote")
     text = str(read_state(newest.path).get("run"))
-    return newest, parse_run(text, f"{newest.path}/state.json: run", overrides)
+    return newest, parse_run(text, f"{newest.path}/state.json: run", overrides, trains=trains)
 
 
 def check_state(checkpoint: Checkpoint, state: dict[str, Any]) -> TrainingState:

@@ -41,6 +41,11 @@ def run_errors(asked: ErrorsArguments) -> None:
         return
     print_lines([f"{where} on the {asked.split} split: {found.structures:,} structures, loss {found.loss:.5g}"])
     print_pairs([(f"{row.source} {row.quantity}", row.errors_in_words) for row in found.rows])
+    print_lines(
+        f"{source} has no labels of {', '.join(missing)}"
+        for source, missing in (found.unlabelled or {}).items()
+        if missing
+    )
     print_lines((f"warning: {line}" for line in untrained_in_words(found.untrained or {})), style="yellow")
 
 

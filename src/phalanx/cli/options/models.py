@@ -192,8 +192,9 @@ class EnsembleArguments:
 class ErrorsArguments:
     """Errors of a materials model on structures it has not been trained on.
 
-    Energies count per atom; components of forces, stresses and dipoles count one each. Structures with an element that no
-    training structure of their branch had are counted, and said. With --matbench, predictions of any model are scored.
+    Energies count per atom; components of forces, stresses and dipoles count one each. Other structures than the
+    run's are scored with fields to change, on the labels that they have. Structures with an element that no training
+    structure of their branch had are counted, and said. With --matbench, predictions of any model are scored.
     """
 
     checkpoint: Annotated[

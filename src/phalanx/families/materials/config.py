@@ -247,8 +247,11 @@ class MaterialsRun(Run):
                 "one functional for all sources, or a branch for each",
             )
         yield from _check_graphs(self)
-        yield from _check_labels(self)
         yield from _check_training(self)
+
+    def find_training_problems(self) -> Iterator[Problem]:
+        """Yield labels that the model learns and no source has, and sources with nothing to learn."""
+        return _check_labels(self)
 
     @property
     def data_names(self) -> list[str]:

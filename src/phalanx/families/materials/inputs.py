@@ -239,14 +239,15 @@ def _count_in_words(training: list[PreparedSource]) -> str:
     return f"{sum(len(source) for source in training):,} structures"
 
 
-def columns_of(run: MaterialsRun, sources: Sequence[PreparedSource]) -> Columns:
-    """Return what batches must hold for this model."""
+def columns_of(run: MaterialsRun, sources: Sequence[PreparedSource], *, all_needed: bool = True) -> Columns:
+    """Return what batches must hold for this model. all_needed: see `graph_columns`."""
     model = run.model
     _check_features(run, sources)
     return graph_columns(
         sources,
         tasks=[task.label for task in learned_tasks(model)],
         properties={head: getattr(model, head).names for head in PROPERTY_HEADS if getattr(model, head)},
+        all_needed=all_needed,
     )
 
 

@@ -352,13 +352,15 @@ def graph_columns(
     *,
     tasks: Sequence[str] | None = None,
     properties: Mapping[str, Sequence[str]] | None = None,
+    all_needed: bool = True,
 ) -> Columns:
     """Return what batches of these sources hold.
 
     tasks: fields of `batches.LABELS` in the order in which a model's losses come; None takes all there are. properties:
-    names in the order of a model's heads, by head (`PROPERTY_HEADS`); None takes all there are, in order.
+    names in the order of a model's heads, by head (`PROPERTY_HEADS`); None takes all there are, in order. all_needed: if
+    a property or task that no source has is refused; else it is missing in every batch.
 
-    Raises ConfigError for a property or task that no source has.
+    Raises ConfigError for what is refused.
     """
     manifests = [source.manifest for source in sources]
     labels = dict.fromkeys(name for manifest in manifests for name in manifest.labels)
@@ -367,7 +369,7 @@ def graph_columns(
         known = list(dict.fromkeys(name for manifest in manifests for name in getattr(manifest, head)))
         asked = known if properties is None else properties.get(head, ())
         missing = [name for name in asked if name not in known]
-        if missing:
+        if missing and all_needed:
             raise ConfigError(
                 f"model.{head} asks for {missing[0]}, which no source of data has; they have {', '.join(known) or 'none'}"
             )
@@ -376,7 +378,7 @@ def graph_columns(
     there = [name for name in LABELS if name.rsplit("_", 1)[0] in labels]
     there += [PROPERTY_LABELS[head] for head in PROPERTY_HEADS if chosen[head]]
     unlabelled = [name for name in tasks or () if name not in there]
-    if unlabelled:
+    if unlabelled and all_needed:
         raise ConfigError(
             f"the model learns {unlabelled[0].rsplit('_', 1)[0]}, which no source of data has a label for; "
             f"add it to data.sources.NAME.labels or take it out of the model"

@@ -108,9 +108,12 @@ def split_errors(
     samples: structures to take, spread evenly over the split; None takes all. overrides: fields of its run file to change.
     ranks: ranks of the process group, which share the structures, each with the whole model; all call it and get all errors.
 
-    Raises CheckpointError as `load_network` does, DataError where data are not prepared or the split is empty.
+    Labels of what the model learned may be missing there: what there are labels of is scored.
+
+    Raises CheckpointError as `load_network` does, DataError where data are not prepared or the split is empty, or without
+    any such label.
     """
-    newest, run = _open_checkpoint(path, overrides)
+    newest, run = _open_checkpoint(path, overrides, trains=False)
     # Whatever layout trained it: errors are those of one rank.
     run = _with_layout(run, ONE_RANK_FIELDS)
     if ranks > 1:
@@ -121,26 +124,38 @@ def split_errors(
         raise DataError(
             f"the {split} split in {run.data.prepared} is empty; prepare with data.{split}_fraction above 0"
         )
+    learned = list(learned_labels(run.model))
     model = bind(run, LayoutModel)
     layout = resolve_layout(model, ranks)
     applied = apply_layout(model, layout, build_mesh(layout, device), device, AttentionChoice("sdpa"), fill=False)
     load_weights(newest.path, applied)
     applied.refresh()
-    evaluator = GraphEvaluator(run, sources, columns_of(run, training), device, samples)
+    evaluator = GraphEvaluator(run, sources, columns_of(run, training, all_needed=False), device, samples)
     trained, untrained = trained_elements(newest.path), None
     # Runs of older versions do not say what they were trained on.
     if trained is not None:
         found, names = spread_evenly(sources, samples), [branch.name for branch in run.model.branches]
         untrained = untrained_by_source(sources, found, names, [trained])
-    return newest.path, replace(evaluator.errors(Executor(applied)), untrained=untrained)
+    errors, unlabelled = evaluator.errors(Executor(applied)), {}
+    for source in run.data.sources:
+        scored = {row.quantity for row in errors.rows if row.source == source.name}
+        unlabelled[source.name] = [name for name in learned if name not in scored]
+    if all(missing == learned for missing in unlabelled.values()):
+        raise DataError(
+            f"{run.data.prepared} has no label in the {split} split of what the model learned ({', '.join(learned)}), so "
+            "there is nothing to compare with; name one under labels or properties of a source, and prepare it again"
+        )
+    return newest.path, replace(errors, untrained=untrained, unlabelled=unlabelled)
 
 
 def _with_layout(run: MaterialsRun, fields: Mapping[str, int | str]) -> MaterialsRun:
     return run.model_copy(update={"layout": run.layout.model_copy(update=fields)})
 
 
-def _open_checkpoint(path: Path, overrides: Sequence[str] = ()) -> tuple[Checkpoint, MaterialsRun]:
-    newest, run = find_trained_run(path, overrides)
+def _open_checkpoint(
+    path: Path, overrides: Sequence[str] = (), *, trains: bool = True
+) -> tuple[Checkpoint, MaterialsRun]:
+    newest, run = find_trained_run(path, overrides, trains=trains)
     return newest, require_materials(run, newest.path)
 
 

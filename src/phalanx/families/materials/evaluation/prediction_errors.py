@@ -71,11 +71,14 @@ class GraphErrors:
     untrained: dict[str, dict[int, int]] | None = None
     """By source and atomic number: structures among these with an element that the source's branch was not trained on; None
     where that was not looked for."""
+    unlabelled: dict[str, list[str]] | None = None
+    """By source: what the model learned and these structures have no label of; None where that was not looked for."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""
         plain = {"loss": self.loss, "structures": self.structures, "errors": [asdict(row) for row in self.rows]}
-        return plain if self.untrained is None else plain | {"untrained_elements": self.untrained}
+        found = {"untrained_elements": self.untrained, "unlabelled": self.unlabelled}
+        return plain | {name: known for name, known in found.items() if known is not None}
 
 
 @dataclass(frozen=True)
