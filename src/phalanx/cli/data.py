@@ -48,7 +48,7 @@ data_app = typer.Typer(
 sample_app = typer.Typer(no_args_is_help=True, help="Make data to try the examples with; nothing is downloaded.")
 data_app.add_typer(sample_app, name="sample")
 _DEFAULTS = Options()
-_SHOWN = {"totals", "splits", "statistics"}
+_SHOWN = {"totals", "splits", "statistics", "left_out"}
 """Parts of the manifest of prepared structures that are printed as JSON."""
 
 
@@ -219,6 +219,8 @@ def prepare_graphs(
         parts = ", ".join(f"{part} {counts.structures:,}" for part, counts in manifest.splits.items())
         total = manifest.totals
         words = f"{total.structures:,} structures ({parts}), {total.atoms:,} atoms, {total.edges:,} edges"
+        if manifest.left_out:
+            words += f"; {manifest.left_out:,} left out, which no file of split lists"
         print_lines([f"{Path(loaded.data.prepared) / name}: {words}"])
         if said := describe_charges(manifest.statistics):
             print_lines([f"  {said}"])

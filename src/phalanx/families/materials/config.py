@@ -69,6 +69,18 @@ class GivenGraphs(Section):
     """Whether nodes have positions (array `pos`), in a unit of length of the source's own."""
 
 
+class SplitFiles(Section):
+    """Files that list the structures of each split: whole numbers that count from 0 through the files of the source, as text
+    or a JSON list. Structures that none of them lists are left out."""
+
+    train: PathText
+    """File that lists what is trained on."""
+    validation: PathText | None = None
+    """File that lists what is held out for validation; null holds nothing out."""
+    test: PathText | None = None
+    """File that lists what is held out for the test; null holds nothing out."""
+
+
 class GraphSource(Section):
     """One body of structures with its own labels and units."""
 
@@ -98,6 +110,8 @@ class GraphSource(Section):
     """Further numbers, one an edge, by the name that a head asks for; of sources with `graph`."""
     group_by: str | None = None
     """Name in the files of what belongs together: structures of one group fall into one split, over sources too."""
+    split: SplitFiles | None = None
+    """Splits that are given, in place of those drawn by data.validation_fraction and data.test_fraction; null draws them."""
     missing_labels: Literal["refuse", "allow"] = "refuse"
     """Whether a structure may lack a label; it then does not count for that label's loss."""
     no_edges: Literal["refuse", "allow"] = "refuse"

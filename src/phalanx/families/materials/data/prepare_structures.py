@@ -39,6 +39,7 @@ from phalanx.families.materials.data.graph_shards import (
 from phalanx.families.materials.data.graph_statistics import gather_statistics
 from phalanx.families.materials.data.labels import labels_of, length_factor
 from phalanx.families.materials.data.neighbours import find_edges
+from phalanx.families.materials.data.split_files import LEFT_OUT, check_groups, list_files, read_splits
 from phalanx.families.materials.data.structure_files import find_files, open_structures
 from phalanx.families.materials.data.structures import (
     RawStructure,
@@ -95,8 +96,11 @@ def _prepare_source(
             # Head, tail and size: data sets of terabytes are not read twice to notice a change.
             file.seek(max(0, size - _SAMPLE_BYTES))
             described.append((path.name, size, hashlib.sha256(head + file.read()).hexdigest()))
-    content = json.dumps([settings_of(source, data), piece_structures, described])
-    plan = hashlib.sha256(content.encode()).hexdigest()
+    for path in [] if source.split is None else list_files(source.split):
+        content = path.read_bytes()
+        described.append((path.name, len(content), hashlib.sha256(content).hexdigest()))
+    planned = json.dumps([settings_of(source, data), piece_structures, described])
+    plan = hashlib.sha256(planned.encode()).hexdigest()
 
     def read_prepared(folder: Path) -> Manifest:
         manifest = read_manifest(folder)
@@ -107,20 +111,29 @@ def _prepare_source(
         # Pieces of one number of structures, whatever the number of workers: an interrupted preparation finds them
         # again.
         pieces: list[Piece] = []
-        for number, path in enumerate(files):
-            structures = len(open_structures(path, source))
-            for start in range(0, structures, piece_structures):
-                out = work / f"shard-{len(pieces):05d}.safetensors"
-                pieces.append(Piece(path, number, start, min(structures, start + piece_structures), out))
-        if not pieces:
+        lengths = [len(open_structures(path, source)) for path in files]
+        if not sum(lengths):
             raise DataError(f"{source.path}: it holds no structures")
+        splits = None if source.split is None else read_splits(source.split, sum(lengths)).tobytes()
+        first = 0
+        for number, (path, structures) in enumerate(zip(files, lengths, strict=True)):
+            for start in range(0, structures, piece_structures):
+                stop = min(structures, start + piece_structures)
+                given = None if splits is None else splits[first + start : first + stop]
+                # Where all are left out there is nothing to read.
+                if given is None or any(one != LEFT_OUT for one in given):
+                    out = work / f"shard-{len(pieces):05d}.safetensors"
+                    pieces.append(Piece(path, number, start, stop, out, given))
+            first += structures
         missing = [piece for piece in pieces if not piece.out.exists()]
         done = len(pieces) - len(missing)
         for _ in make_pieces(missing, Job(source, data), workers):
             done += 1
             progress("preparing", done, len(pieces))
         shards = [piece.out for piece in pieces]
-        return _write_index(source, data, files, plan, work, shards), [*shards, work / INDEX]
+        manifest = _write_index(source, data, files, plan, work, shards)
+        manifest = manifest.model_copy(update={"left_out": sum(lengths) - manifest.totals.structures})
+        return manifest, [*shards, work / INDEX]
 
     return prepare_once(
         Path(data.prepared) / source.name,
@@ -142,6 +155,8 @@ def _write_index(
     atoms = np.concatenate([np.diff(shard["node_starts"]) for shard in opened])
     edges = np.concatenate([np.diff(shard["edge_starts"]) for shard in opened])
     split = np.concatenate([shard["split"] for shard in opened])
+    if source.split is not None and source.group_by is not None:
+        check_groups(split, np.concatenate([shard["group"] for shard in opened]), source.split, source.group_by)
     members: dict[Split, Int64Array] = {name: np.flatnonzero(split == number) for number, name in enumerate(SPLITS)}
     if not len(members["train"]):
         raise DataError(
@@ -190,6 +205,8 @@ class Piece:
     start: int
     stop: int
     out: Path
+    splits: bytes | None = None
+    """Number of the given split of each structure, or `LEFT_OUT`; None draws them."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +243,15 @@ def make_piece(piece: Piece, job: Job) -> None:
     dispersion = None if source.dispersion is None else D3Dispersion(source.dispersion, torch.device("cpu"))
     items: list[Prepared] = []
     splits: list[int] = []
+    groups: list[int] = []
+    read = 0
     ratios: list[tuple[RawStructure, float]] = []
     for raw in open_structures(piece.path, source).read(piece.start, piece.stop):
+        read += 1
+        given = None if piece.splits is None or read > len(piece.splits) else piece.splits[read - 1]
+        # Not even checked: data sets come with lists of structures that are broken.
+        if given == LEFT_OUT:
+            continue
         if source.graph is not None:
             structure, edges = convert_graph(raw, labels, source, source.graph, data.cutoff)
         else:
@@ -251,15 +275,23 @@ def make_piece(piece: Piece, job: Job) -> None:
             content = str(group).encode()
         # The split follows from content, not from order: a source that grows keeps the splits of what it had, and duplicates
         # stay together.
-        share = int.from_bytes(hashlib.sha256(content).digest()[:8], "little") / 2.0**64
+        digest = hashlib.sha256(content).digest()[:8]
+        if given is not None:
+            splits.append(given)
+            groups.append(int.from_bytes(digest, "little", signed=True))
+            continue
+        share = int.from_bytes(digest, "little") / 2.0**64
         held_out = data.test_fraction + data.validation_fraction
         split: Split = "test" if share < data.test_fraction else "validation" if share < held_out else "train"
         splits.append(SPLITS.index(split))
-    if len(items) != piece.stop - piece.start:
+    if read != piece.stop - piece.start:
         raise DataError(
-            f"{piece.path}: {len(items)} structures found from {piece.start} on, {piece.stop - piece.start} expected; "
+            f"{piece.path}: {read} structures found from {piece.start} on, {piece.stop - piece.start} expected; "
             f"the file changed or is truncated"
         )
     check_lengths(ratios, source)
-    arrays = shard_arrays(items, source)
-    write_arrays(piece.out, arrays | {"split": np.array(splits, dtype=np.uint8)})
+    arrays = shard_arrays(items, source) | {"split": np.array(splits, dtype=np.uint8)}
+    # Whether given splits keep groups together is seen when all pieces are there.
+    if groups:
+        arrays["group"] = np.array(groups, dtype=np.int64)
+    write_arrays(piece.out, arrays)
