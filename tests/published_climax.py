@@ -78,6 +78,47 @@ class PublishedClimaX(nn.Module):
         return fields[:, [config.variables.index(name) for name in config.output_names]]
 
 
+_NAMES = {
+    "variables": "var_embed",
+    "queries": "var_query",
+    "aggregation": "var_agg",
+    "positions": "pos_embed",
+    "lead": "lead_time_embed",
+    "blocks": "blocks",
+    "norm": "norm",
+    "attention.in_proj_": "attn.qkv.",
+    "attention.out_proj": "attn.proj",
+    "up": "mlp.fc1",
+    "down": "mlp.fc2",
+}
+"""Names in `src/climax/arch.py` (and of timm's blocks in it) by those here, where they differ by more than a number."""
+
+
+def published_state(network: PublishedClimaX, prefix: str = "net.") -> dict[str, Tensor]:
+    """The state dict as `src/climax/arch.py` has it, under a prefix as of Lightning's modules; for one query a location."""
+    state: dict[str, Tensor] = {}
+    for name, tensor in network.state_dict().items():
+        first, _, rest = name.partition(".")
+        if first == "embeds":
+            number, _, kind = rest.partition(".")
+            own = f"token_embeds.{number}.proj.{kind}"
+        elif first == "layers":
+            number, _, kind = rest.partition(".")
+            own = f"head.{2 * int(number)}.{kind}"
+        elif first == "output":
+            own = f"head.{2 * network.config.decoder_depth}.{rest}"
+        elif first == "blocks":
+            number, _, inner = rest.partition(".")
+            for ours, theirs in _NAMES.items():
+                inner = inner.replace(ours, theirs) if inner.startswith(ours) and ours != "norm" else inner
+            own = f"blocks.{number}.{inner}"
+        else:
+            own = ".".join(filter(None, (_NAMES[first], rest)))
+        state[prefix + own] = tensor[None] if first in ("variables", "queries", "positions") else tensor
+    state[prefix + "var_query"] = state[prefix + "var_query"].reshape(1, 1, -1)
+    return {name: tensor.clone().contiguous() for name, tensor in state.items()}
+
+
 def published_loss(predicted: Tensor, targets: Tensor, latitudes: list[float]) -> Tensor:
     """ClimaX's `lat_weighted_mse`: the mean over everything, with cosine weights of mean 1."""
     cosines = torch.tensor([math.cos(math.radians(lat)) for lat in latitudes], dtype=predicted.dtype)

@@ -19,19 +19,22 @@ import numpy as np
 import xarray
 import yaml
 from optuna.distributions import FloatDistribution
+from safetensors.torch import save_file
 
 from graph_files import write_set
 from measured_runs import write_measured_runs
 from phalanx.cli.main import run_command_line
 from phalanx.config.load import dump_run, load_run
+from phalanx.config.presets import load_preset
 from phalanx.families.materials.data.samples.grains import write_grains
-from phalanx.families.weather.config import WeatherRun
+from phalanx.families.weather.config import WeatherModel, WeatherRun
 from phalanx.planner.time.profile import default_profile, save_profile
 from phalanx.study.hyperparameters.asha import rung_steps
 from phalanx.study.hyperparameters.configuration import open_store, part_key, run_dir
 from phalanx.study.hyperparameters.hyperparameter_space import build_hyperparameter_space
 from phalanx.study.hyperparameters.tuner import describe_study
 from phalanx.study.trial import OK, Outcome
+from published_climax import PublishedClimaX, published_state
 from small_models import READER, huggingface_config, random_decoder, save_huggingface, save_run
 from token_data import write_token_folder
 
@@ -112,8 +115,12 @@ def write_text_files(folder: Path) -> None:
 
 
 def _write_weights(folder: Path) -> None:
-    """Write a model as downloaded, the same converted, a run file that goes on from it, and a state dict of mace-torch."""
+    """Write a model as downloaded, the same converted, a run file that goes on from it, and two foreign state dicts."""
     shutil.copy(MACE_TORCH, folder / "mace.safetensors")
+    climax = WeatherModel.model_validate(
+        {**load_preset("climax").fields, "d_model": 16, "n_layers": 1, "n_lat": 4, "n_lon": 8}
+    )
+    save_file(published_state(PublishedClimaX(climax)), folder / "climax.safetensors")
     save_huggingface(folder / "Llama-3.1-8B", huggingface_config("llama", vocab_size=264, max_position_embeddings=160))
     shutil.copy(folder / "data" / "text" / "tokenizer.json", folder / "Llama-3.1-8B")
     _call(folder, "convert", "Llama-3.1-8B/", "llama31/")

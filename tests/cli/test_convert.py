@@ -13,8 +13,11 @@ import torch
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.io import write
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from field_files import dataset
+from phalanx.families.weather.config import WeatherModel
+from published_climax import PublishedClimaX, published_state
 from small_models import GPT, LLAMA, READER, huggingface_config, random_decoder, save_huggingface, save_run
 from token_data import write_token_folder
 
@@ -153,6 +156,37 @@ def test_a_run_begins_with_weights_of_mace_torch(call: Call, tmp_path: Path) -> 
     done = call("train", str(target / "run.yaml"), "--run-dir", str(tmp_path / "run"), *fields)
     assert done.code == 0, done.err
     assert re.search(r"head\.energy\.copies\.main\.0\.weight +taken", done.out + done.err)
+
+
+def test_a_run_begins_with_weights_of_climax(call: Call, tmp_path: Path) -> None:
+    source, target = tmp_path / "climax.safetensors", tmp_path / "own"
+    names = ("orography", "z500", "t850", "u10")
+    model = WeatherModel(n_layers=1, d_model=16, n_heads=4, n_lat=6, n_lon=8, patch_size=2, variables=names)
+    save_file(published_state(PublishedClimaX(model)), source)
+    done = call("convert", str(source), str(target), "--variables", ",".join(names), "--heads", "4", "--grid", "6x8")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines() == [
+        f"{target}: Phalanx checkpoint of a ClimaX, 5.82K parameters, 4 variables on 6 x 8 points",
+        f"train from it with phalanx train {target}/run.yaml, once its data.sources name your fields",
+    ]
+    dataset(np.arange(240) * 6).to_netcdf(tmp_path / "fields.nc")
+    splits = "data.splits={train: {first: step 0, last: step 159}, test: {first: step 165, last: step 239}}"
+    fields = [f"data.sources=[{tmp_path}/fields.nc]", "data.lead_hours=24", splits]
+    done = call("forecast", str(target), "--hours", "24", "--starts", "2", "--device", "cpu", *fields)
+    assert done.code == 0 and "u10" in done.out, done.err
+    fields += ["training.steps=1", "optimizer.warmup_steps=1", "layout.global_batch=4"]
+    fields += ["training.tensorboard=false", "training.compile=false"]
+    done = call("train", str(target / "run.yaml"), "--run-dir", str(tmp_path / "run"), *fields)
+    assert done.code == 0, done.err
+    assert re.search(r"embedding\.aggregation\.queries +taken", done.out + done.err)
+
+
+def test_options_of_climax_are_refused_for_other_models(call: Call, tmp_path: Path) -> None:
+    done = call("convert", str(MACE_TORCH / "residual.safetensors"), str(tmp_path / "own"), "--heads", "4")
+    assert done.code == 2 and "--heads counts for the state dict of a ClimaX alone" in done.err
+    save_file({"net.var_query": torch.zeros(1, 1, 8)}, tmp_path / "climax.safetensors")
+    done = call("convert", str(tmp_path / "climax.safetensors"), str(tmp_path / "own"), "--grid", "32 by 64")
+    assert done.code == 2 and "--grid=32 by 64 must be ROWSxCOLUMNS" in done.err
 
 
 def test_options_of_language_models_are_refused_for_mace_torch(call: Call, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
-"""`phalanx convert`: import and export Hugging Face checkpoints, and import weights of mace-torch."""
+"""`phalanx convert`: import and export Hugging Face checkpoints, and import weights of mace-torch and of ClimaX."""
 
 from __future__ import annotations
+
+import re
 
 import torch
 
@@ -8,13 +10,23 @@ from phalanx.cli.console import make_progress_bar, open_output, print_json, shor
 from phalanx.cli.options.models import ConvertArguments
 from phalanx.errors import ConfigError
 from phalanx.families.language.evaluation.convert_weights import convert_weights
+from phalanx.families.weather.evaluation.climax_weights import PUBLISHED_HEADS, holds_climax, import_climax
 from phalanx.nn.precision import find_number_format
 
 
 def run_convert(asked: ConvertArguments) -> None:
     """Run the subcommand."""
+    climax = asked.source.is_file() and holds_climax(asked.source)
+    if not climax:
+        for option, value in (("--variables", asked.variables), ("--heads", asked.heads), ("--grid", asked.grid)):
+            if value is not None:
+                raise ConfigError(f"{option} counts for the state dict of a ClimaX alone; leave it out")
     if asked.source.is_file():
-        _import_potential(asked)
+        _refuse_language_options(asked)
+        if climax:
+            _import_forecaster(asked)
+        else:
+            _import_potential(asked)
         return
     with make_progress_bar() as bar:
         task = bar.add_task("weights")
@@ -51,8 +63,7 @@ def run_convert(asked: ConvertArguments) -> None:
             console.print(f"train from it with training.init_from={done.target} and the model section in model.yaml")
 
 
-def _import_potential(asked: ConvertArguments) -> None:
-    """Import the state dict of a MACE of mace-torch."""
+def _refuse_language_options(asked: ConvertArguments) -> None:
     for option, value in (
         ("--to", asked.to),
         ("--tokenizer", asked.tokenizer),
@@ -61,6 +72,46 @@ def _import_potential(asked: ConvertArguments) -> None:
     ):
         if value is not None:
             raise ConfigError(f"{option} counts for language models alone, which come as folders; leave it out")
+
+
+def _import_forecaster(asked: ConvertArguments) -> None:
+    """Import the state dict of a ClimaX."""
+    done = import_climax(
+        asked.source,
+        asked.target,
+        find_number_format(asked.dtype, "--dtype") or torch.float32,
+        variables=None if asked.variables is None else [name.strip() for name in asked.variables.split(",")],
+        heads=asked.heads or PUBLISHED_HEADS,
+        grid=None if asked.grid is None else _parse_grid(asked.grid),
+    )
+    model = done.model
+    if asked.as_json:
+        print_json(
+            {
+                "source": str(asked.source),
+                "target": str(asked.target),
+                "form": "phalanx",
+                "parameters": done.parameters,
+                "variables": model.variables,
+                "grid": [model.n_lat, model.n_lon],
+            }
+        )
+        return
+    console = open_output()
+    words = f"{len(model.variables)} variables on {model.n_lat} x {model.n_lon} points"
+    console.print(f"{done.target}: Phalanx checkpoint of a ClimaX, {short_count(done.parameters)} parameters, {words}")
+    console.print(f"train from it with phalanx train {done.target}/run.yaml, once its data.sources name your fields")
+
+
+def _parse_grid(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,5})", text)
+    if match is None:
+        raise ConfigError(f"--grid={text} must be ROWSxCOLUMNS, as in --grid 32x64")
+    return int(match[1]), int(match[2])
+
+
+def _import_potential(asked: ConvertArguments) -> None:
+    """Import the state dict of a MACE of mace-torch."""
     # Their constants come from e3nn, which is an optional extra.
     try:
         from phalanx.families.materials.evaluation.mace_torch import import_mace_torch  # noqa: PLC0415

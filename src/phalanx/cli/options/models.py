@@ -99,7 +99,7 @@ class GenerateArguments:
 
 @dataclass(frozen=True)
 class ConvertArguments:
-    """Import or export weights: Llama, Mistral, Mixtral, Qwen and others; import a MACE of mace-torch.
+    """Import or export weights: Llama, Mistral, Mixtral, Qwen and others; import a MACE of mace-torch or a ClimaX.
 
     Nothing is fetched from a network, and nothing is computed: every number is carried over as it is, unless --dtype
     rounds it. An import has no optimizer state; train from it with training.init_from=OUT. See docs/guides/convert.md.
@@ -107,7 +107,7 @@ class ConvertArguments:
 
     source: Annotated[
         Path,
-        typer.Argument(metavar="IN", help="Run directory, one checkpoint, a Hugging Face folder, or MACE.safetensors."),
+        typer.Argument(metavar="IN", help="Run directory, one checkpoint, a Hugging Face folder, or FILE.safetensors."),
     ]
     target: Annotated[Path, typer.Argument(metavar="OUT", help="New folder to write.")]
     to: Annotated[
@@ -129,6 +129,20 @@ class ConvertArguments:
     shard_gb: Annotated[
         float, typer.Option(min=0.001, help="Largest weight file of a Hugging Face folder, in GB (10^9 bytes).")
     ] = DEFAULT_SHARD_BYTES / 1e9
+    variables: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,NAME,...",
+            help="Of a ClimaX: its variables, in the order of default_vars; by default the 48 of the published ones.",
+        ),
+    ] = None
+    heads: Annotated[
+        int | None, typer.Option(min=1, help="Of a ClimaX: attention heads; by default 16, as in the published ones.")
+    ] = None
+    grid: Annotated[
+        str | None,
+        typer.Option(metavar="ROWSxCOLUMNS", help="Of a ClimaX: its grid; by default twice as wide as high."),
+    ] = None
     as_json: Json = False
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import pairwise, permutations, product
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,10 @@ from typing import Any
 import torch
 from e3nn.math import normalize2mom
 from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx.checkpoint import CheckpointStore
+from phalanx.checkpoint.state_dict import StateDict
 from phalanx.config.load import dump_run, to_yaml
 from phalanx.errors import CheckpointError
 from phalanx.families.materials.config import MaterialsRun
@@ -48,6 +46,10 @@ _DERIVED = (
     "*.cutoff_fn.r_max",
 )
 """Tensors that follow from others: constants of e3nn's generated code, and marks of weights that are 0."""
+_TAKES = (
+    "models of interactions RealAgnostic(Density)(Residual), with equally many channels of each degree and one correlation, "
+    "are read"
+)
 _SAME = 1e-5
 """Relative difference of constants, and of coupling coefficients, that float32 leaves."""
 _SILU_SCALE = float(normalize2mom(torch.nn.functional.silu).cst)
@@ -71,7 +73,7 @@ def import_mace_torch(source: Path, target: Path, dtype: torch.dtype = torch.flo
     dtype: number format of the weights. Raises CheckpointError where the file is none, or our MACE computes something else
     than its model, and ConfigError for a `target` in use.
     """
-    state = StateDict(source)
+    state = StateDict(source, _TAKES, _DERIVED)
     model = describe_model(state)
     elements = tuple(int(z) for z in state.read("atomic_numbers"))
     tensors = convert_weights(state, model, elements)
@@ -94,57 +96,6 @@ def import_mace_torch(source: Path, target: Path, dtype: torch.dtype = torch.flo
             "# Without reference_energies, training fits them to energies of another theory.\n" + to_yaml(content),
         )
     return ImportedPotential(target, model, sum(tensor.numel() for tensor in tensors.values()), elements)
-
-
-class StateDict:
-    """The tensors of a state dict, in float64, and which of them have been read."""
-
-    def __init__(self, where: Path) -> None:
-        """Raises CheckpointError for a file that is no safetensors file."""
-        self.where = where
-        try:
-            self._tensors = load_file(where)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{where} is no safetensors file ({error}); write the state dict of the model with "
-                "safetensors.torch.save_file, see docs/guides/convert.md"
-            ) from None
-        self._read: set[str] = set()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def read(self, name: str) -> Tensor:
-        """Return a tensor. Raises CheckpointError where there is none of that name."""
-        if name not in self._tensors:
-            raise CheckpointError(f"{self.where} has no {name}; it is needed, see docs/guides/convert.md")
-        self._read.add(name)
-        return self._tensors[name].double()
-
-    def number(self, name: str) -> float:
-        """Return a tensor of one number."""
-        return float(self.read(name))
-
-    def matrix(self, name: str, *shape: int) -> Tensor:
-        """Return a tensor in another shape. Raises CheckpointError where it has not as many numbers."""
-        found = self.read(name)
-        if found.numel() != math.prod(shape):
-            self.refuse(f"{name} has {found.numel():,} numbers, {' x '.join(map(str, shape))} are read")
-        return found.reshape(shape)
-
-    def refuse(self, what: str) -> None:
-        """Raise CheckpointError: the model computes something else."""
-        raise CheckpointError(
-            f"{self.where}: {what}; models of interactions RealAgnostic(Density)(Residual), with equally many channels of "
-            "each degree and one correlation, are read"
-        )
-
-    def refuse_unread(self) -> None:
-        """Raise CheckpointError where a tensor that changes what the model computes was not read."""
-        for name, tensor in self._tensors.items():
-            derived = tensor.numel() == 0 or any(fnmatchcase(name, pattern) for pattern in _DERIVED)
-            if name not in self._read and not derived:
-                self.refuse(f"{name} stands for something that our MACE does not compute")
 
 
 def describe_model(state: StateDict) -> MaterialsModel:
