@@ -115,12 +115,8 @@ def write_text_files(folder: Path) -> None:
 
 
 def _write_weights(folder: Path) -> None:
-    """Write a model as downloaded, the same converted, a run file that goes on from it, and two foreign state dicts."""
+    """Write a model as downloaded, the same converted, a run file that goes on from it, and a state dict of mace-torch."""
     shutil.copy(MACE_TORCH, folder / "mace.safetensors")
-    climax = WeatherModel.model_validate(
-        {**load_preset("climax").fields, "d_model": 16, "n_layers": 1, "n_lat": 4, "n_lon": 8}
-    )
-    save_file(published_state(PublishedClimaX(climax)), folder / "climax.safetensors")
     save_huggingface(folder / "Llama-3.1-8B", huggingface_config("llama", vocab_size=264, max_position_embeddings=160))
     shutil.copy(folder / "data" / "text" / "tokenizer.json", folder / "Llama-3.1-8B")
     _call(folder, "convert", "Llama-3.1-8B/", "llama31/")
@@ -131,6 +127,10 @@ def _write_weights(folder: Path) -> None:
 
 def write_weather_files(folder: Path) -> None:
     """Write what guides to forecasters name, and a trained run."""
+    climax = WeatherModel.model_validate(
+        {**load_preset("climax").fields, "d_model": 16, "n_layers": 1, "n_lat": 4, "n_lon": 8}
+    )
+    save_file(published_state(PublishedClimaX(climax)), folder / "climax.safetensors")
     _write_run_files(folder, ("climax-small", "storm-1996"))
     (folder / "data" / "weather").mkdir(parents=True)
     for name, file, hours in (("climax-small", "weather", 12), ("storm-1996", "storm-1996", 6)):
