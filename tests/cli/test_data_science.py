@@ -41,6 +41,20 @@ def test_structures_are_prepared_and_the_units_that_fit_them_said(call: Call, tm
     assert facts["model"] == fitting and facts["sources"]["toy"]["totals"]["structures"] == 40
 
 
+def test_structures_that_no_list_names_are_counted(call: Call, tmp_path: Path) -> None:
+    run_file = write_materials_run(tmp_path, structures=12)
+    (tmp_path / "train.txt").write_text("0 1 2 3 4")
+    (tmp_path / "test.txt").write_text("11 10")
+    split = f"data.sources.0.split={{train: {tmp_path}/train.txt, test: {tmp_path}/test.txt}}"
+    done = call("data", "prepare-graphs", str(run_file), split, "--workers", "1")
+    assert done.code == 0, done.err
+    first = done.out.splitlines()[0]
+    assert first.startswith(f"{tmp_path}/prepared/toy: 7 structures (train 5, validation 0, test 2), ")
+    assert first.endswith("; 5 left out, which no file of split lists")
+    again = json.loads(call("data", "prepare-graphs", str(run_file), split, "--json").out)
+    assert again["sources"]["toy"]["left_out"] == 5
+
+
 def test_one_branch_that_takes_several_sources_gets_units_that_fit_them_together(call: Call, tmp_path: Path) -> None:
     changes = {"data.validation_fraction": 0.0, "data.test_fraction": 0.0}
     run = yaml.safe_load(write_materials_run(tmp_path, changes, structures=20).read_text())
