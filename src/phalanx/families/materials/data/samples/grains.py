@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.prepared_folder import Progress, SampleManifest, write_sample
+from phalanx.data.prepared_folder import Progress, SampleManifest
 from phalanx.errors import PhalanxError
-from phalanx.families.materials.data.samples.ragged_file import pack_graphs
+from phalanx.families.materials.data.samples.graph_sample import write_graphs
 
 try:
     from scipy.sparse import coo_array
@@ -46,16 +46,22 @@ def write_grains(
     The same seed gives the same bytes on the same machine. Raises DataError where files are already there.
     """
 
-    def make(target: Path) -> None:
-        graphs = []
-        for number in range(polycrystals):
-            random = np.random.default_rng([seed, number])
-            seeds_N3 = random.uniform(size=(int(random.integers(30, 61)), 3))
-            graphs.append(make_polycrystal(seeds_N3, random.standard_normal(seeds_N3.shape)))
-            progress("solving polycrystals", number + 1, polycrystals)
-        (target / GRAINS).write_bytes(pack_graphs(graphs))
+    return write_graphs(
+        folder,
+        GRAINS,
+        draw_polycrystal,
+        kind="grains",
+        what="polycrystals",
+        count=polycrystals,
+        seed=seed,
+        progress=progress,
+    )
 
-    return write_sample(folder, "grains", seed, (GRAINS,), make)
+
+def draw_polycrystal(random: np.random.Generator) -> dict[str, Any]:
+    """Return the graph of 30 to 60 grains anywhere, with axes of any direction."""
+    seeds_N3 = random.uniform(size=(int(random.integers(30, 61)), 3))
+    return make_polycrystal(seeds_N3, random.standard_normal(seeds_N3.shape))
 
 
 def make_polycrystal(seeds_N3: Floats, axes_N3: Floats) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.data.prepared_folder import Progress, SampleManifest, write_sample
+from phalanx.data.prepared_folder import Progress, SampleManifest
 from phalanx.errors import PhalanxError
-from phalanx.families.materials.data.samples.ragged_file import pack_graphs
+from phalanx.families.materials.data.samples.graph_sample import write_graphs
 
 try:
     from scipy.sparse import coo_array
@@ -42,18 +42,17 @@ def write_plates(
     The same seed gives the same bytes on the same machine. Raises DataError where files are already there.
     """
 
-    def make(target: Path) -> None:
-        graphs = []
-        for number in range(plates):
-            random = np.random.default_rng([seed, number])
-            radius = random.uniform(0.12, 0.3)
-            center = np.array([random.uniform(0.5, LENGTH - 0.5), random.uniform(radius + 0.15, 0.85 - radius)])
-            angle = random.uniform(0.0, 2.0 * np.pi)
-            graphs.append(make_plate(center, radius, np.array([np.cos(angle), np.sin(angle)])))
-            progress("solving plates", number + 1, plates)
-        (target / PLATE).write_bytes(pack_graphs(graphs))
+    return write_graphs(
+        folder, PLATE, draw_plate, kind="plate", what="plates", count=plates, seed=seed, progress=progress
+    )
 
-    return write_sample(folder, "plate", seed, (PLATE,), make)
+
+def draw_plate(random: np.random.Generator) -> dict[str, Any]:
+    """Return the graph of a plate with a hole of any size somewhere, under a load of any direction."""
+    radius = random.uniform(0.12, 0.3)
+    center = np.array([random.uniform(0.5, LENGTH - 0.5), random.uniform(radius + 0.15, 0.85 - radius)])
+    angle = random.uniform(0.0, 2.0 * np.pi)
+    return make_plate(center, radius, np.array([np.cos(angle), np.sin(angle)]))
 
 
 def make_plate(center_2: Floats, radius: float, load_2: Floats) -> dict[str, Any]:
