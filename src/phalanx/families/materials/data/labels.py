@@ -122,11 +122,11 @@ class Label:
         rows: its atoms, or of a label of edges its edges.
         """
         try:
-            found = self._class_numbers(value) if self.classes else np.asarray(value, dtype=np.float64)
-        except _UnknownClass:
-            raise
+            named = bool(self.classes) and np.asarray(value).dtype.kind in "US"
+            given: npt.NDArray[Any] = np.asarray(value, dtype=np.str_ if named else np.float64)
         except (TypeError, ValueError):
             raise ValueError(f'{self.name} "{self.key}" holds {str(value)[:40]!r} where numbers are expected') from None
+        found: FloatArray = self._number_classes(given) if self.classes else given
         if self.column is not None:
             if found.ndim == 0 or found.shape[-1] <= self.column:
                 shape = list(found.shape)
@@ -154,27 +154,24 @@ class Label:
     def _shape(self, rows: int) -> tuple[int, ...]:
         return (rows, *self.kind.shape) if self.kind.per_atom or self.kind.per_edge else self.kind.shape
 
-    def _class_numbers(self, value: Any) -> FloatArray:
+    def _number_classes(self, given: npt.NDArray[Any]) -> FloatArray:
         """Return the numbers of classes given as numbers or as names; NaN for -1, NaN and empty names."""
-        given = np.asarray(value)
-        names = given.dtype.kind in "US"
-        numbers = np.full(given.shape, np.nan) if names else np.where(given == -1, np.nan, given.astype(np.float64))
-        text = given.astype(str) if names else given
-        for number, name in enumerate(self.classes if names else ()):
-            numbers[text == name] = number
-        known = text == "" if names else np.isnan(numbers)
-        known = known | np.isin(numbers, np.arange(len(self.classes)))
-        if not known.all():
-            strange = text[~known].flat[0]
-            raise _UnknownClass(
-                f'{self.name} "{self.key}" has class {strange!s}, which is none of {", ".join(self.classes)} '
-                f"(0 to {len(self.classes) - 1})"
+        if given.dtype.kind == "U":
+            unknown = given == ""
+            numbers = np.full(given.shape, np.nan)
+            for number, name in enumerate(self.classes):
+                numbers[given == name] = number
+        else:
+            numbers = np.where(given == -1, np.nan, given)
+            unknown = np.isnan(numbers)
+        declared = unknown | np.isin(numbers, np.arange(len(self.classes)))
+        if not declared.all():
+            strange = given[~declared].flat[0]
+            raise ValueError(
+                f'{self.name} "{self.key}" has class {strange if isinstance(strange, str) else f"{strange:g}"}, which is '
+                f"none of {', '.join(self.classes)} (0 to {len(self.classes) - 1})"
             )
         return numbers
-
-
-class _UnknownClass(ValueError):
-    """A class that is not declared."""
 
 
 def labels_of(source: GraphSource) -> list[Label]:
