@@ -13,8 +13,7 @@ from phalanx.counter_random import sample_bits, sample_normals
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.balance import assign_by_head_group
 from phalanx.families.materials.data.given_graphs import FEATURES
-from phalanx.families.materials.data.graph_batches import FEATURES as BATCH_FEATURES
-from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
+from phalanx.families.materials.data.graph_batches import FEATURE_FIELDS, LABELS, GraphBatch
 from phalanx.families.materials.data.neighbours import device_edges
 from phalanx.families.materials.model.losses import learned_tasks
 from phalanx.families.materials.model_config import PROPERTY_LABELS, MaterialsModel
@@ -151,7 +150,7 @@ def _make_structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
     features: dict[str, Any] = {}
     for level, name in FEATURES.items() if model.graph is not None else ():
         width = getattr(model.graph, level)
-        field = BATCH_FEATURES[name]
+        field = FEATURE_FIELDS[name]
         rows, graph, in_graph = places[field.rsplit("_", 1)[1][0]]
         values = sample_normals(name, numbers, rows * max(width, 1)).view(graphs, rows, -1)
         features[field] = values[graph, in_graph, :width]

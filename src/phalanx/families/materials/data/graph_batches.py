@@ -21,7 +21,7 @@ from phalanx.families.materials.model_config import PROPERTY_HEADS, PROPERTY_LAB
 PER_ATOM = ("species_N", "positions_N3", "graph_N", "forces_N3", "charges_N", "atom_properties_NP", "node_features_NF")
 """Fields of a batch with a row for each atom; those of `edges_2E` and `PER_EDGE` are edges', of others structures'."""
 PER_EDGE = ("shifts_E3", "edge_properties_EP", "edge_features_EF")
-FEATURES = {
+FEATURE_FIELDS = {
     "node_features": "node_features_NF",
     "edge_features": "edge_features_EF",
     "graph_features": "graph_features_GF",
@@ -216,7 +216,7 @@ class Collator:
                 precision = np.float64 if head == "properties" else np.float32
                 arrays[PROPERTY_LABELS[head]] = np.full((count, len(names)), np.nan, dtype=precision)
         widths = self.sources[0].manifest.statistics.features
-        for (name, field), count in zip(FEATURES.items(), (atom_count, edge_count, graph_count), strict=True):
+        for (name, field), count in zip(FEATURE_FIELDS.items(), (atom_count, edge_count, graph_count), strict=True):
             if name in widths:
                 arrays[field] = np.empty((count, len(widths[name])), dtype=np.float32)
         arrays["graph_N"] = np.repeat(np.arange(len(found.numbers), dtype=np.int64), found.atoms)
@@ -302,7 +302,7 @@ class _Filler:
                         self._edges.copy(to, values)
                     else:
                         self._put(to, values, field in PER_ATOM)
-        for name, field in FEATURES.items():
+        for name, field in FEATURE_FIELDS.items():
             if field in arrays and field in PER_EDGE:
                 self._edges.copy(arrays[field], shard[name])
             elif field in arrays:
