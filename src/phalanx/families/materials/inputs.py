@@ -254,9 +254,9 @@ def columns_of(run: MaterialsRun, sources: Sequence[PreparedSource], *, all_need
 def _output_names(head: PropertyHead) -> list[str]:
     """Return a name for each number that a head gives: of classes one each."""
     return [
-        name if name not in head.classes else f"{name} {number}"
-        for name in head.names
-        for number in range(head.classes[name].count if name in head.classes else 1)
+        f"{name} {number}" if name in head.classes else name
+        for name, columns in zip(head.names, head.columns, strict=True)
+        for number in range(columns.stop - columns.start)
     ]
 
 

@@ -231,7 +231,8 @@ class PropertyHead(Section):
     @property
     def outputs(self) -> int:
         """Return how many numbers the head gives."""
-        return sum(self.classes[name].count if name in self.classes else 1 for name in self.names)
+        count: int = self.columns[-1].stop
+        return count
 
 
 class NodePooling(Section):
@@ -414,6 +415,11 @@ class MaterialsModel(Model):
         if self.electrostatics is not None and self.electrostatics.from_charges and self.charges is None:
             raise ValueError("electrostatics.from_charges needs the charge head; give charges or set it to false")
         return self
+
+    def pools_behind(self, number: int) -> bool:
+        """Return whether nodes are left out behind block `number`, from 0."""
+        # None follows the last block.
+        return self.pooling is not None and number < self.n_layers - 1 and (number + 1) % self.pooling.every == 0
 
     @model_validator(mode="after")
     def _graph_fits(self) -> MaterialsModel:

@@ -154,7 +154,7 @@ def block_piece(config: MaterialsModel, number: int) -> Piece:
         atom = {"egnn": width + 3, "painn": 6 * width, "pnaeq": 4 * width, "dimenet++": 0}.get(config.body, width)
         edge = angles.triplet_width + angles.angular * angles.basis_width if config.body == "dimenet++" else 0
         piece = Piece(_block_matmuls(config, number), other.get(config.body, 0), atom_columns=atom, edge_columns=edge)
-    if config.pooling is not None and number < config.n_layers - 1 and (number + 1) % config.pooling.every == 0:
+    if config.pools_behind(number):
         piece = replace(piece, other_parameters=piece.other_parameters + width)
     if config.attention is None:
         return piece

@@ -60,7 +60,7 @@ class MaterialsBlock(nn.Module):
         super().__init__()
         self.messages = backbone_of(config).block(config, number)
         self.attention = None if config.attention is None else InvariantAttention(config, config.attention)
-        pools = config.pooling is not None and number < config.n_layers - 1 and (number + 1) % config.pooling.every == 0
+        pools = config.pooling is not None and config.pools_behind(number)
         self.pooling = TopKPooling(config, config.pooling) if pools and config.pooling is not None else None
 
     def forward(self, atoms: Atoms, geometry: Geometry) -> Atoms:
