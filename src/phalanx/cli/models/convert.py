@@ -85,22 +85,15 @@ def _import_forecaster(asked: ConvertArguments) -> None:
         grid=None if asked.grid is None else _parse_grid(asked.grid),
     )
     model = done.model
-    if asked.as_json:
-        print_json(
-            {
-                "source": str(asked.source),
-                "target": str(asked.target),
-                "form": "phalanx",
-                "parameters": done.parameters,
-                "variables": model.variables,
-                "grid": [model.n_lat, model.n_lon],
-            }
-        )
-        return
-    console = open_output()
-    words = f"{len(model.variables)} variables on {model.n_lat} x {model.n_lon} points"
-    console.print(f"{done.target}: Phalanx checkpoint of a ClimaX, {short_count(done.parameters)} parameters, {words}")
-    console.print(f"train from it with phalanx train {done.target}/run.yaml, once its data.sources name your fields")
+    _print_imported(
+        asked,
+        done.parameters,
+        f"ClimaX, {short_count(done.parameters)} parameters, {len(model.variables)} variables on {model.n_lat} x "
+        f"{model.n_lon} points",
+        "fields",
+        variables=model.variables,
+        grid=[model.n_lat, model.n_lon],
+    )
 
 
 def _parse_grid(text: str) -> tuple[int, int]:
@@ -121,20 +114,16 @@ def _import_potential(asked: ConvertArguments) -> None:
         ) from None
     dtype = find_number_format(asked.dtype, "--dtype") or torch.float32
     done = import_mace_torch(asked.source, asked.target, dtype)
+    words = f"{short_count(done.parameters)} parameters, {len(done.elements)} elements, cutoff {done.model.cutoff:g} A"
+    _print_imported(asked, done.parameters, f"MACE, {words}", "structures", elements=done.elements)
+
+
+def _print_imported(asked: ConvertArguments, parameters: int, words: str, data: str, **found: object) -> None:
+    """Say what was written. words: which model it is. data: what its run file still has to name. found: facts for JSON."""
     if asked.as_json:
-        print_json(
-            {
-                "source": str(asked.source),
-                "target": str(asked.target),
-                "form": "phalanx",
-                "parameters": done.parameters,
-                "elements": done.elements,
-            }
-        )
+        made = {"source": str(asked.source), "target": str(asked.target), "form": "phalanx", "parameters": parameters}
+        print_json(made | found)
         return
     console = open_output()
-    words = f"{short_count(done.parameters)} parameters, {len(done.elements)} elements, cutoff {done.model.cutoff:g} A"
-    console.print(f"{done.target}: Phalanx checkpoint of a MACE, {words}")
-    console.print(
-        f"train from it with phalanx train {done.target}/run.yaml, once its data.sources name your structures"
-    )
+    console.print(f"{asked.target}: Phalanx checkpoint of a {words}")
+    console.print(f"train from it with phalanx train {asked.target}/run.yaml, once its data.sources name your {data}")
