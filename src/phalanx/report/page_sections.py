@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -247,25 +247,32 @@ def _number_or_none(value: object) -> float | None:
 # --- errors by quantity ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class QuantityRow:
-    """Errors of one quantity of a data set at the last evaluation; see `families.materials.evaluation.prediction_errors`."""
+class QuantityErrors(NamedTuple):
+    """Errors of one quantity of a data set at one evaluation; see `families.materials.evaluation.prediction_errors`."""
 
-    source: str
-    quantity: str
     unit: str
     mae: float
     rmse: float
     accuracy: float | None
     """Of classes, as f1."""
     f1: float | None
-    best: float
-    """The least MAE of all evaluations, or the highest F1 of classes."""
-    best_step: int
 
     def write_number(self, value: float) -> str:
         """Return an error with its unit."""
         return f"{format_number(value)} {self.unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class QuantityRow:
+    """One quantity of a data set."""
+
+    source: str
+    quantity: str
+    now: QuantityErrors
+    """At the last evaluation."""
+    best: float
+    """The least MAE of all evaluations, or the highest F1 of classes."""
+    best_step: int
 
 
 @dataclass(frozen=True)
@@ -280,11 +287,14 @@ class ErrorSection:
 ERROR_COLUMNS: tuple[Column[QuantityRow], ...] = (
     Column("data set", lambda row: row.source, align="left"),
     Column("quantity", lambda row: row.quantity, align="left"),
-    Column("MAE", lambda row: row.write_number(row.mae) if row.f1 is None else ""),
-    Column("RMSE", lambda row: row.write_number(row.rmse) if row.f1 is None else ""),
-    Column("accuracy", lambda row: _write_share(row.accuracy)),
-    Column("F1", lambda row: _write_share(row.f1)),
-    Column("best MAE or F1", lambda row: row.write_number(row.best) if row.f1 is None else _write_share(row.best)),
+    Column("MAE", lambda row: row.now.write_number(row.now.mae) if row.now.f1 is None else ""),
+    Column("RMSE", lambda row: row.now.write_number(row.now.rmse) if row.now.f1 is None else ""),
+    Column("accuracy", lambda row: _write_share(row.now.accuracy)),
+    Column("F1", lambda row: _write_share(row.now.f1)),
+    Column(
+        "best MAE or F1",
+        lambda row: row.now.write_number(row.best) if row.now.f1 is None else _write_share(row.best),
+    ),
     Column("at step", lambda row: f"{row.best_step:,}"),
 )
 
@@ -297,25 +307,21 @@ def describe_errors(log: RunLog) -> ErrorSection | None:
         return None
     last = max(evaluated)
     rows = []
-    for name, (unit, mae, rmse, accuracy, f1) in evaluated[last].items():
+    for name, now in evaluated[last].items():
         known = {step: found[name] for step, found in evaluated.items() if name in found}
         # Of equally good ones the first.
-        if f1 is None:
-            best, step = min((one[1], step) for step, one in known.items())
+        if now.f1 is None:
+            best, step = min((one.mae, step) for step, one in known.items())
         else:
-            least, step = min((-(one[4] or 0.0), step) for step, one in known.items())
+            least, step = min((-(one.f1 or 0.0), step) for step, one in known.items())
             best = -least
-        rows.append(QuantityRow(*name, unit, mae, rmse, accuracy, f1, best, step))
+        rows.append(QuantityRow(*name, now, best, step))
     return ErrorSection(last, rows)
 
 
-_Errors = tuple[str, float, float, float | None, float | None]
-"""Unit, MAE, RMSE, and of classes accuracy and F1."""
-
-
-def _read_errors(event: Event) -> dict[tuple[str, str], _Errors]:
+def _read_errors(event: Event) -> dict[tuple[str, str], QuantityErrors]:
     """Return the errors of an event by data set and quantity; a damaged entry is left out."""
-    found: dict[tuple[str, str], _Errors] = {}
+    found: dict[tuple[str, str], QuantityErrors] = {}
     entries = event.fields.get("errors")
     for entry in entries if isinstance(entries, list) else []:
         if not isinstance(entry, dict):
@@ -325,7 +331,9 @@ def _read_errors(event: Event) -> dict[tuple[str, str], _Errors]:
         if not (isinstance(source, str) and isinstance(quantity, str) and isinstance(unit, str)):
             continue
         if mae is not None and rmse is not None:
-            found[source[:LONGEST_NAME], quantity[:LONGEST_NAME]] = (unit[:LONGEST_NAME], mae, rmse, accuracy, f1)
+            found[source[:LONGEST_NAME], quantity[:LONGEST_NAME]] = QuantityErrors(
+                unit[:LONGEST_NAME], mae, rmse, accuracy, f1
+            )
     return found
 
 
