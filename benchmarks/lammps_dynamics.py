@@ -1,6 +1,6 @@
 """Dynamics of one network in LAMMPS and in ASE: the same numbers, and energy that is kept for 10 ps.
 
-    python benchmarks/lammps_dynamics.py --out benchmarks/results/materials/lammps_dynamics.json --folder /tmp/lammps
+    python benchmarks/lammps_dynamics.py --out benchmarks/results/materials/lammps_dynamics.json --folder runs/lammps
 
 Trains a PaiNN and a MACE of `examples/materials-quickstart.yaml` for some steps on sample structures, then takes a
 cluster and an alloy crystal of these. Energies, forces and pressure of LAMMPS are compared with those of the ASE calculator
