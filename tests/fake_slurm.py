@@ -1,4 +1,4 @@
-"""srun, sbatch, scontrol and phalanx as executables that stand on PATH while a launch script runs for real on this machine."""
+"""srun, sbatch, scontrol and phalanx as executables on PATH while a launch script runs for real on this machine."""
 
 from __future__ import annotations
 

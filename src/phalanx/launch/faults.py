@@ -353,7 +353,7 @@ def _ask_py_spy(pid: int) -> str:
 
 
 def write_report(fault: Fault, run_dir: Path) -> None:
-    """Write `fault` to a run directory: fault.json, fault.txt, a line of faults.jsonl and its node. Without a folder do nothing.
+    """Write `fault` to a run directory, in each of the files above. A folder that is not there is left alone.
 
     Raises PhalanxError for a link in the place of one of them, and OSError where they cannot be written.
     """
