@@ -35,7 +35,8 @@ from published.groups import PublishedGroup, steps_as_sent
 
 Batch = Literal["grows", "stays"]
 """`grows`: a step has one micro-batch of every group of ranks that shares samples, as in ORBIT's public trainer.
-`stays`: a step has as many samples on few devices as on the most, in more micro-batches."""
+`stays`: a step has one sample of each of these groups on the most devices, and as many in all on fewer, in larger
+micro-batches where there are enough."""
 _FIGURES = Path(__file__).with_name("orbit.yaml")
 
 
@@ -47,6 +48,8 @@ class PlannedPoint:
     program: str
     batch: Batch
     devices: int
+    most_samples: int
+    """Samples of a micro-batch where a rank has so many."""
     microbatch: int
     global_batch: int
     step_s: float
@@ -67,7 +70,7 @@ def read_figures() -> dict[str, Any]:
 
 
 def plan_points(preset: str, program: str, batch: Batch, microbatch: int) -> list[PlannedPoint]:
-    """Plan a model on all numbers of devices, the fewest first."""
+    """Plan a model on all numbers of devices, the fewest first. microbatch: samples, where a rank has so many."""
     figures = read_figures()
     degrees = next(row for row in figures["models"] if row["preset"] == preset)
     tp, shards = degrees["tp"], degrees["dp_shard"]
@@ -75,19 +78,22 @@ def plan_points(preset: str, program: str, batch: Batch, microbatch: int) -> lis
     model = load_preset(preset).model()
     framework = framework_of(program)
     assert isinstance(model, WeatherModel) and framework is not None
-    layouts = [
-        ResolvedLayout(
-            global_batch=microbatch * (devices if batch == "grows" else counts[-1]) // tp,
-            microbatch=microbatch,
-            tp=tp,
-            dp_shard=shards,
-            dp_replicate=devices // (tp * shards),
-            zero=3,
-            reshard_after_forward=True,
-            recompute="full",
+    layouts = []
+    for devices in counts:
+        groups = devices // tp
+        samples = microbatch if batch == "grows" else counts[-1] // devices
+        layouts.append(
+            ResolvedLayout(
+                global_batch=groups * samples,
+                microbatch=min(microbatch, samples),
+                tp=tp,
+                dp_shard=shards,
+                dp_replicate=groups // shards,
+                zero=3,
+                reshard_after_forward=True,
+                recompute="full",
+            )
         )
-        for devices in counts
-    ]
     machine = load_machine("frontier")
     setting = Setting(model, model.n_tokens, attention="flash", compile=framework.compiled)
     steps = steps_as_sent(steps_of(setting, LayoutTable.from_rows(layouts), machine, framework), framework)
@@ -100,7 +106,8 @@ def plan_points(preset: str, program: str, batch: Batch, microbatch: int) -> lis
             program=program,
             batch=batch,
             devices=devices,
-            microbatch=microbatch,
+            most_samples=microbatch,
+            microbatch=layout.microbatch,
             global_batch=layout.global_batch,
             step_s=float(times.total[place]),
             observation_s=float(1 / samples_s[place]),
@@ -128,13 +135,14 @@ def all_points() -> Iterator[PlannedPoint]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a JSON file")
-    parser.add_argument("--commit", required=True, help="of the code, to be written down")
+    parser.add_argument("--commit", required=True, help="what the code is of, to be written down")
     options = parser.parse_args()
     points = []
     for point in all_points():
         points.append(asdict(point))
         print(
-            f"{point.model:11} {point.program:8} {point.batch:6} {point.devices:6} GCDs, {point.microbatch} a micro-batch: "
+            f"{point.model:11} {point.program:8} {point.batch:6} {point.devices:6} GCDs, "
+            f"{point.microbatch} of {point.most_samples} a micro-batch: "
             f"{point.efficiency:6.1%}  {point.observation_s:.2e} s an observation  {point.pflop_s:7.1f} PFLOP/s"
         )
     made = {
@@ -145,7 +153,7 @@ def main() -> None:
         "figures": read_figures(),
         "points": points,
     }
-    options.out.write_text(json.dumps(made, indent=1) + "\n", "utf-8")
+    options.out.write_text(json.dumps(made) + "\n", "utf-8")
 
 
 if __name__ == "__main__":
