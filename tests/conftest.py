@@ -51,6 +51,8 @@ _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Set up the environment before any test module loads torch; processes that tests start inherit it."""
+    # Until all is loaded: it would look through torch again and again.
+    gc.disable()
     if config.option.markexpr == "gpu":
         # Each test process compiles its kernels in so many more; by default one a core.
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
@@ -71,3 +73,4 @@ def pytest_collection_finish() -> None:
     """All modules of all tests are loaded now."""
     gc.collect()
     gc.freeze()
+    gc.enable()

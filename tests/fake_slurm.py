@@ -1,4 +1,4 @@
-"""srun, scontrol and phalanx as executables that stand on PATH while a launch script runs for real on this machine."""
+"""srun, sbatch, scontrol and phalanx as executables on PATH while a launch script runs for real on this machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -47,6 +48,13 @@ else:
         log.write(sys.argv[2] + "\\n")
 """
 
+_SBATCH = """
+import json, os, sys
+with open(os.environ["FAKE_LOGS"] + "/sbatch", "a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\\n")
+sys.exit(int(os.environ.get("SBATCH_EXIT", "0")))
+"""
+
 _PHALANX = """
 import json, os, sys, time
 rank = os.environ["SLURM_PROCID"]
@@ -68,7 +76,13 @@ with open(os.environ["FAKE_LOGS"] + "/attempts-" + rank, "a+") as file:
     file.seek(0)
     attempt = len(file.readlines())
 if rank == "0" and attempt <= int(os.environ.get("SAVES", "0")):
-    os.makedirs(f"checkpoints/step-{attempt:08d}")
+    os.makedirs(f"run/checkpoints/step-{attempt:08d}")
+# The nodes that reports of faults name, one for each attempt.
+named = os.environ.get("NAMES", "").split(",")
+if rank == "0" and attempt <= len(named) and named[attempt - 1]:
+    os.makedirs("run", exist_ok=True)
+    with open("run/failed_nodes.txt", "a") as nodes:
+        nodes.write(named[attempt - 1].replace("+", "\\n") + "\\n")
 sys.exit(int(codes[min(attempt, len(codes)) - 1]))
 """
 
@@ -110,7 +124,7 @@ class FakeSlurm:
         self._bin, self._logs = folder / "bin", folder / "logs"
         self._bin.mkdir()
         self._logs.mkdir()
-        for name, program in {"srun": _SRUN, "scontrol": _SCONTROL, "phalanx": _PHALANX}.items():
+        for name, program in {"srun": _SRUN, "sbatch": _SBATCH, "scontrol": _SCONTROL, "phalanx": _PHALANX}.items():
             self._install(name, program)
 
     def install_meeting_program(self) -> None:
@@ -122,14 +136,16 @@ class FakeSlurm:
         self._install("singularity", _SINGULARITY)
 
     def run(
-        self, script: str, nodes: int, first_host: str = "node001", **extra: str
+        self, script: str, nodes: int, first_host: str = "node001", words: Sequence[str] = (), **extra: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run `script` to its end as Slurm's first shell of a job on `nodes` nodes."""
-        process = self.start(script, nodes, first_host, **extra)
+        """Run `script` to its end as Slurm's first shell of a job on `nodes` nodes. words: after the script's name."""
+        process = self.start(script, nodes, first_host, words, **extra)
         out, err = process.communicate(timeout=60)
         return subprocess.CompletedProcess([], process.returncode, out, err)
 
-    def start(self, script: str, nodes: int, first_host: str = "node001", **extra: str) -> subprocess.Popen[str]:
+    def start(
+        self, script: str, nodes: int, first_host: str = "node001", words: Sequence[str] = (), **extra: str
+    ) -> subprocess.Popen[str]:
         """As `run`, but does not wait."""
         file = self.folder / "script.sbatch"
         file.write_text(script)
@@ -137,6 +153,7 @@ class FakeSlurm:
         job = {
             "SLURM_JOB_ID": JOB_ID,
             "SLURM_JOB_NODELIST": f"node[001-{nodes:03d}]",
+            "SLURM_SUBMIT_DIR": self.folder,
             "SLURM_NTASKS_PER_NODE": _asked(script, "ntasks-per-node"),
             "USER": self.user,
             "FAKE_HOSTS": " ".join(hosts),
@@ -146,7 +163,7 @@ class FakeSlurm:
             "BASH_FUNC_module%%": '() { echo "$*" >> "$FAKE_LOGS/modules"; }',
         }
         return subprocess.Popen(
-            ["bash", str(file)],
+            ["bash", str(file), *words],
             env={**{name: str(value) for name, value in job.items()}, **extra},
             cwd="/",
             stdout=subprocess.PIPE,
@@ -185,6 +202,10 @@ class FakeSlurm:
     def requeued(self) -> list[str]:
         """Jobs that were put back into the queue."""
         return self._log("requeue")
+
+    def submitted(self) -> list[list[str]]:
+        """The arguments of each sbatch."""
+        return [json.loads(line) for line in self._log("sbatch")]
 
     def attempts(self) -> int:
         """How often the first rank was started."""

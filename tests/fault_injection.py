@@ -25,7 +25,7 @@ from phalanx.training.metrics import StepMetrics
 
 CHANGES = {"open", "os.mkdir", "os.rename"}
 """What happens to files as a checkpoint is written."""
-ELSEWHERE = {"save", "slow save", "flip", "lost"}
+ELSEWHERE = {"save", "slow save", "restore", "flip", "lost"}
 """Kinds that do not happen once before a step."""
 
 
@@ -55,9 +55,13 @@ class FaultCallback(Callback):
         self.now, self.samples = 0, samples
         self.kind, self.marker, self.rank, self.step, self.seconds = kind, marker, rank, step, seconds
         self.random = random.Random(seed)
+        self.started = False
+        if kind == "restore" and os.environ["RANK"] == str(rank) and self.may_happen():
+            self.die_in_restore()
 
     def on_start(self, context: TrainingContext) -> None:
         """Choose what was left to chance; all ranks choose alike."""
+        self.started = True
         if self.rank < 0:
             self.rank = self.random.randrange(context.world_size)
         self.mine = context.rank == self.rank if self.place < 0 else os.environ["LOCAL_RANK"] == str(self.place)
@@ -89,6 +93,17 @@ class FaultCallback(Callback):
                 left[0] -= 1
 
         sys.addaudithook(before_change)
+
+    def die_in_restore(self) -> None:
+        """Kill this process as it opens tensors of a checkpoint to begin from."""
+
+        def before_open(event: str, arguments: tuple[Any, ...]) -> None:
+            # Later they are opened to be written, and to be read back.
+            if event == "open" and not self.started and str(arguments[0]).endswith(".safetensors"):
+                self.mark()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(before_open)
 
     def slow_checkpoints(self, folder: Path) -> None:
         """Have each rename in the folder of checkpoints take `seconds`."""

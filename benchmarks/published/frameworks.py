@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
+import torch
 
 from phalanx.config.model import LanguageModel
+from phalanx.families.weather.config import WeatherModel
 from phalanx.hardware.collectives import Constants
 from phalanx.hardware.machine import Machine
 from phalanx.nn.precision import PRECISIONS
@@ -22,7 +24,7 @@ from phalanx.planner.time.part_time import Parts, PartTimes, part_times
 from phalanx.planner.time.profile import NamedProfile, Profile
 from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.time.step_time import Busiest, DataParallel
-from phalanx.planner.trace.operations import Attention, Matmul, Operation
+from phalanx.planner.trace.operations import Attention, Matmul, Operation, Phase
 from phalanx.planner.trace.traced_model import BLOCKS, PartName, Setting
 from published.transformer_engine import (
     attention_in_8_bits,
@@ -75,6 +77,9 @@ class OtherFramework(FrameworkProfile):
     """Whether rows for experts travel behind what another micro-batch computes."""
     hides_tp: bool = False
     """Whether tensor-parallel ranks exchange activations while they multiply them."""
+    projects_variables: bool = False
+    """Whether a forecaster computes a key and a value of every variable at every location, and again in the backward pass;
+    ours multiplies the weights first."""
 
     def traced_setting(self, setting: Setting) -> Setting:
         """Return the setting without recompute: what is recomputed is put together from the forward pass."""
@@ -102,6 +107,8 @@ class OtherFramework(FrameworkProfile):
         if self.delayed_scales:
             operations = with_known_scales(operations)
         operations = self._with_experts(operations, setting)
+        if self.projects_variables and name == "embedding" and isinstance(setting.model, WeatherModel):
+            operations += _variable_projections(setting.model, setting, microbatch)
         if self.attention_exponentials:
             operations = [one for op in operations for one in attention_in_8_bits(op, self.attention_exponentials)]
         if self.head_in_8_bits and name == "head":
@@ -187,6 +194,33 @@ def _with_narrow_values(op: Operation, setting: Setting) -> Operation:
     if op.attention is None or not isinstance(model, LanguageModel) or model.latent is None:
         return op
     return replace(op, attention=replace(op.attention, value_size=model.latent.value_size))
+
+
+def _variable_projections(model: WeatherModel, setting: Setting, microbatch: int) -> list[Operation]:
+    """List the products of keys and values of all variables, which tensor-parallel ranks share by heads."""
+    rows = microbatch * model.n_locations * len(model.input_names)
+    width, split = model.d_model, 2 * model.d_model // setting.tp
+    products: list[tuple[Phase, int, int, int]] = [
+        ("forward", rows, split, width),
+        ("recompute", rows, split, width),
+        ("backward", rows, width, split),
+        ("backward", width, split, rows),
+    ]
+    return [
+        Operation(
+            name="mm",
+            kind="matmul",
+            phase=phase,
+            dtype=torch.bfloat16,
+            flops=2 * m * n * k,
+            bytes_read=2 * (m * k + k * n),
+            bytes_written=2 * m * n,
+            matmul=Matmul(1, m, n, k),
+            weight_gradient=k == rows,
+        )
+        for phase, m, n, k in products
+        if phase != "recompute" or setting.recompute == "full"
+    ]
 
 
 def _ranks_of_token(setting: Setting) -> float:
@@ -323,6 +357,10 @@ _FOUNDRY = replace(_FSDP, delayed_scales=True)
 (mosaicml/llm-foundry@b2a43a14, scripts/train/benchmarking/submit_benchmarks.py, `fc_type`; mosaicml/composer@915fab73,
 composer/core/precision.py)."""
 
+_ORBIT = replace(_FSDP, sequence_parallel=False, projects_variables=True)
+"""FSDP around tensor-parallel layers that sum whole activations; gradients travel in 16 bits, and blocks and aggregation are
+computed again. Its first trainer is public in a fork for other data (train.py: `MixedPrecision`, `check_fn`)."""
+
 _KNOWN: tuple[tuple[str, FrameworkProfile], ...] = (
     ("llm foundry", _FOUNDRY),
     ("hf accelerate", _FSDP),
@@ -332,6 +370,7 @@ _KNOWN: tuple[tuple[str, FrameworkProfile], ...] = (
     ("megatron-lm", replace(_MEGATRON, reduce_bytes=4)),
     ("megatron-deepspeed", _MEGATRON),
     ("gpt-neox", _MEGATRON),
+    ("orbit", _ORBIT),
     ("phalanx", COMPILED),
 )
 """By what the lower-case name of a program begins with."""

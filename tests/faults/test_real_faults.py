@@ -6,6 +6,7 @@ measured is printed as one line a fault, which benchmarks/results/faults holds.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ import torch
 from fault_injection import fault_words, offer_callback
 from phalanx.checkpoint import open_checkpoints, read_tensors
 from phalanx.launch.wall_time import END_TIME
+from phalanx_processes import free_port
 from token_data import write_run_file, write_token_folder
 
 pytestmark = pytest.mark.faults
@@ -104,9 +106,15 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 
 def measure_times(run_dir: Path, marker: Path) -> tuple[float, float]:
-    """Seconds from the fault to its report, and to the start of training again."""
+    """Seconds from the only fault to its report, and to the start of training again."""
+    assert len(rows(run_dir / "faults.jsonl")) == 1
+    return measure_last_times(run_dir, marker)
+
+
+def measure_last_times(run_dir: Path, marker: Path) -> tuple[float, float]:
+    """The same of the last fault."""
     happened = float(marker.read_text())
-    (fault,) = rows(run_dir / "faults.jsonl")
+    fault = rows(run_dir / "faults.jsonl")[-1]
     resumed = [event for event in rows(run_dir / "events.jsonl") if event["kind"] in ("start", "resume")][-1]
     reported = datetime.fromisoformat(fault["time"]).timestamp()
     return reported - happened, datetime.fromisoformat(resumed["time"]).timestamp() - happened
@@ -260,6 +268,91 @@ def test_a_place_that_is_lost_is_left_out_and_the_run_goes_on_in_another_layout(
     assert found == pytest.approx(expected, abs=1e-5) and len(found) == 30
     worst = max(abs(one - other) for one, other in zip(found, expected, strict=True))
     print(f"\n| F13 4 ranks, then 3, then 2 | two places lost | losses of 30 steps differ by at most {worst:.1e} |")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_ranks_killed_at_once_and_one_again_as_it_restores(
+    rank: int, run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    run_dir, again = tmp_path / "run", tmp_path / "again"
+    both_ranks = [fault_words(kind="kill", rank=n, step=17, marker=tmp_path / f"happened-{n}") for n in (0, 1)]
+    words = both(both(*both_ranks), fault_words(kind="restore", rank=rank, marker=again))
+    code, errors = finish(start(run_file, run_dir, words, "restart.backoff_s=0.5"))
+    assert code == 0, errors
+    faults = rows(run_dir / "faults.jsonl")
+    assert [(fault["attempt"], fault["cause"]) for fault in faults] == [(0, "signal"), (1, "signal")]
+    assert (faults[0]["step"], faults[1]["rank"], faults[1]["phase"]) == (17, rank, "start")
+    # Two faults from the same checkpoint are two in vain: the restart after the second waits.
+    assert "restart 1: all ranks begin again" in errors and "after 0.5 s" in faults[1]["action"]
+    (resumed,) = [event for event in rows(run_dir / "events.jsonl") if event["kind"] == "resume"]
+    # That of step 15 is written in the background.
+    assert resumed["step"] in (10, 15)
+    _, again_s = measure_last_times(run_dir, again)
+    assert_same_bits(run_dir, undisturbed)
+    print(
+        f"\n| F04 both ranks killed in step 17, rank {rank} again as it restores | 2 restarts | same bits | training again "
+        f"{again_s:.1f} s after the second |"
+    )
+    assert again_s <= TRAINING_S
+
+
+def test_five_restarts_in_a_row_come_up(run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    # With and without a newer checkpoint in between, on either rank; the first keeps the store.
+    places = [(0, 8), (1, 12), (0, 18), (1, 19), (0, 33)]
+    kills = [fault_words(kind="kill", rank=rank, step=step, marker=tmp_path / f"{step}") for rank, step in places]
+    run_dir = tmp_path / "run"
+    code, errors = finish(start(run_file, run_dir, functools.reduce(both, kills)))
+    assert code == 0, errors
+    faults = rows(run_dir / "faults.jsonl")
+    assert [(fault["rank"], fault["step"], fault["attempt"]) for fault in faults] == [
+        (rank, step, attempt) for attempt, (rank, step) in enumerate(places)
+    ]
+    assert_same_bits(run_dir, undisturbed)
+    times = [float((tmp_path / f"{step}").read_text()) for _, step in places]
+    print(
+        f"\n| F21 five kills under the supervisor | 5 of 5 restarts came up, in {times[-1] - times[0]:.0f} s | same bits |"
+    )
+
+
+def test_five_restarts_in_a_row_on_one_port_come_up(
+    run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """As a job script starts ranks again: the meeting point, and the name of what they tell each other there, stay."""
+    run_dir, port = tmp_path / "run", free_port()
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "one name"}
+    seconds = []
+    for step in (3, 9, 16, 24, 31, STEPS):
+        began, ranks = time.monotonic(), []
+        # So that a kill comes in the step it is meant for, or in the next.
+        slow = fault_words(kind="slow", rank=1, step=1, seconds=0.2)
+        for rank in (0, 1):
+            place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+            command = [sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(run_dir)]
+            process = subprocess.Popen(
+                [*command, "layout.dp_shard=2", f"training.steps={STEPS}", *([] if step == STEPS else [slow])],
+                env=environment(run_file, place | meeting),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            ranks.append(process)
+        if step == STEPS:
+            for process in ranks:
+                code, errors = finish(process)
+                assert code == 0, errors
+            break
+        wait_for_step(run_dir, step, *ranks)
+        seconds.append(time.monotonic() - began)
+        for process in ranks:
+            process.kill()
+        for process in ranks:
+            process.communicate()
+    assert_same_bits(run_dir, undisturbed)
+    print(
+        f"\n| F21 ranks killed and started at once on one port | 5 of 5 came up, each within {max(seconds):.0f} s "
+        "at the step in which it was killed | same bits |"
+    )
 
 
 def test_restarts_in_vain_end_with_93(run_file: Path, tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_only_a_run_that_stopped_in_good_order_waits_again(
 def test_after_a_killed_rank_all_begin_again_until_that_is_in_vain(
     codes: str, saves: int, code: int, attempts: int, slurm: FakeSlurm
 ) -> None:
-    wanted = job(1, directory=slurm.folder, checkpoints=Path("checkpoints"), restarts=2, backoff_s=0.0)
+    wanted = job(1, directory=slurm.folder, run_dir=Path("run"), restarts=2, backoff_s=0.0)
     script = launch_script(parse_machine(MACHINE + "stop: {requeue: true}\n", "small.yaml"), wanted)
     done = slurm.run(script, 1, RANK_EXIT=codes, SAVES=str(saves))
     assert (done.returncode, slurm.attempts()) == (code, attempts), done.stderr
@@ -232,8 +232,56 @@ def test_after_a_killed_rank_all_begin_again_until_that_is_in_vain(
     assert ("given up" in done.stderr) == (code == GIVEN_UP)
 
 
+@pytest.mark.parametrize(
+    ("named", "saves", "sbatch_exit", "submits", "code", "attempts"),
+    [
+        # A node that fails twice in a row is left out; ranks of others then only lost theirs.
+        ("node002,node002+node001", 0, 0, True, 137, 2),
+        # Another each time, or a newer checkpoint in between: the same nodes may go on.
+        ("node002,node001,node002", 0, 0, False, GIVEN_UP, 4),
+        ("node002,node002", 2, 0, True, 137, 3),
+        ("node002", 0, 0, False, GIVEN_UP, 4),
+        # Not a node of this job: what stands in the run folder is not taken at its word.
+        ("node9,node9", 0, 0, False, GIVEN_UP, 4),
+        # A site where jobs may not submit.
+        ("node002,node002", 0, 1, True, GIVEN_UP, 4),
+    ],
+)
+def test_a_node_that_fails_twice_in_a_row_is_left_out_of_the_job_that_goes_on(
+    named: str, saves: int, sbatch_exit: int, submits: bool, code: int, attempts: int, slurm: FakeSlurm
+) -> None:
+    if saves:
+        # A newer checkpoint comes of the first two attempts, so the first report counts no more.
+        named = f"{named},node002"
+    wanted = job(2, directory=slurm.folder, run_dir=Path("run"), restarts=3, backoff_s=0.0)
+    script = launch_script(parse_machine(MACHINE, "small.yaml"), wanted)
+    done = slurm.run(script, 2, RANK_EXIT="137", NAMES=named, SAVES=str(saves), SBATCH_EXIT=str(sbatch_exit))
+    assert (done.returncode, slurm.attempts()) == (code, attempts), done.stderr
+    again = ["--exclude=node002", f"--chdir={slurm.folder}", str(slurm.folder / "script.sbatch"), "node002"]
+    assert all(words == again for words in slurm.submitted()) and bool(slurm.submitted()) == submits
+    assert ("a new job goes on without node002" in done.stderr) == (submits and not sbatch_exit)
+
+
+@pytest.mark.parametrize(("saves", "code"), [(0, GIVEN_UP), (1, 137)])
+def test_a_job_without_a_node_leaves_out_another_only_after_progress(saves: int, code: int, slurm: FakeSlurm) -> None:
+    wanted = job(2, directory=slurm.folder, run_dir=Path("run"), restarts=3, backoff_s=0.0)
+    script = launch_script(parse_machine(MACHINE, "small.yaml"), wanted)
+    done = slurm.run(script, 2, words=["node009"], RANK_EXIT="137", NAMES="node002,node002,node002", SAVES=str(saves))
+    assert done.returncode == code, done.stderr
+    excluded = [words[0] for words in slurm.submitted()]
+    assert excluded == (["--exclude=node002,node009"] if saves else [])
+    assert ("it is not the node's fault" in done.stderr) == (not saves)
+
+
+def test_a_machine_whose_jobs_are_not_queued_again_submits_none(slurm: FakeSlurm) -> None:
+    wanted = job(2, directory=slurm.folder, run_dir=Path("run"), restarts=3, backoff_s=0.0)
+    script = launch_script(parse_machine(MACHINE + "stop: {requeue: false}\n", "small.yaml"), wanted)
+    done = slurm.run(script, 2, RANK_EXIT="137", NAMES="node002,node002")
+    assert (done.returncode, slurm.attempts(), slurm.submitted()) == (GIVEN_UP, 4, [])
+
+
 def test_a_cancelled_job_does_not_begin_again(slurm: FakeSlurm) -> None:
-    wanted = job(1, directory=slurm.folder, checkpoints=Path("checkpoints"), restarts=2, backoff_s=0.0)
+    wanted = job(1, directory=slurm.folder, run_dir=Path("run"), restarts=2, backoff_s=0.0)
     shell = slurm.start(
         launch_script(parse_machine(MACHINE, "small.yaml"), wanted), 1, RANK_EXIT="137", RANK_WAITS="yes"
     )

@@ -18,7 +18,16 @@ from typing import Any
 import pytest
 
 import phalanx
-from phalanx.launch.faults import FAULT_FILE, FAULT_LOG, FAULT_TEXT, RankView, name_fault
+from phalanx.launch.faults import (
+    FAILED_NODES,
+    FAULT_FILE,
+    FAULT_LOG,
+    FAULT_TEXT,
+    GONE,
+    RankView,
+    name_fault,
+    write_report,
+)
 from phalanx.launch.restart import GIVEN_UP, RankPlaces
 
 PROBE = """#!{python} -SE
@@ -196,6 +205,18 @@ def test_a_rank_that_said_why_it_fails_is_not_called_hung_while_it_closes() -> N
     for error, expected in ((said, "exception"), (None, "hang")):
         view = RankView(1, 1, None, "S", None, error)
         assert name_fault(view, [view], attempt=0, now=9.0, silent=True).cause == expected
+
+
+def test_nodes_are_named_by_their_scheduler_where_they_may_be_at_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: dict[str, object] = {"kind": "lost link", "error": "PeerFailureError", "message": "rank 1 is gone"}
+    for node, code, error in (("node007", -signal.SIGKILL, None), ("node008", 1, lost), ("node009", GONE, None)):
+        monkeypatch.setenv("SLURMD_NODENAME", node)
+        view = RankView(1, 1, code, "", None, error)
+        write_report(name_fault(view, [view], attempt=0, now=9.0), tmp_path)
+    assert json.loads((tmp_path / FAULT_FILE).read_text())["host"] == "node009"
+    assert (tmp_path / FAILED_NODES).read_text().split() == ["node007", "node009"]
 
 
 def test_restarts_without_a_newer_checkpoint_end_with_a_code_of_their_own(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from distributed_ranks import run_ranks
+from many_ranks import LAYOUT_OF_4096, meshes_of_all_ranks
 from phalanx.data.batch_stream import ReadAheadStream
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.layout import mesh as mesh_module
 from phalanx.layout.mesh import (
     ONE_RANK,
     Groups,
@@ -226,23 +226,17 @@ class Numbers:
 
 
 def test_4096_ranks_together_read_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = ResolvedLayout(3072, pp=4, dp_replicate=4, dp_shard=16, cp=2, tp=8)
+    layout, read = LAYOUT_OF_4096, dict[int, int]()
     assert layout.world_size == 4096
-    here = 0
-    monkeypatch.setattr(dist, "get_rank", lambda: here)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4096)
-    # Groups are made by exchanging messages, of which there are none here; which ranks they have is computed.
-    monkeypatch.setattr(mesh_module, "_find_group", lambda ranks, made, link="": SimpleNamespace(group_name=""))
-    monkeypatch.setattr(mesh_module, "_data_mesh", lambda *arguments: None)
-    read: dict[int, int] = {}
-    for here in range(4096):
-        mesh = build_mesh(layout, torch.device("cpu"))
-        assert all(axis.ranks[axis.rank] == here for axis in mesh.axes if axis.size > 1)
+    began = time.process_time()
+    for rank, mesh in meshes_of_all_ranks(layout, monkeypatch):
+        assert all(axis.ranks[axis.rank] == rank for axis in mesh.axes if axis.size > 1)
         stream = ReadAheadStream(Numbers(), global_batch=3072, rank=mesh.data_rank, ranks=layout.data_ranks)  # type: ignore[type-var]
         for sample in stream.batch(3).tolist():
             read[sample] = read.get(sample, 0) + mesh.reads_first
     # One of the ranks that compute the same samples counts them.
     assert read == dict.fromkeys(range(2 * 3072, 3 * 3072), 1)
+    assert time.process_time() - began < 5.0
 
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}

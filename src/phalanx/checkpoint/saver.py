@@ -182,9 +182,7 @@ class Saver:
             if save.error is None:
                 for number, pieces in enumerate(save.files):
                     staged = save.staged[number] if save.staged is not None else self._staging.copy(0, pieces)
-                    # A rank's number and a count: no two ranks ever write the same file, so none waits for another.
-                    name = f"rank-{self._ranks.rank:05d}-{number:03d}.safetensors"
-                    write_file(folder, name, pieces, staged, save.report)
+                    write_file(folder, data_file_name(self._ranks.rank, number), pieces, staged, save.report)
         except Exception as failure:
             save.error = failure
         try:
@@ -228,6 +226,11 @@ def _verify_report(folder: folders.CheckpointFolder, save: Save) -> None:
                     file.read_chunk(tensor, chunk, torch.empty(size, dtype=torch.uint8))
         finally:
             file.close()
+
+
+def data_file_name(rank: int, number: int) -> str:
+    """Return the name of a rank's file: no two ranks ever write the same one, so none waits for another."""
+    return f"rank-{rank:05d}-{number:03d}.safetensors"
 
 
 def group_by_file(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:

@@ -45,7 +45,7 @@ def run_launch(asked: LaunchArguments) -> None:
     wanted = replace(
         wanted,
         overrides=(*_failure_words(loaded, machine), *(asked.overrides or ())),
-        checkpoints=run_dir / "checkpoints",
+        run_dir=run_dir,
         restarts=loaded.restart.max,
         backoff_s=loaded.restart.backoff_s,
         save_seconds=measured_save_seconds(run_dir),

@@ -47,6 +47,9 @@ CAUSES: dict[Cause, str] = {
 
 FAULT_FILE, FAULT_TEXT, FAULT_LOG = "fault.json", "fault.txt", "faults.jsonl"
 """Files of a run directory: the last fault, the same as text with all stacks, and one line for each fault so far."""
+FAILED_NODES = "failed_nodes.txt"
+"""File of a run directory with the node of each fault that a node may be the reason of, one a line; job scripts read it."""
+_NOT_OF_NODES: tuple[Cause, ...] = ("lost link", "out of memory", "refused")
 
 GONE = 256
 """Stands for the exit code of a process that is gone, where only its parent knows it."""
@@ -175,7 +178,8 @@ class Fault:
     """One line: the exception, the signal, how long it was silent."""
     step: int | None
     phase: str | None
-    host: str = field(default_factory=platform.node)
+    host: str = field(default_factory=lambda: os.environ.get("SLURMD_NODENAME") or platform.node())
+    """The node, by the name that its scheduler knows it by."""
     time: str = field(default_factory=timestamp)
     """When it was found."""
     attempt: int = 0
@@ -349,13 +353,13 @@ def _ask_py_spy(pid: int) -> str:
 
 
 def write_report(fault: Fault, run_dir: Path) -> None:
-    """Write `fault` to a run directory: fault.json, fault.txt and a line of faults.jsonl. A folder not there is left alone.
+    """Write `fault` to a run directory, in each of the files above. A folder that is not there is left alone.
 
     Raises PhalanxError for a link in the place of one of them, and OSError where they cannot be written.
     """
     if not run_dir.is_dir():
         return
-    for name in (FAULT_FILE, FAULT_TEXT, FAULT_LOG):
+    for name in (FAULT_FILE, FAULT_TEXT, FAULT_LOG, FAILED_NODES):
         require_own(run_dir / name, folder=False)
     record = asdict(fault)
     write_atomically(run_dir / FAULT_FILE, json.dumps(record, indent=1) + "\n")
@@ -363,6 +367,9 @@ def write_report(fault: Fault, run_dir: Path) -> None:
     log = JsonLines(run_dir / FAULT_LOG)
     log.append({key: value for key, value in record.items() if key not in ("stacks", "ranks")})
     log.close()
+    if fault.cause not in _NOT_OF_NODES:
+        with (run_dir / FAILED_NODES).open("a") as nodes:
+            nodes.write(f"{fault.host}\n")
 
 
 def try_report(fault: Fault, run_dir: Path | None) -> str | None:

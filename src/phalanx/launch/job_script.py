@@ -16,6 +16,7 @@ from pathlib import Path
 
 from phalanx.errors import ConfigError
 from phalanx.hardware.machine import Line, Machine, Option, Partition
+from phalanx.launch.faults import FAILED_NODES
 from phalanx.launch.restart import GIVEN_UP
 
 STOPPED = 143
@@ -59,8 +60,8 @@ class Job:
     """Shell lines of the user, run before training, inside the container if there is one."""
     image: str | None = None
     """Container image."""
-    checkpoints: Path | None = None
-    """Folder of the run's checkpoints, relative to `directory` or absolute; None begins no ranks again after a fault."""
+    run_dir: Path | None = None
+    """The run's own folder, relative to `directory` or absolute; None begins no ranks again after a fault."""
     restarts: int = 0
     """Times in a row that ranks may begin again without a newer checkpoint."""
     backoff_s: float = 5.0
@@ -160,7 +161,7 @@ def launch_script(machine: Machine, job: Job) -> str:
         _folder_lines(machine, job),
         _command_lines(machine, job),
         [] if job.examined_as is None else [_PREFLIGHT],
-        [*_training_lines(job), *([_REQUEUE] if machine.stop.requeue else []), 'exit "$code"'],
+        [*_training_lines(machine, job), *([_REQUEUE] if machine.stop.requeue else []), 'exit "$code"'],
     )
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part))) + "\n"
 
@@ -195,24 +196,45 @@ srun "${step[@]}" "${train[@]}" || code=$?"""
 _RESTARTS = """\
 # Where a signal killed a rank, all begin again on the same nodes, from the newest whole checkpoint. Without a newer one than
 # the time before that is in vain: after {restarts} times the job ends with {given_up} and is not queued again.
-checkpoints={checkpoints}
-newest_checkpoint() {{ ls -d -- "$checkpoints"/step-???????? 2>/dev/null | tail -n 1 || true; }}
-vain=0
+run={run}
+newest_checkpoint() {{ ls -d -- "$run/checkpoints"/step-???????? 2>/dev/null | tail -n 1 || true; }}
+# Reports of faults name their nodes here, one a line. The first of an attempt is the one whose rank failed first.
+failed_nodes() {{ cat -- "$run/{failed_nodes}" 2>/dev/null || true; }}
+vain=0 further= suspect=
 while true; do
     before=$(newest_checkpoint)
+    reports=$(failed_nodes | wc -l)
     code=0
     srun "${{step[@]}}" "${{train[@]}}" || code=$?
     case "$code:$ended_by_slurm" in {codes}) ;; *) break ;; esac
-    if [ "$(newest_checkpoint)" != "$before" ]; then vain=0; fi
+    if [ "$(newest_checkpoint)" != "$before" ]; then vain=0 further=1 suspect=; fi
     vain=$((vain + 1))
     if [ "$vain" -gt {restarts} ]; then
         echo "given up: a rank was killed (exit code $code), and no newer checkpoint came of {restarts} restarts" >&2
         code={given_up}
         break
     fi
-    echo "a rank was killed (exit code $code); all begin again from the newest checkpoint" >&2
     sleep {backoff}
+{leave_out}    echo "a rank was killed (exit code $code); all begin again from the newest checkpoint" >&2
 done"""
+_LEAVE_OUT = f"""\
+    failed=$(failed_nodes | sed -n "$((reports + 1))p")
+    # Twice in a row without a newer checkpoint: the job goes on without that node. Slurm changes the nodes of a waiting job
+    # alone, and ends this shell where the job is queued again: so a new job is submitted, which is told whom to leave out.
+    if [ -n "$failed" ] && [ "$failed" = "$suspect" ] && [[ " ${{hosts[*]}} " == *" $failed "* ]]; then
+        if [ $# -gt 0 ] && [ -z "$further" ]; then
+            echo "given up: $failed fails as $1 did, which is left out already: it is not the node's fault" >&2
+            code={GIVEN_UP}
+            break
+        fi
+        left_out=$(IFS=,; echo "$failed${{*:+,$*}}")
+        if sbatch --exclude="$left_out" --chdir="$SLURM_SUBMIT_DIR" "$0" "$failed" "$@"; then
+            echo "$failed failed twice in a row; a new job goes on without $left_out" >&2
+            break
+        fi
+    fi
+    suspect=$failed
+"""
 _REQUEUE = f"""\
 # Time was up, the ranks have saved and stopped (128 + TERM, USR1 or USR2). The job is queued again and
 # goes on from there. A cancelled job stays cancelled, and a preempted one Slurm puts back by itself.
@@ -222,18 +244,20 @@ esac"""
 """Parts of a script that are the same on every machine."""
 
 
-def _training_lines(job: Job) -> Iterator[str]:
+def _training_lines(machine: Machine, job: Job) -> Iterator[str]:
     """Yield the lines that train, again and again after a fault where the job says so."""
     yield _TRAP
-    if job.checkpoints is None or not job.restarts:
+    if job.run_dir is None or not job.restarts:
         yield _TRAINING
     else:
         yield _RESTARTS.format(
-            checkpoints=shlex.quote(str(job.checkpoints)),
+            run=shlex.quote(str(job.run_dir)),
+            failed_nodes=FAILED_NODES,
             restarts=job.restarts,
             given_up=GIVEN_UP,
             codes=" | ".join(f"{code}:" for code in KILLED),
             backoff=math.ceil(job.backoff_s),
+            leave_out=_LEAVE_OUT if machine.stop.requeue else "",
         )
 
 

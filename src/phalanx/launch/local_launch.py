@@ -44,6 +44,7 @@ from phalanx.launch.restart import (
     read_memory_limit,
 )
 from phalanx.launch.stragglers import StragglerWatch
+from phalanx.launch.wall_time import GRACE
 from phalanx.node_memory import forget_node_memory
 from phalanx.printable import write_stderr
 
@@ -197,6 +198,7 @@ class RankProcesses:
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self._listener.getsockname()[1]),
                 PARENT: str(os.getpid()),
+                GRACE: f"{self._grace_s:g}",
                 "TORCHELASTIC_RUN_ID": run_id,
             }
             if self._policy is not None:

@@ -185,6 +185,8 @@ def main() -> None:
     die_with_parent(signal.SIGKILL)
     connection = socket.socket(fileno=int(sys.argv[1]))
     modules = sys.argv[2:]
+    # It would look through all that is loaded again and again.
+    gc.disable()
     for name in modules:
         # The rank says what is missing, where a person reads it.
         with contextlib.suppress(ImportError):
@@ -192,6 +194,7 @@ def main() -> None:
     # Left out of all garbage collection to come, which would copy every page of it into each rank.
     gc.collect()
     gc.freeze()
+    gc.enable()
     # Libraries such as OpenBLAS end their threads when a process forks and start them anew where they are needed.
     trial = os.fork()
     if trial == 0:

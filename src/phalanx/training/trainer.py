@@ -22,7 +22,7 @@ from phalanx.errors import CheckpointError, DataError, Interrupted, PhalanxError
 from phalanx.hardware.device import HostCopy, Moment
 from phalanx.hardware.reliability import CHECKPOINT_GB_S
 from phalanx.launch.heartbeat import SILENT, Heartbeat
-from phalanx.launch.wall_time import granted_seconds
+from phalanx.launch.wall_time import granted_grace, granted_seconds
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.mesh import Mesh, Ranks
 from phalanx.layout.spec import ResolvedLayout
@@ -41,7 +41,7 @@ from phalanx.training.safeguards.divergence import Divergence, DivergenceGuard, 
 from phalanx.training.safeguards.memory_limit import note_out_of_memory, smaller_microbatch
 from phalanx.training.safeguards.step_replay import StepReplay
 from phalanx.training.safeguards.straggler_log import StragglerLog
-from phalanx.training.safeguards.time_limit import TimeLimit
+from phalanx.training.safeguards.time_limit import GraceCheck, TimeLimit
 from phalanx.training.safeguards.wrong_numbers import WrongNumbers
 from phalanx.training.step import StepLimits, StepResult, TrainStep
 from phalanx.training.stopping import DIRECTORY_GONE, TIME_IS_UP, StopRequest
@@ -115,7 +115,10 @@ class Trainer:
         self.remote = "://" in run.data.model_dump_json()
         """Whether data may come from a store that does not answer; the same on all ranks."""
         self.stop = StopRequest()
-        self.time_limit = self._limit_time()
+        expected_save_s = self._expect_save()
+        self.time_limit = TimeLimit(granted_seconds(), expected_save_s)
+        self.grace = GraceCheck(granted_grace())
+        self._warn_of_grace(expected_save_s)
         self.lost: str | None = None
         """What was lost of the run directory's logs, on the first rank."""
         self.stall = 0.0
@@ -428,19 +431,23 @@ class Trainer:
             taken = round(time.perf_counter() - began, 4)
             self.parts.log.event(EVALUATED_EVENT, self.step, evaluation_seconds=taken)
 
-    def _limit_time(self) -> TimeLimit:
-        """Return the limit of the wall time, with what a checkpoint took or, where none was written, will by its size."""
-        granted_s = granted_seconds()
-        if granted_s is None:
-            return TimeLimit(None, 0.0)
+    def _expect_save(self) -> float:
+        """Return the seconds that a checkpoint took or, where none was written, will by its size."""
         ranks, measured_s = self.parts.place.ranks, measured_save_seconds(self.parts.directory.path)
+        if measured_s is not None:
+            return measured_s
         state = sum(place.local.nbytes for place in self.parts.step.saved_tensors().values())
-        expected_s = state * (ranks.ranks_per_node or ranks.world_size) / (CHECKPOINT_GB_S * 1e9)
-        return TimeLimit(granted_s, expected_s if measured_s is None else measured_s)
+        return state * (ranks.ranks_per_node or ranks.world_size) / (CHECKPOINT_GB_S * 1e9)
+
+    def _warn_of_grace(self, save_s: float) -> None:
+        if warning := self.grace.warn(save_s):
+            self.parts.log.note(warning)
+            self.parts.log.event("warning", self.step, text=warning.removeprefix("warning: "))
 
     def _watch_time(self) -> None:
         """Ask all ranks to stop where the wall time leaves room for no further step; the first rank's clock decides."""
         self.checkpointer.log_duration()
+        self._warn_of_grace(self.checkpointer.write_seconds)
         if not self.parts.place.ranks.first or self.step == self.until:
             return
         # A wish reaches the other ranks with the step that is launched next, and is read behind the one after that.

@@ -1,18 +1,21 @@
-"""Wall time that ends: the run saves and stops before, by what its steps and saves took."""
+"""Time that ends: the run saves and stops before, by what its steps and saves took, or warns that it cannot."""
 
+import json
+import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import phalanx_processes
 from phalanx.checkpoint import open_checkpoints
+from phalanx.cli.main import main
 from phalanx.errors import ConfigError
-from phalanx.launch.wall_time import END_TIME, granted_seconds, set_time_limit
+from phalanx.launch.wall_time import END_TIME, GRACE, Grace, granted_grace, granted_seconds, set_time_limit
 from phalanx.training.safeguards import time_limit
-from phalanx.training.safeguards.time_limit import ENDING_S, TimeLimit
+from phalanx.training.safeguards.time_limit import ENDING_S, GraceCheck, TimeLimit
 from phalanx.training.stopping import TIME_IS_UP, StopRequest
 from token_data import write_run_file, write_token_folder
 
@@ -75,3 +78,50 @@ def test_ranks_save_and_stop_together(tmp_path: Path) -> None:
     assert "stopped before the end of the wall time after step 1, checkpoint written" in errors
     newest = open_checkpoints(run_dir).newest()
     assert newest is not None and newest.step == 1
+
+
+def test_the_grace_is_that_of_whoever_started_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (GRACE, "TORCHELASTIC_RESTART_COUNT", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert granted_grace() is None
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    found = granted_grace()
+    assert found is not None and (found.seconds, found.option) == (30.0, None)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    found = granted_grace()
+    assert found is not None and (found.seconds, found.option) == (30.0, "torchrun --shutdown-timeout")
+    monkeypatch.setenv(GRACE, "600")
+    found = granted_grace()
+    assert found is not None and (found.seconds, found.option) == (600.0, "--grace")
+    monkeypatch.setenv(GRACE, "long")
+    with pytest.raises(ConfigError, match=f"{GRACE}=long is no number"):
+        granted_grace()
+
+
+def test_a_save_longer_than_the_grace_is_warned_of_once() -> None:
+    check = GraceCheck(Grace(30.0, "they leave", "--grace"))
+    assert check.warn(29.9) is None
+    warning = check.warn(36.0)
+    assert warning is not None and "takes about 36 s, longer than the 30 s" in warning and "give --grace 77" in warning
+    assert check.warn(40.0) is None
+    assert GraceCheck(None).warn(1e9) is None
+
+
+def train_as_under_torchrun(words: Sequence[str]) -> None:
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
+    main(words)
+
+
+def test_a_run_whose_saves_take_longer_than_torchrun_waits_says_so_as_it_starts(tmp_path: Path) -> None:
+    run_file, run_dir = write_run_file(tmp_path / "run.yaml", write_token_folder(tmp_path / "data")), tmp_path / "run"
+    words = ["train", str(run_file), "--run-dir", str(run_dir), "layout.dp_shard=1", "checkpoint.every=null"]
+    said = phalanx_processes.finish([*words, "training.steps=5"], command=train_as_under_torchrun)
+    assert "warning: a checkpoint takes" not in said
+    log = run_dir / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    (saved,) = [event for event in events if event["kind"] == "checkpoint_written"]
+    saved["seconds"] = 36.0
+    log.write_text("".join(json.dumps(event) + "\n" for event in events))
+    said = phalanx_processes.finish([*words, "training.steps=6"], command=train_as_under_torchrun)
+    assert "a checkpoint takes about 36 s, longer than the 30 s that torchrun by default leaves ranks" in said
+    assert "torchrun --shutdown-timeout 77" in said and said.index("36 s") < said.index("trained to step 6")
