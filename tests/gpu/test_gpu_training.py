@@ -80,6 +80,18 @@ def test_a_resumed_run_ends_with_the_same_bits(run_file: Path, tmp_path: Path) -
     assert train(run_file, tmp_path / "parts", 8, *words) == whole
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_one_step_before_the_first_chooses_the_micro_batch(run_file: Path, tmp_path: Path, precision: str) -> None:
+    """The device is as good as empty: the plan stays, and what training begins with is as if nothing was tried."""
+    words = ("training.deterministic=true", f"layout.precision={precision}")
+    found = train(run_file, tmp_path / "auto", 6, "layout.microbatch=auto", *words)
+    events = [json.loads(line) for line in (tmp_path / "auto" / "events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["kind"] == "microbatch"]
+    assert event["microbatch"] == event["planned"] and event["peak_bytes"] > 0
+    stated = train(run_file, tmp_path / "stated", 6, f"layout.microbatch={event['microbatch']}", *words)
+    assert found == stated
+
+
 def test_a_step_that_runs_out_of_memory_is_done_again_with_smaller_micro_batches(
     run_file: Path, tmp_path: Path
 ) -> None:

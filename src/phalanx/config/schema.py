@@ -100,7 +100,8 @@ class Layout(Section):
     """Whether tensor-parallel groups may span nodes (slow on most networks)."""
     microbatch: Samples | Literal["auto"] = "auto"
     """Samples one rank computes at a time; auto is the largest number that divides what a rank computes, leaves a pipeline
-    enough micro-batches and, by the planner's memory model, fits an accelerator's memory. It changes no result."""
+    enough micro-batches and fits an accelerator's memory, by the planner's memory model and one step before the first. It
+    changes no result."""
     global_batch: GlobalBatch
     """Samples an optimizer step over all ranks, or tokens when written as "524288 tokens"; never rounded."""
     batch_warmup: list[BatchStage] = Field(default_factory=list)

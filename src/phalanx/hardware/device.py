@@ -55,6 +55,16 @@ def memory_bytes(device: torch.device) -> int | None:
     return int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
+def reset_peak_bytes(device: torch.device) -> None:
+    """Begin to look for the most bytes that tensors take on an accelerator, for `peak_bytes`."""
+    torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Return the most bytes that live tensors took on an accelerator since `reset_peak_bytes`."""
+    return int(torch.get_device_module(device).max_memory_allocated(device))
+
+
 def synchronize(device: torch.device) -> None:
     """Wait for all work queued on `device`; the CPU queues none."""
     if device.type != "cpu":

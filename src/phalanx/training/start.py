@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from phalanx.nn.precision import require_products
 from phalanx.node_memory import claim_identity, node_memory_folder
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.rank.cost_models import memory_fits
+from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.printable import write_stderr
 from phalanx.torch_compat.common import is_rocm
 from phalanx.torch_compat.flight import last_collectives, record_collectives
@@ -41,6 +43,7 @@ from phalanx.training.logs import RunLog, check_trackers, open_sinks
 from phalanx.training.metrics import StepMeter, find_peaks
 from phalanx.training.run_dir import RunDirectory, describe_machine
 from phalanx.training.safeguards.memory_limit import advise_remedies, heed_memory_limit, note_out_of_memory
+from phalanx.training.safeguards.memory_probe import MemoryProbe, recall_microbatch
 from phalanx.training.step import build_step
 from phalanx.training.stopping import explain_failures, report_failure
 from phalanx.training.trainer import Placement, RunParts, Trainer
@@ -97,8 +100,16 @@ def _train_on_ranks(
     join_process_group(ranks, device, timeout_s=run.training.timeout_s)
     heartbeat.answer(last_collectives)
     try:
-        chosen = _fit_microbatch(model, layout, ranks, device)
+        capacity, recalled, probe = memory_bytes(device), None, None
+        # What batches of other families take depends on their samples.
+        bounded = run.layout.microbatch == "auto" and isinstance(model, TracedModel)
+        if bounded and capacity is not None:
+            layout = _fit_microbatch(model, layout, ranks, capacity)
+            recalled = recall_microbatch(run_dir, layout, capacity)
+        chosen = recalled or layout
         layout = heed_memory_limit(run_dir, chosen)
+        if bounded and capacity is not None and recalled is None and layout == chosen:
+            probe = MemoryProbe(model, ranks, device, capacity, run_dir)
         place = Placement(ranks, layout, build_mesh(layout, device), device)
         model = model.settle(run_dir)
         # Before the run directory is made: missing data then leaves nothing behind.
@@ -109,7 +120,7 @@ def _train_on_ranks(
             directory.create()
             with RunLock(run_dir):
                 spared = chosen.microbatch - layout.microbatch
-                _train_in_directory(model, place, directory, inputs, callbacks, heartbeat, until, spared)
+                _train_in_directory(model, place, directory, inputs, callbacks, heartbeat, until, spared, probe)
                 heartbeat.enter("end")
     except Interrupted:
         heartbeat.enter("end")
@@ -119,13 +130,8 @@ def _train_on_ranks(
     leave_process_group()
 
 
-def _fit_microbatch(
-    model: TrainableModel, layout: ResolvedLayout, ranks: Ranks, device: torch.device
-) -> ResolvedLayout:
-    """Return `layout` with a micro-batch that fits the device, where the run file leaves it to Phalanx."""
-    capacity = memory_bytes(device)
-    if model.run.layout.microbatch != "auto" or capacity is None:
-        return layout
+def _fit_microbatch(model: TrainableModel, layout: ResolvedLayout, ranks: Ranks, capacity: int) -> ResolvedLayout:
+    """Return `layout` with the largest micro-batch that fits devices of `capacity` bytes by the planner's model."""
     # One rank traces the model for all, so that all have the same.
     chosen = [layout]
     if ranks.first:
@@ -145,10 +151,12 @@ def _train_in_directory(
     heartbeat: Heartbeat,
     until: int | None,
     spared: int,
+    probe: MemoryProbe | None,
 ) -> None:
     """Build the parts of the run, load what it resumes from, and train, in a run directory that no other process has.
 
-    spared: samples by which micro-batches are smaller than the run file says, since memory ran out before.
+    spared: samples by which micro-batches are smaller than the run file says, since memory ran out before. probe: chooses
+    them before the first step.
     """
     trainer: Trainer | None = None
 
@@ -165,6 +173,7 @@ def _train_in_directory(
     with explained, ExitStack() as opened:
         opened.callback(directory.close)
         parts, restored = _build_parts(model, place, directory, inputs, callbacks, heartbeat, spared, opened)
+        parts = replace(parts, probe=probe)
         parts.step.report_to(heartbeat)
         heartbeat.begin(restored.step)
         trainer = Trainer(parts, restored, until)
@@ -213,9 +222,15 @@ def _build_parts(
         describe()
         started_s = time.monotonic() - heartbeat.began
         _record_start(run, directory, place.layout, attention, restored, spared, changes, started_s)
-    # After the rewind, which cuts what an interrupted run wrote beyond the step that this one resumes from.
-    log = _open_log(model, place, attention, inputs, directory, restored, changes)
+    # Opened after the rewind, which cuts what an interrupted run wrote beyond the step that this one resumes from.
+    log = RunLog(directory, open_sinks(model, directory.path, restored.step) if ranks.first else [])
     opened.callback(log.close)
+    if restored.from_memory:
+        log.note(f"resumes after step {restored.step} from {restored.from_memory}")
+    if restored.step < run.training.steps:
+        opening = _opening_lines(model, place, attention, inputs, restored.step)
+        for line in (*opening, *describe_transfer(model, restored.transfer), *(f"changed {text}" for text in changes)):
+            log.note(line)
     recorders = build_recorders(run.training, device, log.note)
     parts = RunParts(
         model=model,
@@ -301,26 +316,6 @@ def _warn_user(directory: RunDirectory, text: str) -> None:
     """Tell the terminal and the event log; called on the first rank, perhaps from the thread that saves."""
     write_stderr(f"warning: {text}")
     directory.event("warning", 0, text=text)
-
-
-def _open_log(
-    model: TrainableModel,
-    place: Placement,
-    attention: AttentionChoice,
-    inputs: Inputs,
-    directory: RunDirectory,
-    restored: Restored,
-    changes: Sequence[str],
-) -> RunLog:
-    """Open the log of this part of the run, and note in it what is trained and from where."""
-    log = RunLog(directory, open_sinks(model, directory.path, restored.step) if place.ranks.first else [])
-    if restored.from_memory:
-        log.note(f"resumes after step {restored.step} from {restored.from_memory}")
-    if restored.step < model.run.training.steps:
-        opening = _opening_lines(model, place, attention, inputs, restored.step)
-        for line in (*opening, *describe_transfer(model, restored.transfer), *(f"changed {text}" for text in changes)):
-            log.note(line)
-    return log
 
 
 def _opening_lines(

@@ -170,10 +170,10 @@ class TrainStep:
             if smaller is None:
                 raise
         # Only here: until its handler has ended, the exception keeps alive what the failed pass has computed.
-        self._take_layout(smaller)
+        self.take_layout(smaller)
         return None
 
-    def _take_layout(self, layout: ResolvedLayout) -> None:
+    def take_layout(self, layout: ResolvedLayout) -> None:
         """Drop what was computed since the last step, and run with the micro-batches of `layout` from now on."""
         self.executor.discard_gradients()
         gc.collect()

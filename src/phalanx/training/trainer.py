@@ -39,6 +39,7 @@ from phalanx.training.safeguards.checkpoint_interval import CheckpointInterval
 from phalanx.training.safeguards.dead_experts import DeadExperts
 from phalanx.training.safeguards.divergence import Divergence, DivergenceGuard, all_finite
 from phalanx.training.safeguards.memory_limit import note_out_of_memory, smaller_microbatch
+from phalanx.training.safeguards.memory_probe import MemoryProbe
 from phalanx.training.safeguards.step_replay import StepReplay
 from phalanx.training.safeguards.straggler_log import StragglerLog
 from phalanx.training.safeguards.time_limit import GraceCheck, TimeLimit
@@ -82,6 +83,8 @@ class RunParts:
     heartbeat: Heartbeat = SILENT
     copies: MemoryCopies | None = None
     """Of the state, in the memory of nodes, where the run makes some."""
+    probe: MemoryProbe | None = None
+    """Chooses the micro-batch before the first step, where that is to be done."""
 
 
 class Trainer:
@@ -151,6 +154,7 @@ class Trainer:
         start = time.perf_counter()
         # In this order: a signal that comes while callbacks end is still a request, not the end of the process.
         with self.stop, self.parts.attention.active(), self._called_back():
+            self._probe_memory()
             step = self.step
             while step < self.until:
                 step += 1
@@ -221,6 +225,12 @@ class Trainer:
         observations = self.asynchronous.share(found, self.stop.signal_number, self.seconds)
         stall, self.stall = self.stall, 0.0
         return LaunchedStep(step, rate, observations, began, wait, stall, limits, batch)
+
+    def _probe_memory(self) -> None:
+        """Choose the micro-batch by a step without an update, where the run leaves it open and has not found it yet."""
+        if self.parts.probe is not None:
+            self.parts.probe.run(self.parts.step, self.step + 1, self._next_batch(self.step + 1), self.parts.log)
+            self.parts.inputs.stream.seek(self.step + self.wrong.skipped_batches)
 
     def _halve_microbatch(self, layout: ResolvedLayout) -> ResolvedLayout | None:
         """Return the layout in which a step that ran out of memory is done again; None where micro-batches cannot shrink."""

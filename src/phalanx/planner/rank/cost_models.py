@@ -16,7 +16,7 @@ from phalanx.hardware.device_facts import DeviceFacts, device_facts
 from phalanx.hardware.machine import Machine
 from phalanx.layout.resolve import MemoryFits
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
-from phalanx.planner.memory.model import Kernels, memory, rank_memory
+from phalanx.planner.memory.model import Kernels, MemoryEstimates, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, Beside, communicators, fits
 from phalanx.planner.schedule.simulate import StageTimes, simulate
 from phalanx.planner.schedule.table import Pass, schedule_table
@@ -263,11 +263,20 @@ LEAST_P = 0.9
 """Probability of fitting below which a micro-batch is taken to be too large; plans leave layouts out at the same."""
 
 
-def memory_fits(model: BoundModel, capacity: float, *, rocm: bool) -> MemoryFits | None:
+@dataclass(frozen=True)
+class SeenMemory:
+    """What a step took."""
+
+    layout: ResolvedLayout
+    allocated: float
+    """Most bytes of live tensors on any rank's device."""
+
+
+def memory_fits(model: BoundModel, capacity: float, *, rocm: bool, seen: SeenMemory | None = None) -> MemoryFits | None:
     """Return the question whether a layout of the model probably fits accelerators of `capacity` bytes.
 
     None for families that the memory model does not cover: what their batches take depends on the samples. rocm: whether the
-    devices are AMD's.
+    devices are AMD's. seen: corrects the estimates by what one layout really took.
     """
     if not isinstance(model, TracedModel):
         return None
@@ -275,12 +284,16 @@ def memory_fits(model: BoundModel, capacity: float, *, rocm: bool) -> MemoryFits
     # Buffers between peers are counted wherever they may be used: whether ranks reach each other is not known here.
     copies = model.run.layout.peer_copies is not False
 
+    def estimate(layout: ResolvedLayout) -> MemoryEstimates:
+        return memory(model, layout.table, kernels, peer_copies=copies)
+
+    correction = 1.0 if seen is None else seen.allocated / float(estimate(seen.layout).allocated[0])
+
     def probably_fits(layout: ResolvedLayout) -> bool:
-        candidate = layout.table
-        found = memory(model, candidate, kernels, peer_copies=copies)
+        candidate, found = layout.table, estimate(layout)
         beside = BESIDE["rocm" if rocm else "cuda"]
         p_fits = fits(
-            found.allocated,
+            found.allocated * correction,
             communicators(candidate),
             capacity,
             beside,

@@ -78,7 +78,7 @@ def note_out_of_memory(run_dir: Path, layout: ResolvedLayout, advise: Callable[[
     smaller = smaller_microbatch(layout)
     if smaller is None:
         return advise()
-    limit = MemoryLimit(layout=_name_layout(layout), microbatch=smaller.microbatch)
+    limit = MemoryLimit(layout=name_layout(layout), microbatch=smaller.microbatch)
     try:
         write_atomically(run_dir / MEMORY_FILE, limit.model_dump_json() + "\n")
     except OSError as error:
@@ -95,7 +95,7 @@ def heed_memory_limit(run_dir: Path, layout: ResolvedLayout) -> ResolvedLayout:
     Raises PhalanxError for a memory.json that Phalanx cannot have written.
     """
     limit = RankGroup.default().from_first(lambda: _read_limit(run_dir / MEMORY_FILE))
-    if limit is None or limit.layout != _name_layout(layout) or limit.microbatch >= layout.microbatch:
+    if limit is None or limit.layout != name_layout(layout) or limit.microbatch >= layout.microbatch:
         return layout
     return replace(layout, microbatch=limit.microbatch)
 
@@ -110,7 +110,8 @@ def _read_limit(path: Path) -> MemoryLimit | None:
         raise PhalanxError(f"{path} is damaged; remove it") from error
 
 
-def _name_layout(layout: ResolvedLayout) -> str:
+def name_layout(layout: ResolvedLayout) -> str:
+    """Return `layout` in words, in all but the micro-batch."""
     fields = asdict(layout)
     del fields["microbatch"]
     return " ".join(f"{name}={value}" for name, value in fields.items())

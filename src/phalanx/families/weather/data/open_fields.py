@@ -116,7 +116,8 @@ class FieldSet:
                     self.stores, self.surveys, self.data.sources, contents, strict=True
                 )
             ],
-            self.data,
+            inputs=self.data.inputs,
+            outputs=self.data.target_variables,
             statistics=self.statistics,
             statistics_key=key,
             leads=hours,
