@@ -116,6 +116,7 @@ def test_check_json(call: Call, run_file: str) -> None:
     assert facts["matmul_parameters"] == matmul and facts["flops_per_token"] == per_token
     assert facts["tokens"] == 100 * 524288 and facts["flops"] == per_token * 100 * 524288
     assert facts["flops_convention"] == "palm"
+    assert facts["active_parameters"] == facts["parameters"]
 
 
 @pytest.mark.parametrize(

@@ -284,12 +284,16 @@ def test_loads_that_a_router_has_logged_set_time_and_chance_of_fitting(call: Cal
     write_loads("even", [0.25] * 4)
     write_loads("uneven", [0.7, 0.1, 0.1, 0.1])
     write_loads("other", [0.5, 0.5])
-    seconds = {}
+    facts = {}
     for name in ("even", "uneven"):
         found = call(*arguments, *mixture, "--expert-loads", name)
         assert found.code == 0, found.err
-        seconds[name] = json.loads(found.out)["layouts"][0]["step_s"]
-    assert seconds["uneven"] > 1.02 * seconds["even"]
+        facts[name] = json.loads(found.out)
+    assert facts["uneven"]["layouts"][0]["step_s"] > 1.02 * facts["even"]["layouts"][0]["step_s"]
+    # Two of four experts in each of eight layers, with three matrices each.
+    assert facts["even"]["parameters"] - facts["even"]["active_parameters"] == 8 * 2 * 3 * 2048 * 512
+    text = call(*arguments[:-1], *mixture, "--expert-loads", "even").out
+    assert text.startswith("model (366M parameters, 316M active) on 16 x MI250X GCD")
     refused = call(*arguments, *mixture, "--expert-loads", "other")
     assert refused.code == 2 and "loads of 2 experts a layer, and model.experts.count=4" in " ".join(
         refused.err.split()

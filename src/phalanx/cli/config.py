@@ -32,7 +32,7 @@ from phalanx.config.presets import Preset, describe_recipe, load_preset, preset_
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError, nearest_names
 from phalanx.families.language.config import LanguageRun
-from phalanx.families.language.sizes import model_flops_per_token
+from phalanx.families.language.sizes import active_parameter_count, model_flops_per_token
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.remote_files import local_path
 from phalanx.report.table import Column, write_markdown_table
@@ -236,6 +236,7 @@ def summarise_run_file(run: Run) -> dict[str, Any]:
     tokens = summary["samples"] * run.data.sequence_length
     per_token = model_flops_per_token(run.model, run.data.sequence_length, run.training.flops)
     return summary | {
+        "active_parameters": active_parameter_count(run.model),
         "global_batch_tokens": samples * run.data.sequence_length,
         "tokens": tokens,
         "tokens_per_parameter": tokens / summary["parameters"],

@@ -168,6 +168,10 @@ class BoundModel(DeclaredModel):
         """Return the trainable parameters of the whole model, by the family's `Sizes`."""
         return sizes_of(self.model).parameter_count(self.model)
 
+    def active_parameter_count(self) -> int:
+        """Return the parameters that compute a position; by default all of them."""
+        return self.parameter_count()
+
     @abstractmethod
     def flops_per_sample(self) -> float:
         """Return the model FLOPs of one sample, forward and backward, by the convention of `training.flops`."""

@@ -36,9 +36,12 @@ def write_plan_lines(plan: Plan, width: int) -> Iterator[str]:
     words = ((name, str(value).lower() if isinstance(value, bool) else value) for name, value in task.fixed.items())
     fixed = f", with {' '.join(f'{name}={value}' for name, value in words)}" if task.fixed else ""
     best = facts["layouts"][0]
-    split = "tp, cp and pp" if task.model.experts() is None else "tp, cp, pp and ep"
+    split, sizes = "tp, cp and pp", ""
+    if task.model.experts() is not None:
+        split = "tp, cp, pp and ep"
+        sizes = f" ({format_count(facts['parameters'])} parameters, {format_count(facts['active_parameters'])} active)"
     yield from _wrap_prose(
-        f"{task.run.model.preset or 'model'} on {task.devices:,} x {plan.device.name} ({nodes:,} "
+        f"{task.run.model.preset or 'model'}{sizes} on {task.devices:,} x {plan.device.name} ({nodes:,} "
         f"node{'s' if nodes > 1 else ''} of {plan.planner.machine.name}), global batch {task.batch}{fixed}",
         width,
     )

@@ -13,7 +13,7 @@ from phalanx.families.language.data.open_tokens import (
 )
 from phalanx.families.language.declare import DeclaredLanguage
 from phalanx.families.language.evaluation.icl_tasks import load_run_tasks
-from phalanx.families.language.sizes import model_flops_per_token
+from phalanx.families.language.sizes import active_parameter_count, model_flops_per_token
 from phalanx.nn.declared_layers import gate_block
 from phalanx.nn.splits import SplitCount
 
@@ -43,6 +43,10 @@ class BoundLanguage(DeclaredLanguage, DataModel):
         """Return the experts of each mixture; None for dense models."""
         mixture = self.model.experts
         return None if mixture is None else SplitCount("model.experts.count", mixture.count)
+
+    def active_parameter_count(self) -> int:
+        """Return the parameters that compute a token: of a mixture without those of experts that it is not sent to."""
+        return active_parameter_count(self.model)
 
     def expert_slices(self) -> SplitCount:
         """Return the groups of gate and up rows of an expert; 1 for dense models."""

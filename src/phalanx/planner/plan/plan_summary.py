@@ -38,6 +38,8 @@ def summarise_plan(plan: Plan) -> Row:
         "cluster": plan.planner.machine.name,
         "device": plan.device.name,
         "profile": plan.planner.models.profile_words,
+        "parameters": task.model.parameter_count(),
+        "active_parameters": task.model.active_parameter_count(),
         "devices": task.devices,
         "device_memory_bytes": plan.planner.models.device_bytes,
         "unit": task.unit,
