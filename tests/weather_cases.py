@@ -19,7 +19,15 @@ SIZE = {
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "climax": {**SIZE},
-    "rollout": {**SIZE, "n_layers": 2, "prediction": "change"},
+    # Of two states and a field that no step predicts.
+    "rollout": {
+        **SIZE,
+        "n_layers": 2,
+        "prediction": "change",
+        "history": 2,
+        "variables": [*NAMES, "insolation"],
+        "outputs": list(NAMES),
+    },
     "orbit": {
         **SIZE,
         # Whose last patches reach beyond the grid.
@@ -85,6 +93,8 @@ def run_of(model: str, world: int, precision: str = "fp64", **layout: Any) -> We
                 "sources": ["nowhere"],
                 "inputs": inputs,
                 "outputs": fields.get("outputs", inputs),
+                "forcings": ["insolation"] if "insolation" in fields["variables"] else [],
+                "history": fields.get("history", 1),
                 "lead_hours": [24, 48, 72],
                 "rollout_hours": 24 if model == "rollout" else None,
                 "splits": {"train": {"first": "2000", "last": "2001"}},

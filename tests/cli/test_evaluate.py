@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import phalanx_processes
 from phalanx.cli.main import run_command_line
 from phalanx.families.language.data.token_shards import read_token_manifest
 from small_models import LLAMA, huggingface_config, random_decoder, save_huggingface, save_run
@@ -56,6 +57,18 @@ def test_it_agrees_with_the_evaluation_in_training(call: Call, trained: Path) ->
     for name in ("loss", "perplexity", "bits_per_byte"):
         assert facts[name] == pytest.approx(during[name], rel=1e-6)
     assert (facts["tokens"], facts["bytes"]) == (during["tokens"], during["bytes"])
+
+
+def test_two_ranks_share_the_samples_and_the_first_speaks(call: Call, trained: Path) -> None:
+    both = phalanx_processes.start(["evaluate", str(trained), "--json", "--device", "cpu"], ranks=2)
+    code, errors = both.finish()
+    assert code == 0, errors
+    said = [Path(both.folder.name, f"out-{rank}").read_text() for rank in range(2)]
+    assert said[1] == ""
+    shared, alone = json.loads(said[0]), scores(call, str(trained))
+    for name in ("tokens", "bytes", "samples", "samples_in_all", "sequence_length"):
+        assert shared[name] == alone[name]
+    assert shared["loss"] == pytest.approx(alone["loss"], rel=1e-6)
 
 
 def test_training_data_and_shorter_samples(call: Call, trained: Path) -> None:

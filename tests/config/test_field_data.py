@@ -58,7 +58,8 @@ def test_lead_times_include_the_last(lead: object, hours: list[int]) -> None:
         ({"outputs": ["u10", "u10"]}, "outputs names u10 twice"),
         ({"splits": {"train": {"first": "1.1.1979", "last": "2015"}}}, "match pattern"),
         ({"splits": {"train": {"first": "step -1", "last": "step 4"}}}, "match pattern"),
-        ({"history": 2}, "Input should be 1"),
+        ({"history": 0}, "greater than or equal to 1"),
+        ({"forcings": ["sunshine"]}, "Input should be 'insolation'"),
         ({"sources": []}, "at least 1 item"),
     ],
 )

@@ -11,6 +11,7 @@ from phalanx.config.load import load_run
 from phalanx.errors import ConfigError
 from weather_runs import write_weather_run
 
+READ = "data.inputs, data.static and data.forcings"
 RENAMED = ["z500", "temperature_850", "u10", "orography"]
 
 
@@ -23,12 +24,12 @@ def test_a_sound_run_is_read(tmp_path: Path) -> None:
     [
         (
             {"model.variables": RENAMED, "model.outputs": ["z500", "temperature_850", "u10"]},
-            "data.inputs and data.static do not name the 4 variables of model.inputs in their order: number 2 is t850 in "
+            f"{READ} do not name the 4 variables of model.inputs in their order: number 2 is t850 in "
             "the data and temperature_850 in the model",
         ),
         (
             {"data.static": []},
-            "data.inputs and data.static do not name the 4 variables of model.inputs in their order: number 4 is nothing "
+            f"{READ} do not name the 4 variables of model.inputs in their order: number 4 is nothing "
             "more in the data and orography in the model",
         ),
         (
@@ -44,6 +45,28 @@ def test_a_sound_run_is_read(tmp_path: Path) -> None:
         (
             {"data.rollout_hours": 6, "data.outputs": ["z500"], "model.outputs": ["z500"]},
             "data.rollout_hours=6 needs all inputs predicted, but t850 is not among data.outputs",
+        ),
+        (
+            {"data.forcings": ["insolation"]},
+            f"{READ} do not name the 4 variables of model.inputs in their order: number 5 is "
+            "insolation in the data and nothing more in the model",
+        ),
+        (
+            {"data.outputs": ["z500", "insolation"], "data.forcings": ["insolation"]},
+            "forcings names insolation, which is among inputs or outputs; it is computed, so leave it out of these",
+        ),
+        (
+            {"data.static": ["insolation"], "data.forcings": ["insolation"]},
+            "inputs names insolation twice",
+        ),
+        (
+            {"data.history": 2},
+            "data.history=2 states are given to a model that reads model.history=1",
+        ),
+        ({"data.history_hours": 6}, "history_hours=6 has no effect with history=1; set it to null"),
+        (
+            {"data.history": 2, "model.history": 2, "data.rollout_hours": 6, "data.history_hours": 12},
+            "history_hours=12 differs from rollout_hours=6, after which a roll-out reads its own forecast",
         ),
         ({"training.attention": "flex"}, "training.attention=flex is for causal attention"),
         (

@@ -29,7 +29,7 @@ class Counting:
             raise DataError(f"sample {self.bad} is bad")
         values = torch.from_numpy(numbers.astype(np.float32))
         fields = values[:, None, None, None]
-        return FieldBatch(fields, fields, values, values, values, torch.from_numpy(numbers))
+        return FieldBatch(fields, fields, fields, values, values, values, torch.from_numpy(numbers))
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])

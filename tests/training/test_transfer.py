@@ -153,6 +153,8 @@ CHANGES: dict[str, Fields] = {
         "model.n_lat": 8,
         "model.n_lon": 16,
         "model.patch_size": 4,
+        "model.history": 2,
+        "data.history": 2,
         "data.inputs": WEATHER,
         "data.outputs": WEATHER,
         "training.transfer": {"resize": ["embedding.*", "head.output.*"]},

@@ -48,6 +48,23 @@ def match_rows(before: Sequence[str], after: Sequence[str], what: str, dim: int 
     return Resize(f"{what} by name: {len(pairs)} of {len(after)} known", take)
 
 
+def keep_first(before: int, after: int, what: str, dim: int) -> Resize:
+    """Return what makes `after` parts of `before` equal parts along `dim`: the first stay, further ones are 0.
+
+    what: the parts, for a person. With zeros a sum over parts is what it was.
+    """
+
+    def take(stored: Tensor, initial: Tensor) -> Tensor:
+        parts = stored.to(initial.dtype).unflatten(dim, (before, -1))
+        shape = (*parts.shape[:dim], after, *parts.shape[dim + 1 :])
+        made, kept = parts.new_zeros(shape), min(before, after)
+        made.narrow(dim, 0, kept).copy_(parts.narrow(dim, 0, kept))
+        taken: Tensor = made.flatten(dim, dim + 1)
+        return taken
+
+    return Resize(f"{what}: the first {min(before, after)} of {before} kept, {after} in all", take)
+
+
 def resample_grid(before: tuple[int, int], after: tuple[int, int]) -> Resize:
     """Return what interpolates a table [rows * columns, D] to another grid, bilinearly, as images are.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -222,15 +222,9 @@ def _build_parts(
         describe()
         started_s = time.monotonic() - heartbeat.began
         _record_start(run, directory, place.layout, attention, restored, spared, changes, started_s)
-    # Opened after the rewind, which cuts what an interrupted run wrote beyond the step that this one resumes from.
-    log = RunLog(directory, open_sinks(model, directory.path, restored.step) if ranks.first else [])
+    # After the rewind, which cuts what an interrupted run wrote beyond the step that this one resumes from.
+    log = _open_log(model, place, attention, inputs, directory, restored, changes)
     opened.callback(log.close)
-    if restored.from_memory:
-        log.note(f"resumes after step {restored.step} from {restored.from_memory}")
-    if restored.step < run.training.steps:
-        opening = _opening_lines(model, place, attention, inputs, restored.step)
-        for line in (*opening, *describe_transfer(model, restored.transfer), *(f"changed {text}" for text in changes)):
-            log.note(line)
     recorders = build_recorders(run.training, device, log.note)
     parts = RunParts(
         model=model,
@@ -316,6 +310,26 @@ def _warn_user(directory: RunDirectory, text: str) -> None:
     """Tell the terminal and the event log; called on the first rank, perhaps from the thread that saves."""
     write_stderr(f"warning: {text}")
     directory.event("warning", 0, text=text)
+
+
+def _open_log(
+    model: TrainableModel,
+    place: Placement,
+    attention: AttentionChoice,
+    inputs: Inputs,
+    directory: RunDirectory,
+    restored: Restored,
+    changes: Sequence[str],
+) -> RunLog:
+    """Open the log of this part of the run, and note in it what is trained and from where."""
+    log = RunLog(directory, open_sinks(model, directory.path, restored.step) if place.ranks.first else [])
+    if restored.from_memory:
+        log.note(f"resumes after step {restored.step} from {restored.from_memory}")
+    if restored.step < model.run.training.steps:
+        opening = _opening_lines(model, place, attention, inputs, restored.step)
+        for line in (*opening, *describe_transfer(model, restored.transfer), *(f"changed {text}" for text in changes)):
+            log.note(line)
+    return log
 
 
 def _opening_lines(

@@ -28,7 +28,7 @@ WORLD, LAYERS = 8, 2
 UNCOMPILED = Kernels("cpu", compiled=False)
 WEATHER: dict[str, Any] = {
     "n_layers": LAYERS, "d_model": 1024, "d_ff": 4096, "n_heads": 16, "qk_norm": True,
-    "n_lat": 32, "n_lon": 64, "patch_size": 2,
+    "n_lat": 32, "n_lon": 64, "patch_size": 2, "history": 2,
 }  # fmt: skip
 TEXT = {
     "model.d_model": 512,
@@ -58,6 +58,7 @@ def weather_run(**layout: Any) -> WeatherRun:
             "data": {
                 "sources": ["nowhere"],
                 "inputs": names,
+                "history": 2,
                 "lead_hours": 24,
                 "splits": {"train": {"first": "2000", "last": "2001"}},
             },

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import Experts, LanguageModel
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.prepare_blocks import recompute_policy
@@ -18,7 +19,7 @@ from phalanx.planner.trace.accelerator_kernels import ring_operations
 from phalanx.planner.trace.compiled_block import compiled_timeline
 from phalanx.planner.trace.expert_loads import BALANCED, PRIOR, read_loads
 from phalanx.planner.trace.operations import Scale
-from phalanx.planner.trace.part_costs import PartCosts, _block_graph, part_costs, trace_block
+from phalanx.planner.trace.part_costs import PartCosts, _block_graph, _trace_part, part_costs, trace_block
 from phalanx.planner.trace.traced_model import Setting, part_tracer
 
 LENGTH, SAMPLES = 64, 3
@@ -96,6 +97,48 @@ def test_one_trace_says_of_all_degrees_what_a_trace_of_each_says(setting: Settin
         assert memory(one) == pytest.approx(memory(own), rel=0.005)
         if setting.model is REAL:
             assert seconds(shared) == pytest.approx(seconds(alone), rel=0.005)
+
+
+COARSE = MODEL.model_copy(update={"experts": Experts(count=4, active=2, d_ff=256, shared=1, dense_layers=1)})
+"""Experts of which eight ranks have equal parts."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "own_traces"),
+    [
+        ({"recompute": "selective", "casts_experts": True, "cp": 2}, (2, 4, 8)),
+        ({"ep_chunks": 2, "ep_node": 2, "tp": 2}, (2, 4, 8)),
+        ({"compile": True, "recompute": "full", "casts_experts": True, "loads": PRIOR}, (8,)),
+    ],
+)
+def test_one_trace_says_of_all_parts_of_experts_exactly_what_a_trace_of_each_says(
+    changes: dict[str, Any], own_traces: tuple[int, ...]
+) -> None:
+    settings = {slices: replace(SETTING, model=COARSE, ep=4, expert_tp=slices, **changes) for slices in (2, 4, 8)}
+    before = _trace_part.cache_info().misses
+    scaled = {slices: part_costs("block", setting, SAMPLES) for slices, setting in settings.items()}
+    assert _trace_part.cache_info().misses == before + 1
+    for slices in own_traces:
+        alone = replace(settings[slices], share=part_tracer(settings[slices]).expert_share())
+        one, own = scaled[slices], part_costs("block", alone, SAMPLES)
+        assert one.parameters == own.parameters
+        assert (one.costs, one.costs.operations) == (own.costs, own.costs.operations)
+    assert _trace_part.cache_info().misses == before + 1 + len(own_traces)
+
+
+def test_parts_of_experts_compute_as_much_as_whole_ones_and_send_more() -> None:
+    setting = replace(SETTING, model=COARSE, ep=4)
+    whole, *parts = (part_costs("block", replace(setting, expert_tp=slices), SAMPLES) for slices in (1, 2, 4))
+    for slices, part in zip((2, 4), parts, strict=True):
+        assert products(part, "forward", "backward") == products(whole, "forward", "backward")
+        assert sent_rows(part) == slices * sent_rows(whole)
+        experts = [sum(x.count for x in costs.parameters if x.expert) for costs in (whole, part)]
+        assert experts[0] == slices * experts[1]
+
+
+def sent_rows(costs: PartCosts) -> int:
+    """Bytes that travel to experts and back."""
+    return sum(op.bytes for op in costs.costs.collectives() if op.axis == "ep" and op.bytes > 1024)
 
 
 def memory(block: PartCosts) -> list[int]:

@@ -21,6 +21,7 @@ def run_convert(asked: ConvertArguments) -> None:
         for option, value in (("--variables", asked.variables), ("--heads", asked.heads), ("--grid", asked.grid)):
             if value is not None:
                 raise ConfigError(f"{option} counts for the state dict of a ClimaX alone; leave it out")
+    # Single files are state dicts of other programs; folders are of Hugging Face or ours.
     if asked.source.is_file():
         _refuse_language_options(asked)
         if climax:

@@ -13,7 +13,6 @@ from phalanx.families.language.evaluation.held_out import Scores, Sharing, score
 from phalanx.families.language.evaluation.icl_tasks import load_tasks
 from phalanx.families.language.evaluation.in_context import score_tasks
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
-from phalanx.hardware.device import choose_device
 from phalanx.layout.mesh import leave_process_group
 from phalanx.nn.precision import find_number_format
 from phalanx.report.page_sections import SCORE_COLUMNS
@@ -24,26 +23,30 @@ def run_evaluate(asked: EvaluateArguments) -> None:
     if asked.tasks:
         _run_tasks(asked)
         return
-    for name in ("shots", "questions", "nproc"):
+    for name in ("shots", "questions"):
         if getattr(asked, name) is not None:
             raise ConfigError(f"--{name} is for --tasks; leave it out to score held-out text")
     dtype = find_number_format(asked.precision, "--precision")
-    loaded = load_for_inference(
-        asked.checkpoint, choose_device(asked.device), dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema
-    )
+    ranks, device = start_or_join_ranks(asked.nproc, asked.device)
+    loaded = load_for_inference(asked.checkpoint, device, dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema)
     start = time.perf_counter()
     with make_progress_bar() as bar:
-        task = bar.add_task(asked.split)
+        task = bar.add_task(asked.split, visible=ranks.first)
         scores = score_model(
             loaded,
             data=asked.data,
             split=asked.split,
             samples=asked.samples,
             sequence_length=asked.length,
+            rank=ranks.rank,
+            ranks=ranks.world_size,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     # Loading is not counted: it is the disk's speed
     seconds = time.perf_counter() - start
+    leave_process_group()
+    if not ranks.first:
+        return
     if asked.as_json:
         print_json(
             {

@@ -35,6 +35,7 @@ def run_select(asked: SelectArguments) -> None:
         share=Share(ranks.rank, ranks.world_size),
     )
     leave_process_group()
+    # What ranks found of their shares was put together on all of them.
     if not ranks.first:
         return
     try:

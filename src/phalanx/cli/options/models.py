@@ -45,7 +45,9 @@ class EvaluateArguments:
     ] = None
     nproc: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Share the questions of --tasks among N ranks of this machine."),
+        typer.Option(
+            metavar="N", min=1, help="Share samples, or the questions of --tasks, among N ranks of this machine."
+        ),
     ] = None
     data: Annotated[
         Path | None, typer.Option(help="Folder that phalanx data prepare wrote; by default the data of the run.")

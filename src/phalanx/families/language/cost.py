@@ -22,13 +22,13 @@ from phalanx.families.language.layout import LanguageStage, loss_chunk_tokens
 from phalanx.layout.apply import cast_parameters
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.context_parallel.split_context import SequenceShare, split_context
-from phalanx.layout.expert_parallel.token_exchange import BalancedExchange, Stages, split_experts
+from phalanx.layout.expert_parallel.token_exchange import BalancedExchange, Stages
 from phalanx.layout.layout_model import Stage
 from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.layout.streamed_weights.stream_pairs import Stream, Streamed, stream_matrices
 from phalanx.nn.attention import Attention, AttentionCore, CausalAttention
-from phalanx.nn.experts import ExpertNetworks
+from phalanx.nn.experts import ExpertNetworks, MixtureOfExperts
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.accelerator_kernels import core_attention
@@ -99,11 +99,14 @@ class LanguageParts(DeclaredLanguage, PartTracer):
             return setting.share or super().expert_share()
         positions = setting.length // (setting.cp * setting.tp)
         load = expert_load(self.model, setting.loads, setting.ep, positions)
-        return ExpertShare(setting.ep * setting.expert_tp, experts.count // setting.ep, load, setting.expert_tp)
+        local, slices = experts.count // setting.ep, setting.expert_tp
+        return ExpertShare(setting.ep * slices, local, load, slices, (experts.d_ff or self.model.ff_size) // slices)
 
     def _split_experts(self, part: Decoder) -> None:
         """Keep a rank's experts, and let as many rows arrive as its share of them gets."""
         share = self.expert_share()
+        if share.ranks == 1:
+            return
         ep = Axis("ep", 0, share.ranks, None, tuple(range(share.ranks)), "ep")
         stages = None
         if self.setting.ep_node > 1:
@@ -112,12 +115,13 @@ class LanguageParts(DeclaredLanguage, PartTracer):
                 replace(ep, name="ep_across", group_name="ep_across"), Axis("ep_within", group_name="ep_within")
             )
         exchange = BalancedExchange(ep, share.load, share.slices, self.setting.ep_chunks, stages, experts=share.local)
-        split_experts(part, ep, exchange, slices=share.slices)
         for module in part.modules():
-            if isinstance(module, ExpertNetworks):
+            if isinstance(module, MixtureOfExperts):
+                module.exchange, experts = exchange, module.experts
+                # As `split_experts` keeps them, in numbers that need not divide those of the model.
                 with torch.device("meta"):
-                    own = ExpertNetworks(share.local, module.d_model, module.d_ff)
-                module.gate_up, module.down = own.gate_up, own.down
+                    own = ExpertNetworks(share.local, experts.d_model, share.features)
+                experts.gate_up, experts.down, experts.d_ff = own.gate_up, own.down, own.d_ff
 
     def whole_part(self, part: ModelChunk) -> nn.Module:
         """See `PartTracer`."""

@@ -314,6 +314,7 @@ def _check_graphs(run: MaterialsRun) -> Iterator[Problem]:
                 f"model.graph.positions=true, and source {source.name} has none",
                 f"graph.positions: true for source {source.name}, or model.graph.positions=false",
             )
+        # A source lists its classes as its files say them; the model knows how many there are.
         for head in PROPERTY_HEADS:
             options = getattr(model, head)
             for name in options.names if options else []:

@@ -214,6 +214,8 @@ def _block_matmuls(config: MaterialsModel, number: int) -> tuple[Matmul, ...]:
         return (*seen, *moved, Matmul("atom", 2 * c, c), Matmul("atom", c, c))
     if config.body == "dimenet++":
         return _dimenet_matmuls(config)
+    if config.body in ("pna", "pna+", "pnaeq"):
+        return _pna_matmuls(config)
     found: dict[str, tuple[Matmul, ...]] = {
         "gin": (Matmul("edge", r, c), Matmul("atom", c, 2 * c), Matmul("atom", 2 * c, c)),
         "sage": (Matmul("edge", r, c), Matmul("atom", c, c), Matmul("atom", c, c, bias=False)),
@@ -234,6 +236,29 @@ def _block_matmuls(config: MaterialsModel, number: int) -> tuple[Matmul, ...]:
             Matmul("atom", c, c),
             Matmul("atom", c, c),
         ),
+        "schnet": (
+            Matmul("atom", c, c, bias=False),
+            Matmul("edge", r, c),
+            Matmul("edge", c, c),
+            Matmul("atom", c, c),
+            Matmul("atom", c, c),
+        ),
+        "painn": (
+            Matmul("atom", c, c),
+            Matmul("atom", c, 3 * c),
+            Matmul("edge", r, 3 * c),
+            Matmul("atom", c, 2 * c, bias=False, times=3),
+            Matmul("atom", 2 * c, c),
+            Matmul("atom", c, 3 * c),
+        ),
+    }
+    return found[config.body]
+
+
+def _pna_matmuls(config: MaterialsModel) -> tuple[Matmul, ...]:
+    """Return the matrices of a block of PNA, PNA+ or PNAEq: of messages, then of what several aggregations give an atom."""
+    c, r = config.d_model, config.n_radial
+    found: dict[str, tuple[Matmul, ...]] = {
         "pna": (
             Matmul("atom", c, c),
             Matmul("atom", c, c, bias=False),
@@ -257,21 +282,6 @@ def _block_matmuls(config: MaterialsModel, number: int) -> tuple[Matmul, ...]:
             Matmul("edge", c, 3 * c),
             Matmul("edge", r, 3 * c, bias=False),
             Matmul("atom", 21 * c, c),
-            Matmul("atom", c, 2 * c, bias=False, times=3),
-            Matmul("atom", 2 * c, c),
-            Matmul("atom", c, 3 * c),
-        ),
-        "schnet": (
-            Matmul("atom", c, c, bias=False),
-            Matmul("edge", r, c),
-            Matmul("edge", c, c),
-            Matmul("atom", c, c),
-            Matmul("atom", c, c),
-        ),
-        "painn": (
-            Matmul("atom", c, c),
-            Matmul("atom", c, 3 * c),
-            Matmul("edge", r, 3 * c),
             Matmul("atom", c, 2 * c, bias=False, times=3),
             Matmul("atom", 2 * c, c),
             Matmul("atom", c, 3 * c),

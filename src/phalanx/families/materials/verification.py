@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,55 @@ class MaterialsVerification(VerifiableModel):
         return {"model": {"mean_neighbors": _NEIGHBOURS}}
 
 
+@dataclass(frozen=True)
+class _Rows:
+    """What labels and features of nodes, of edges or of whole graphs are drawn for, in draws as large as any graph needs."""
+
+    most: int
+    """Rows of the largest graph."""
+    graph: Tensor
+    """Graph of each row that there is."""
+    in_graph: Tensor
+    """Number of each row within its graph."""
+
+
+def _draw_labels(
+    model: MaterialsModel, numbers: Tensor, rows: dict[str, _Rows], cells_G33: Tensor
+) -> dict[str, Tensor]:
+    """Return random labels of all that the model learns, by field; some structures lack some of them."""
+    heads = {label: getattr(model, head) for head, label in PROPERTY_LABELS.items()}
+    labels = {}
+    for name in (task.label for task in learned_tasks(model)):
+        shape: tuple[int, ...] = {"forces_N3": (3,), "stress_G33": (3, 3), "dipole_G3": (3,)}.get(name, ())
+        head = heads.get(name)
+        if head is not None:
+            shape = (len(head.names),)
+        drawn = rows[name.rsplit("_", 1)[1][0]]
+        values = sample_normals(name, numbers, drawn.most * math.prod(shape)).view(len(numbers), drawn.most, *shape)
+        for column, known in enumerate(head.names if head is not None else ()):
+            if head is not None and known in head.classes:
+                classes = sample_bits(known, numbers, drawn.most) % head.classes[known].count
+                values[:, :, column] = classes.to(values.dtype)
+        # Missing in every fourth structure, another one for each label.
+        values[numbers % 4 == LABELS.index(name) % 4] = torch.nan
+        if name == "stress_G33":
+            values[cells_G33.abs().sum((1, 2)) == 0.0] = torch.nan
+        labels[name] = values[drawn.graph, drawn.in_graph]
+    return labels
+
+
+def _draw_features(model: MaterialsModel, numbers: Tensor, rows: dict[str, _Rows]) -> dict[str, Tensor]:
+    """Return random features of nodes, edges and graphs, by field; none for models of atoms."""
+    features = {}
+    for level, name in FEATURES.items() if model.graph is not None else ():
+        width = getattr(model.graph, level)
+        field = FEATURE_FIELDS[name]
+        drawn = rows[field.rsplit("_", 1)[1][0]]
+        values = sample_normals(name, numbers, drawn.most * max(width, 1)).view(len(numbers), drawn.most, -1)
+        features[field] = values[drawn.graph, drawn.in_graph, :width]
+    return features
+
+
 def _make_structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
     """Return structures with these global sample numbers."""
     numbers = numbers[~torch.isin(numbers % 8, torch.tensor(_ABSENT))]
@@ -124,40 +174,18 @@ def _make_structures(run: MaterialsRun, numbers: Tensor) -> GraphBatch:
     positions_N3 = positions_N3 + 0.1 * step_length * moves_GN[graph_N, in_graph_N]
     species = 1 + sample_bits("species", numbers, _LARGEST) % model.max_atomic_number
     edges = device_edges(positions_N3, cells_G33, model.cutoff, graph_N=graph_N)
-    labels = {}
     graph_E = graph_N[edges.edges_2E[1]]
     per_graph = torch.zeros(graphs, dtype=torch.int64).index_add_(0, graph_E, torch.ones_like(graph_E))
     in_graph_E = torch.arange(len(graph_E)) - (per_graph.cumsum(0) - per_graph)[graph_E]
-    places = {"N": (_LARGEST, graph_N, in_graph_N), "E": (_LARGEST * (_LARGEST - 1), graph_E, in_graph_E)}
-    places["G"] = (1, torch.arange(graphs), torch.zeros(graphs, dtype=torch.int64))
-    heads = {label: getattr(model, head) for head, label in PROPERTY_LABELS.items()}
-    for name in (task.label for task in learned_tasks(model)):
-        shape: tuple[int, ...] = {"forces_N3": (3,), "stress_G33": (3, 3), "dipole_G3": (3,)}.get(name, ())
-        head = heads.get(name)
-        if head is not None:
-            shape = (len(head.names),)
-        rows, graph, in_graph = places[name.rsplit("_", 1)[1][0]]
-        values = sample_normals(name, numbers, rows * math.prod(shape)).view(graphs, rows, *shape)
-        for column, known in enumerate(head.names if head is not None else ()):
-            if head is not None and known in head.classes:
-                classes = sample_bits(known, numbers, rows) % head.classes[known].count
-                values[:, :, column] = classes.to(values.dtype)
-        # Missing in every fourth structure, another one for each label.
-        values[numbers % 4 == LABELS.index(name) % 4] = torch.nan
-        if name == "stress_G33":
-            values[cells_G33.abs().sum((1, 2)) == 0.0] = torch.nan
-        labels[name] = values[graph, in_graph]
-    features: dict[str, Any] = {}
-    for level, name in FEATURES.items() if model.graph is not None else ():
-        width = getattr(model.graph, level)
-        field = FEATURE_FIELDS[name]
-        rows, graph, in_graph = places[field.rsplit("_", 1)[1][0]]
-        values = sample_normals(name, numbers, rows * max(width, 1)).view(graphs, rows, -1)
-        features[field] = values[graph, in_graph, :width]
-    given: dict[str, Any] = dict.fromkeys(LABELS) | labels
+    rows = {
+        "N": _Rows(_LARGEST, graph_N, in_graph_N),
+        "E": _Rows(_LARGEST * (_LARGEST - 1), graph_E, in_graph_E),
+        "G": _Rows(1, torch.arange(graphs), torch.zeros(graphs, dtype=torch.int64)),
+    }
+    labels = _draw_labels(model, numbers, rows, cells_G33)
+    given: dict[str, Any] = dict.fromkeys(LABELS) | labels | _draw_features(model, numbers, rows)
     return GraphBatch(
         **given,
-        **features,
         species_N=species[graph_N, in_graph_N] * (model.graph is None),
         positions_N3=positions_N3,
         graph_N=graph_N,

@@ -40,6 +40,9 @@ def _tuple_from_list(value: object) -> object:
 
 Names = Annotated[tuple[str, ...], BeforeValidator(_tuple_from_list), Field(min_length=1)]
 Numbers = Annotated[tuple[PositiveFloat, ...], BeforeValidator(_tuple_from_list), Field(min_length=1)]
+States = Annotated[int, Field(ge=1, le=64)]
+Forcing = Literal["insolation", "cos_local_time", "sin_local_time", "cos_julian_day", "sin_julian_day"]
+"""Fields that are known for every time, under the names of anemoi-datasets; see `data.forcings`."""
 
 
 class WeatherModel(BlockModel):
@@ -72,6 +75,8 @@ class WeatherModel(BlockModel):
     """Variables it reads, in the order of the fields; null means all."""
     outputs: Names | None = None
     """Variables it predicts, in the order of the targets; null means all."""
+    history: States = 1
+    """States of the inputs that it reads, the newest and those before it; the patch embedding has weights for each."""
     aggregation: Literal["flat", "hierarchical"] = "flat"
     """How a location's variables become tokens: one attention over all of them, or one over groups and one over those."""
     aggregation_groups: Width = 1
@@ -350,8 +355,13 @@ class FieldData(Section):
     """Variables it predicts; null predicts the inputs."""
     static: list[str] = Field(default=[])
     """Fields without time that the model reads too, after the inputs: orography, land-sea mask."""
-    history: Literal[1] = 1
-    """Times the model reads for one sample."""
+    forcings: list[Forcing] = Field(default=[])
+    """Fields that the model reads too, after the static ones, computed for the time that is predicted: insolation at the
+    top of the atmosphere, cosine and sine of the local solar time, and of the time of year."""
+    history: States = 1
+    """States of the inputs that the model reads for one sample, the newest and those before it."""
+    history_hours: Hours | None = None
+    """Hours between these states; null means rollout_hours, without it the shortest lead time."""
     lead_hours: Annotated[
         Hours | Annotated[list[Hours], Field(min_length=1)] | LeadRange,
         Words("hours, a list of hours, or a mapping with first, last and step"),
@@ -392,13 +402,30 @@ class FieldData(Section):
 
     @model_validator(mode="after")
     def _distinct(self) -> FieldData:
-        for field, names in (("inputs", [*self.inputs, *self.static]), ("outputs", self.target_variables)):
+        computed = next((name for name in self.target_variables if name in self.forcings), None)
+        if computed is not None:
+            raise ValueError(
+                f"forcings names {computed}, which is among inputs or outputs; it is computed, so leave it out of these"
+            )
+        read = [*self.inputs, *self.static, *self.forcings]
+        for field, names in (("inputs", read), ("outputs", self.target_variables)):
             twice = first_repeated(names)
             if twice is not None:
                 raise ValueError(f"{field} names {twice} twice")
         _all_among(
             "dry_thresholds", tuple(self.dry_thresholds), "the predicted variables", tuple(self.target_variables)
         )
+        return self
+
+    @model_validator(mode="after")
+    def _history_fits(self) -> FieldData:
+        if self.history == 1 and self.history_hours is not None:
+            raise ValueError(f"history_hours={self.history_hours} has no effect with history=1; set it to null")
+        if self.history > 1 and self.rollout_hours is not None and self.state_hours != self.rollout_hours:
+            raise ValueError(
+                f"history_hours={self.history_hours} differs from rollout_hours={self.rollout_hours}, after which a "
+                "roll-out reads its own forecast as the newest state; set history_hours to null"
+            )
         return self
 
     @model_validator(mode="after")
@@ -423,6 +450,16 @@ class FieldData(Section):
         return self.inputs if self.outputs is None else self.outputs
 
     @property
+    def state_hours(self) -> int:
+        """Return the hours between two states that the model reads, the default resolved."""
+        return self.history_hours or self.rollout_hours or min(self.leads)
+
+    @property
+    def rollout_steps(self) -> int:
+        """Return the steps of the longest roll-out in training; 1 without roll-outs."""
+        return 1 if self.rollout_hours is None else max(self.leads) // self.rollout_hours
+
+    @property
     def leads(self) -> list[int]:
         """Return the lead times in hours, ascending."""
         if isinstance(self.lead_hours, LeadRange):
@@ -442,7 +479,13 @@ class WeatherRun(Run):
         model, data = self.model, self.data
         # The model knows fields by their places alone: the data must name its variables in its order.
         pairs = (
-            ("inputs", "data.inputs and data.static", [*data.inputs, *data.static], "model.inputs", model.input_names),
+            (
+                "inputs",
+                "data.inputs, data.static and data.forcings",
+                [*data.inputs, *data.static, *data.forcings],
+                "model.inputs",
+                model.input_names,
+            ),
             ("outputs", "data.outputs", data.target_variables, "model.outputs", model.output_names),
         )
         for field, what, given, where, wanted in pairs:
@@ -458,6 +501,12 @@ class WeatherRun(Run):
                 f"{what} do not name the {len(wanted)} variables of {where} in their order: number {place + 1} is {mine} in "
                 f"the data and {theirs} in the model",
                 f"data.{field} in the order of {where}, with files' own names under data.sources",
+            )
+        if data.history != model.history:
+            yield Problem(
+                ("data", "history"),
+                f"data.history={data.history} states are given to a model that reads model.history={model.history}",
+                f"data.history={model.history} model.history={model.history}",
             )
         step = data.rollout_hours
         if step is not None:

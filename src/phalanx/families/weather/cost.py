@@ -63,8 +63,8 @@ class WeatherParts(DeclaredWeather, PartTracer):
         """See `PartTracer`."""
         model = self.model
         fields, targets = (
-            torch.empty((samples, len(names), model.n_lat, model.n_lon), device="meta")
-            for names in (model.input_names, model.output_names)
+            torch.empty((samples, count, model.n_lat, model.n_lon), device="meta")
+            for count in (model.history * len(model.input_names), len(model.output_names))
         )
         x = fields
         # Activations that require a gradient: a stage in the middle of a pipeline hands one back.
@@ -113,4 +113,5 @@ class WeatherTracing(TracedModel):
     def sample_bytes(self) -> int:
         """Return the bytes of whole fields and targets, float32, which every rank reads."""
         model = self.run.model
-        return 4 * model.n_lat * model.n_lon * (len(model.input_names) + len(model.output_names))
+        fields = model.history * len(model.input_names) + len(model.output_names)
+        return 4 * model.n_lat * model.n_lon * fields

@@ -32,7 +32,7 @@ from phalanx.families.weather.model.grid_features import row_latitudes, row_weig
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.nn.resizing import Resizes, chain_resizes, match_rows, resample_grid, resample_patches
+from phalanx.nn.resizing import Resizes, chain_resizes, keep_first, match_rows, resample_grid, resample_patches
 from phalanx.printable import write_stderr
 from phalanx.training.inputs import ExpectedEvaluation, Finding, Inputs, TrainableModel, Verification
 
@@ -93,21 +93,24 @@ class WeatherInputs(TrainableModel):
         )
 
     def resizes(self, path: Path, before: Model) -> Resizes:
-        """See `TrainableModel`: variables go by name, and another grid or patch size is interpolated."""
+        """See `TrainableModel`: variables go by name, another grid or patch size is interpolated, and the weights of older
+        states begin at 0."""
         model = self.run.model
         if not isinstance(before, WeatherModel):
             return []
         # The two maps between patches and tokens see the same change from both ends.
-        reads = writes = rows = None
+        reads = writes = rows = states = None
         if before.patch_size != model.patch_size:
             reads = resample_patches(before.patch_size, model.patch_size, dim=2, reads=True)
             writes = resample_patches(before.patch_size, model.patch_size, dim=0, reads=False)
         # Of equal number too: a table in another order would give each variable the weights of another one.
         if before.variables != model.variables:
             rows = match_rows(before.variables, model.variables, "variables")
+        if before.history != model.history:
+            states = keep_first(before.history, model.history, "states", dim=2)
         grids = [(one.patch_rows, one.patch_columns) for one in (before, model)]
         changed = {
-            "embedding.patches.weight": chain_resizes(reads, rows),
+            "embedding.patches.weight": chain_resizes(reads, states, rows),
             "embedding.patches.bias": rows,
             "embedding.variables": rows,
             "embedding.positions": resample_grid(*grids) if grids[0] != grids[1] else None,

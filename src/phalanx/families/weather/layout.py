@@ -53,11 +53,13 @@ class WeatherStage(Stage):
         self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Tensor
     ) -> Tensor:
         """See `Stage`. x: fields [B, V, H, W] in the first stage. inputs: lead_hours_B, fields_BVHW for the last stage,
-        and targets_BVHW; without these the last stage gives whole predicted fields [B, V, H, W] on every rank of `tp`."""
+        targets_BVHW, without which the last stage gives whole predicted fields [B, V, H, W] on every rank of `tp`, and
+        forcings_BKTFHW where a roll-out has any."""
         positions = self.share.positions(self.length, x.device)
         if self.rollout is not None:
             # Only the last step learns: earlier ones are forecasts, and keep nothing for a backward pass.
-            x = self._forecast_until_last_step(x, inputs["lead_hours_B"], positions, self.rollout)
+            forcings = inputs.get("forcings_BKTFHW")
+            x = self._forecast_until_last_step(x, inputs["lead_hours_B"], positions, self.rollout, forcings)
             hours_B = torch.full_like(inputs["lead_hours_B"], self.rollout.hours)
             inputs = {**inputs, "fields_BVHW": x, "lead_hours_B": hours_B}
         dropout = None
@@ -75,14 +77,24 @@ class WeatherStage(Stage):
 
     @torch.no_grad()
     def _forecast_until_last_step(
-        self, x: Tensor, lead_hours_B: Tensor, positions: Positions, rollout: RollOut
+        self,
+        x: Tensor,
+        lead_hours_B: Tensor,
+        positions: Positions,
+        rollout: RollOut,
+        forcings_BKTFHW: Tensor | None,
     ) -> Tensor:
-        """Forecast from fields x [B, V, H, W], without dropout, the fields from which one step leads to the lead times."""
+        """Forecast from fields x [B, V, H, W], without dropout, the fields from which one step leads to the lead times.
+
+        forcings: of the steps after the first, where the model reads any.
+        """
         hours_B = torch.full_like(lead_hours_B, rollout.hours)
         # As many steps on every rank, whatever the lead times of its samples: a sharded model needs all ranks.
         for done in range(1, rollout.most_steps):
             hidden = self.part.hidden(x, positions, lead_hours_B=hours_B)
             following = self.part.next_inputs(x, self._predict_fields(hidden, positions, x))
+            if forcings_BKTFHW is not None:
+                following = self.part.with_forcings(following, forcings_BKTFHW[:, done - 1])
             continued_B = lead_hours_B > (done + 0.5) * rollout.hours
             x = torch.where(continued_B[:, None, None, None], following, x)
         return x
@@ -95,7 +107,7 @@ class WeatherStage(Stage):
     def example_input(self, samples: int) -> Tensor:
         """Return input fields without content."""
         config = self.part.config
-        return torch.empty((samples, len(config.input_names), config.n_lat, config.n_lon))
+        return torch.empty((samples, config.history * len(config.input_names), config.n_lat, config.n_lon))
 
 
 class SplitFieldEmbedding(FieldEmbedding):
@@ -133,21 +145,23 @@ class WeatherLayout(LayoutModel):
         """Return what runs a part of the forecaster, rolled out as the data ask for."""
         forecaster, splits = self.build(building, part)
         run = self.run
-        step, rollout = run.data.rollout_hours, None
-        if step is not None:
-            rollout = RollOut(step, max(run.data.leads) // step)
+        step = run.data.rollout_hours
+        rollout = None if step is None else RollOut(step, run.data.rollout_steps)
         return WeatherStage(forecaster, index, building.share, run.training.seed, rollout), splits
 
     def example_batch(self, samples: int, device: torch.device) -> FieldBatch:
         """Return fields, targets and lead times without content."""
-        model = self.run.model
-        grid = model.n_lat, model.n_lon
-        inputs, outputs = (
-            torch.zeros((samples, len(names), *grid), device=device)
-            for names in (model.input_names, model.output_names)
+        model, data = self.run.model, self.run.data
+        inputs, forcings, outputs = (
+            torch.zeros((samples, *shape, model.n_lat, model.n_lon), device=device)
+            for shape in (
+                (model.history * len(model.input_names),),
+                (data.rollout_steps - 1, model.history, len(data.forcings)),
+                (len(model.output_names),),
+            )
         )
         hours, year, day = torch.zeros((3, samples), device=device).unbind()
-        return FieldBatch(inputs, outputs, hours, year, day, torch.arange(samples, device=device))
+        return FieldBatch(inputs, forcings, outputs, hours, year, day, torch.arange(samples, device=device))
 
     def choose_attention(self, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
         """Return the kernel that the run file names, or the fastest of those that PyTorch brings."""

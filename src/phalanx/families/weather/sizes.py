@@ -28,15 +28,16 @@ def matmul_parameters(model: WeatherModel) -> int:
 
 def in_words(model: WeatherModel) -> str:
     """Describe the shape of the model for a person."""
+    inputs = f"{len(model.input_names)} variables" + (f" of {model.history} states" if model.history > 1 else "")
     return (
-        f"{model.n_layers} layers x {model.d_model}, {model.n_heads} heads, {len(model.input_names)} variables in and "
+        f"{model.n_layers} layers x {model.d_model}, {model.n_heads} heads, {inputs} in and "
         f"{len(model.output_names)} out, grid {model.n_lat} x {model.n_lon} in patches of {model.patch_size}"
     )
 
 
 def embedding_parameters(model: WeatherModel) -> int:
     """Return the number of parameters before the first block."""
-    width, variables, points = model.d_model, len(model.variables), model.patch_size**2
+    width, variables, points = model.d_model, len(model.variables), model.history * model.patch_size**2
     # Weight and bias of the patch embedding, and the embedding of the variable itself.
     per_variable = width * (points + 2)
     level = 2 * FEATURES * width if model.level_embedding == "fourier" else 0
@@ -113,7 +114,7 @@ def embedding_flops_per_sample(model: WeatherModel, convention: FlopsConvention 
 
 def _aggregation_flops(model: WeatherModel, inputs: int, queries: int, convention: FlopsConvention) -> int:
     """Return the multiplications of one location from patches to `queries` tokens, forward."""
-    width, points = model.d_model, model.patch_size**2
+    width, points = model.d_model, model.history * model.patch_size**2
     projected = queries * width * width
     if convention == "needed":
         scores = inputs * (points + 1) * queries * model.n_heads

@@ -29,17 +29,23 @@ class WeatherVerification(VerifiableModel):
         """Return random fields, with uneven targets and lead times."""
         model = self.run.model
         numbers = torch.arange(first, first + count) + (step - 1) * global_batch
-        inputs, outputs = len(model.input_names), len(model.output_names)
+        inputs, outputs = model.history * len(model.input_names), len(model.output_names)
         targets = _random_fields("targets", numbers, outputs, model)
         # Between an eighth and a half of a sample's targets, by its number: an average over ranks in place of a sum over
         # targets then shows.
         left_out = sample_bits("left out", numbers, targets[0].numel()) % 8 < 1 + numbers[:, None] % 4
         targets[left_out.view_as(targets)] = torch.nan
         unit = self.run.data.rollout_hours
-        most = _LONGEST_LEAD if unit is None else max(self.run.data.leads) // unit
+        data = self.run.data
+        most = _LONGEST_LEAD if unit is None else data.rollout_steps
+        # A reduced model may have fewer of them.
+        forced = len([name for name in model.input_names if name in data.forcings])
+        steps = data.rollout_steps - 1, model.history, forced
+        forcings = _random_fields("forcings", numbers, math.prod(steps), model).unflatten(1, steps)
         leads = (unit or _LEAD_UNIT) * (1 + sample_bits("lead", numbers, 1)[:, 0] % most)
         return FieldBatch(
             fields=_random_fields("fields", numbers, inputs, model),
+            forcings=forcings,
             targets=targets,
             lead_hours=leads.to(torch.float32),
             time_of_year=torch.zeros(count),
@@ -98,4 +104,4 @@ class WeatherVerification(VerifiableModel):
 def _random_fields(what: str, numbers: Tensor, count: int, model: WeatherModel) -> Tensor:
     """Return normal values, float32 [samples, count, H, W]."""
     shape = (count, model.n_lat, model.n_lon)
-    return sample_normals(what, numbers, math.prod(shape)).view(-1, *shape).float()
+    return sample_normals(what, numbers, math.prod(shape)).view(len(numbers), *shape).float()

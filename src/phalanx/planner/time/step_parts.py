@@ -14,7 +14,7 @@ import numpy as np
 
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import Placement, join_placements, place_groups
-from phalanx.layout.spec import CONTEXTS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
+from phalanx.layout.spec import CONTEXTS, RECOMPUTES, SCHEDULES, Bools, LayoutTable, ResolvedLayout
 from phalanx.layout.stage_assignment import count_leading, stage_layer_counts, stages_of_rank
 from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.distinct_rows import distinct_rows
@@ -59,9 +59,9 @@ class Tensors:
 
 
 @dataclass(frozen=True)
-class TrainedElements:
-    """Elements that are trained, on one rank before data parallelism shards them: they alone have gradients and are updated.
-    Arrays of [layouts]."""
+class TrainedParameters:
+    """What is trained on one rank before data parallelism shards it: this alone has gradients and is updated. In elements,
+    arrays of [layouts]."""
 
     block: Floats
     leading: Floats
@@ -152,7 +152,7 @@ class Steps:
     expert_parameters: Floats
     """Elements of a block's experts, which expert parallelism shards."""
     head_parameters: Floats
-    trained: TrainedElements
+    trained: TrainedParameters
     tensors: Tensors
     trained_tensors: Tensors
     """Those whose gradients are reduced."""
@@ -202,7 +202,7 @@ class Steps:
             column = getattr(self, field.name)
             if isinstance(column, LayoutTable | Streams):
                 values[field.name] = column.take(which)
-            elif isinstance(column, Placement | RankParts | Tensors | TrainedElements):
+            elif isinstance(column, Placement | RankParts | Tensors | TrainedParameters):
                 values[field.name] = at(column, which)
             elif field.name != "parts":
                 values[field.name] = column[which]
@@ -230,7 +230,7 @@ class Steps:
             columns = [getattr(steps, field.name) for steps in moved]
             if isinstance(columns[0], RankParts):
                 values[field.name] = _join_rank_parts(columns)
-            elif isinstance(columns[0], LayoutTable | Streams | Tensors | TrainedElements):
+            elif isinstance(columns[0], LayoutTable | Streams | Tensors | TrainedParameters):
                 kind = type(columns[0])
                 values[field.name] = kind(
                     **{
@@ -270,9 +270,12 @@ def steps_of(
     wanted = [(name, one, size) for one, size in settings for name in kinds]
     traced = [_setting_parts(one, microbatch, framework) for one, microbatch in settings]
     tied = part_tracer(setting).tied()
-    sizes, trained = (_part_sizes(traced, bool(tied), trained=only).take(which) for only in (False, True))
-    blocks = [of_setting[1] for of_setting in traced]
     one_stage = layouts.pp == 1
+    sizes, trained = (
+        _part_sizes(traced, bool(tied), trained=only).take(which).with_ends_together(one_stage)
+        for only in (False, True)
+    )
+    blocks = [of_setting[1] for of_setting in traced]
     ends = framework.end_costs(plain)
     ranks = list_rank_parts(plain, layouts, framework)
     unit = np.minimum(gather_blocks, np.ceil(ranks.most_layers / layouts.stages_per_rank).astype(np.int64))
@@ -297,15 +300,8 @@ def steps_of(
         quantised_parameters=sizes.quantised,
         leading_quantised=sizes.leading_quantised,
         expert_parameters=sizes.experts,
-        # One rank that holds both ends has the shared table once.
-        head_parameters=sizes.head - np.where(one_stage, sizes.shared, 0.0),
-        trained=TrainedElements(
-            trained.block,
-            trained.leading,
-            trained.embedding,
-            trained.head - np.where(one_stage, trained.shared, 0.0),
-            trained.experts,
-        ),
+        head_parameters=sizes.head,
+        trained=TrainedParameters(trained.block, trained.leading, trained.embedding, trained.head, trained.experts),
         tensors=sizes.tensors,
         trained_tensors=trained.tensors,
         streams=Streams.of(blocks, distinct[:, 3], part_tracer(setting).random_drops()).take(which),
@@ -408,6 +404,10 @@ class _PartSizes:
         """Return those at these positions."""
         arrays = {name: column[which] for name, column in vars(self).items() if name != "tensors"}
         return _PartSizes(**arrays, tensors=at(self.tensors, which))
+
+    def with_ends_together(self, together: Bools) -> _PartSizes:
+        """Return the same with the table that embedding and head share counted once, where one rank holds both."""
+        return replace(self, head=self.head - np.where(together, self.shared, 0.0))
 
 
 def _setting_parts(setting: Setting, microbatch: int, framework: FrameworkProfile) -> list[PartCosts]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -124,20 +125,40 @@ class ExpertShare:
     """Rows that arrive at it over those that leave it."""
     slices: int = 1
     """Ranks over which each expert is sharded."""
+    features: int = 1
+    """Hidden features that this rank has of each of its experts."""
 
 
 @dataclass(frozen=True)
 class ExpertScale:
     """From the share of experts that was traced to the one that is asked for.
 
-    As of `Scale`, the traced numbers are primes that divide no other size, and each other's neither.
+    As of `Scale`, the traced numbers are 1 or have a prime that divides no other size, and none of the others.
     """
 
     traced_rows: int
     """Rows that arrive, over those that leave for each sample."""
-    traced_local: int
-    """Experts of the traced rank."""
+    traced: ExpertShare
     wanted: ExpertShare
+
+    def __call__(self, count: int, samples: int) -> int:
+        """Return how many elements the wanted share has in place of `count` of the traced one. samples: traced ones."""
+        found = count
+        if count % self.traced_rows == 0:
+            # Multiples of a sample's rows, of which `load` makes whole ones.
+            load = self.wanted.load
+            found = count // self.traced_rows * self.wanted.slices * load.numerator // load.denominator * samples
+        for traced, wanted in self._unlike:
+            if count % traced == 0:
+                found = found // traced * wanted
+        return found
+
+    @cached_property
+    def _unlike(self) -> list[tuple[int, int]]:
+        """Sizes of the traced share and of the wanted one, where they differ."""
+        traced, wanted = self.traced, self.wanted
+        sizes = [(traced.local, wanted.local), (traced.slices, wanted.slices), (traced.features, wanted.features)]
+        return [(one, other) for one, other in sizes if one != other]
 
 
 @dataclass(frozen=True)
@@ -154,13 +175,8 @@ class Scale:
 
     def __call__(self, count: int) -> int:
         """Return how many elements the wanted micro-batch has in place of `count` of the traced one."""
-        experts = self.experts
-        if experts is not None and count % experts.traced_rows == 0:
-            # Multiples of a sample's rows, of which `load` makes whole ones.
-            load = experts.wanted.load
-            count = count // experts.traced_rows * load.numerator // load.denominator * self.traced
-        elif experts is not None and count % experts.traced_local == 0:
-            count = count // experts.traced_local * experts.wanted.local
+        if self.experts is not None:
+            count = self.experts(count, self.traced)
         if self.traced == self.wanted or count % self.traced:
             return count
         return count // self.traced * self.wanted

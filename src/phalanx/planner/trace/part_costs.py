@@ -10,17 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
-from itertools import islice
+from itertools import count
+from math import isqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-from phalanx.config.model import LanguageModel
+from phalanx.config.model import Experts, LanguageModel
 from phalanx.layout.layout_model import Stage, TrainingPass
 from phalanx.layout.prepare_blocks import recompute_block, recompute_policy
 from phalanx.layout.streamed_weights.stream_pairs import streamed_parameters
+from phalanx.nn.declared_layers import gate_block
 from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.schedule.timeline import Costs, Kept, Timeline
 from phalanx.planner.trace.accelerator_kernels import ring_operations
@@ -94,10 +96,10 @@ def part_costs(name: PartName, setting: Setting, microbatch: int) -> PartCosts:
     """
     trace = _choose_trace(name, setting, microbatch)
     traced, share, experts = _trace_part(trace), trace.setting.share, None
-    if share is not None and setting.share is None and setting.expert_tp == 1:
+    if share is not None and setting.share is None:
         # One trace stands for every number of experts on a rank and of rows that arrive there.
-        wanted_share = part_tracer(setting).expert_share()
-        experts = ExpertScale(int(share.load * trace.samples), share.local, wanted_share)
+        rows = int(share.load * share.slices * trace.samples)
+        experts = ExpertScale(rows, share, part_tracer(setting).expert_share())
     scale = Scale(trace.samples, microbatch, experts=experts)
     if trace.shown:
         chains = chain_sizes(setting)
@@ -153,21 +155,17 @@ def _choose_trace(name: PartName, setting: Setting, microbatch: int) -> _Trace:
         # The first blocks of a mixture have no experts, so one trace does for all degrees of `ep`.
         setting = setting.unspread()
     alike = replace(_plain_setting(setting), tp=1, cp=1, ep=1) if name in BLOCKS else setting
-    samples, rows, local = _unlike_sizes(name, alike)
+    sizes = _fixed_sizes(name, alike)
+    samples = _unlike_prime(_MANY, sizes)
     mixture = setting.model.experts if isinstance(setting.model, LanguageModel) else None
     # Without experts only samples are scaled, and of a single one nothing is.
     if microbatch == 1 and mixture is None:
         samples = 1
     # How many ranks a node has changes no size.
     setting = replace(setting, ep_node=min(setting.ep_node, 2))
-    if setting.expert_tp > 1:
-        setting = replace(setting, share=part_tracer(setting).expert_share())
-    elif setting.ep > 1 and setting.share is None:
-        assert mixture is not None
-        # One trace does for all degrees of `ep` and loads: about as many rows arrive as leave, in numbers of their own.
-        fewest = next(ranks for ranks in range(2, mixture.count + 1) if mixture.count % ranks == 0)
-        share = ExpertShare(fewest, local, Fraction(rows, samples))
-        setting = replace(setting, ep=share.ranks, loads=PRIOR, share=share)
+    if mixture is not None and setting.ep > 1 and setting.share is None:
+        share = _choose_share(setting, mixture, samples, sizes)
+        setting = replace(setting, ep=share.ranks // share.slices, expert_tp=share.slices, loads=PRIOR, share=share)
     if name == "embedding":
         # It computes no loss, and nothing that would be compiled.
         return _Trace(name, replace(setting, compile=False, chunk_tokens=_ALL), samples)
@@ -181,6 +179,26 @@ def _choose_trace(name: PartName, setting: Setting, microbatch: int) -> _Trace:
         few = wanted.shown(setting.tp, _fixed_sizes(name, whole))
         return _Trace(name, shown_setting(setting, few), few.samples)
     return _Trace(name, setting, samples)
+
+
+def _choose_share(setting: Setting, mixture: Experts, samples: int, sizes: frozenset[int]) -> ExpertShare:
+    """Return the share of experts that is traced: about as many rows arrive as leave, in numbers of their own.
+
+    samples: that are traced. sizes: see `_fixed_sizes`.
+    """
+    hidden = part_tracer(setting).expert_share().features * setting.expert_tp
+    if setting.expert_tp == 1:
+        # One trace does for all degrees of `ep` and loads.
+        fewest = next(ranks for ranks in range(2, mixture.count + 1) if mixture.count % ranks == 0)
+        rows = _unlike_prime(samples + 1, sizes)
+        return ExpertShare(fewest, _unlike_prime(rows + 1, sizes), Fraction(rows, samples), features=hidden)
+    # Another one does for all degrees of `expert_tp`: rows are copied, and each rank has one expert, as in any of them.
+    slices = _unlike_prime(_FEW, sizes | {mixture.active})
+    # More than leave, as at the busiest rank: the larger of the two numbers says what an exchange costs.
+    rows = _unlike_prime(samples * slices + 1, sizes)
+    groups = _unlike_prime(samples + 1, sizes)
+    load = Fraction(rows, samples * slices)
+    return ExpertShare(mixture.count * slices, 1, load, slices, groups * gate_block(hidden))
 
 
 _ALL = 2**62
@@ -198,16 +216,15 @@ def _kept_together(traced: _Traced, scale: Scale) -> tuple[Kept, ...]:
     return tuple(Kept(buffer.name.removeprefix(_SHARED), buffer.bytes(scale)) for buffer in shared)
 
 
-_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049)
+_MANY, _FEW = 1000, 100
+"""Least of primes that stand for sizes; of few, where the trace has a list of as many."""
 
 
-@cache
-def _unlike_sizes(name: PartName, setting: Setting) -> tuple[int, int, int]:
-    """Return three primes that divide no size of a part, so that what one of them divides is known to grow with what it
-    stands for: samples, rows that arrive at experts, and experts of a rank."""
-    sizes = _fixed_sizes(name, setting)
-    samples, rows, local = islice((prime for prime in _PRIMES if all(size % prime for size in sizes)), 3)
-    return samples, rows, local
+def _unlike_prime(least: int, sizes: frozenset[int]) -> int:
+    """Return a prime from `least` on that divides none of `sizes`, so that what it divides is known to grow with what it
+    stands for."""
+    numbers = (number for number in count(least) if all(number % factor for factor in range(2, isqrt(number) + 1)))
+    return next(prime for prime in numbers if all(size % prime for size in sizes))
 
 
 @cache

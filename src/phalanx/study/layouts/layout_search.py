@@ -306,6 +306,7 @@ def search_layouts(
     space, prior = planned_space(planner, task, section)
     runner: Runner
     sampler = make_layout_sampler(sampler_name, space, prior, seed=seed, stop_gain=section.stop_gain)
+    # A truth that is drawn around what the planner expects stands for the machine: samplers are compared without one.
     if where == "simulated":
         runner = SimulatedRunner(draw_truth(space, prior, planner.models, task.model, seed), seed)
     else:

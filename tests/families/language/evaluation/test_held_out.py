@@ -73,6 +73,16 @@ def test_every_token_but_the_first_is_scored_once(decoder: Decoder, count: int, 
     assert scores.bits_per_byte == pytest.approx(scores.nats / math.log(2) / int(tokens[1:].sum()))
 
 
+def test_a_split_shorter_than_a_batch_leaves_samples_to_every_rank(decoder: Decoder) -> None:
+    tokens = random_tokens(100)
+    read = []
+    for rank in range(2):
+        source = ListSource(tokens)
+        evaluate_split(decoder, source, sequence_length=32, device=CPU, rank=rank, ranks=2)
+        read.append(source.reads)
+    assert read == [[0, 32], [64, 96]]
+
+
 def test_documents_keep_to_themselves_when_asked(decoder: Decoder) -> None:
     tokens = random_tokens(100)
     plain = evaluate_split(decoder, ListSource(tokens), sequence_length=32, device=CPU)

@@ -21,6 +21,7 @@ FORMS = {
     "several tokens": small(aggregation_queries=3, qk_norm=True, d_ff=40),
     "some variables": small(inputs=["2m_temperature", "temperature_850"], outputs=["2m_temperature"], decoder_depth=0),
     "groups": small(aggregation="hierarchical", aggregation_groups=2, level_embedding="fourier"),
+    "states": small(history=3, inputs=["2m_temperature", "temperature_850"]),
     "waves": small(position_embedding="fourier", lead_embedding="fourier", decoder_depth=1),
 }
 
@@ -36,7 +37,7 @@ def _counted(config: WeatherModel, samples: int) -> int:
     """Operations of matrix products in a forward pass."""
     with torch.device("meta"):
         model = Forecaster(config)
-        fields = torch.empty(samples, len(config.input_names), config.n_lat, config.n_lon)
+        fields = torch.empty(samples, config.history * len(config.input_names), config.n_lat, config.n_lon)
         hours = torch.empty(samples)
         with FlopCounterMode(display=False) as counter:
             hidden = model.hidden(fields, model.all_positions(fields.device), lead_hours_B=hours)

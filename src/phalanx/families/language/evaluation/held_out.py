@@ -57,13 +57,15 @@ def score_model(
     split: Split = "validation",
     samples: int | None = None,
     sequence_length: int | None = None,
+    rank: int = 0,
+    ranks: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Scores:
     """Score `loaded` on `split` of the prepared folder `data`, or of the run's own data.
 
     samples: how many samples to score, spread evenly over the split; None scores every token. sequence_length: tokens a
-    sample; by default the run's, and 2048 or what the model has for imported weights. progress: called with the samples
-    done and in all.
+    sample; by default the run's, and 2048 or what the model has for imported weights. rank, ranks: who shares the samples;
+    all get the result. progress: called with the samples done and in all.
 
     Raises ConfigError where there is nothing to score or the length does not fit, DataError for data that is not usable
     or that another tokenizer made.
@@ -93,6 +95,8 @@ def score_model(
             numbers=numbers,
             document_mask=loaded.run is not None and loaded.run.data.document_mask,
             byte_counts=_byte_counts(loaded, source),
+            rank=rank,
+            ranks=ranks,
             progress=report,
         )
         for source, numbers in zip(sources, chosen, strict=True)
@@ -278,8 +282,9 @@ def score_split(
     # Where the format says how many ids there are, before anything is computed; else batch by batch.
     _check_vocabulary(source, source.vocab_size or 0, vocab_size)
     numbers = range(sample_count(source, sequence_length)) if numbers is None else numbers
-    # No more samples than there are: a short split is not filled up to a whole batch.
-    size = min(microbatch or max(1, _BATCH_TOKENS // sequence_length), max(1, len(numbers)))
+    # No more samples than there are, or than leave some to every rank: a short split is not filled up to a whole batch.
+    size = microbatch or min(max(1, _BATCH_TOKENS // sequence_length), math.ceil(len(numbers) / sharing.shares))
+    size = max(1, min(size, len(numbers)))
     batches = [numbers[start : start + size] for start in range(0, len(numbers), size)]
     bytes_of = None if byte_counts is None else byte_counts.to(device)
     # Kept on the device: reading them each batch would make it wait for the CPU.

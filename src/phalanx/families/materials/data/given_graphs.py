@@ -140,6 +140,7 @@ def convert_graph(
     loops = np.flatnonzero(edges_E2[:, 0] == edges_E2[:, 1])
     if loops.size:
         raise raw.wrong(f"edge {int(loops[0])} leads from node {edges_E2[loops[0], 0]} to itself; leave it out")
+    # Messages to one node lie together, as those that `find_edges` finds do.
     order_E = np.lexsort((edges_E2[:, 0], edges_E2[:, 1]))
     edges_E2 = edges_E2[order_E]
     positions = np.asarray(raw.positions, dtype=np.float64)
@@ -147,6 +148,7 @@ def convert_graph(
     if strange.size:
         raise raw.wrong(f"node {int(strange[0])} has position {positions[strange[0]].tolist()}")
     lengths = np.linalg.norm(positions[edges_E2[:, 1]] - positions[edges_E2[:, 0]], axis=1)
+    # Models look along edges where nodes have places; without these no edge has a length.
     if given.positions and len(lengths):
         if lengths.min() == 0.0:
             ends = edges_E2[int(lengths.argmin())].tolist()
@@ -172,6 +174,7 @@ def convert_graph(
         values,
         features,
     )
+    # No edge passes the boundary of a cell: graphs have none.
     images = np.zeros((len(edges_E2), 3), dtype=np.int64)
     return structure, Edges(edges_E2[:, 0], edges_E2[:, 1], images, lengths)
 

@@ -83,7 +83,9 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         self._imbalances: dict[int, float] = {}
         self._budget = budget
         self.branches = branches
+        # Shares of equal number are what other programs give ranks; benchmarks compare the two.
         self._deal = assign_in_turn if share_by == "number" else assign_longest_first
+        # Said before training begins, and not in the step that meets the structure.
         if budget is not None and not oversized_alone:
             unit = order.cost.unit
             for source in order.sources:

@@ -78,14 +78,8 @@ def prepare_graphs(
     }
 
 
-def _prepare_source(
-    source: GraphSource, data: GraphData, workers: int, piece_structures: int, progress: Progress
-) -> Manifest:
-    """Prepare one source into its folder, unless that is done already."""
-    labels_of(source)
-    length_factor(source)
-    files = find_files(source.path)
-    # The plan hashes all that the result depends on, as far as can be told without reading all of the files.
+def _fingerprint_files(source: GraphSource, files: Sequence[Path]) -> list[tuple[str, int, str]]:
+    """Return name, bytes and a hash of every file of structures, and of those that say their splits."""
     described = []
     # What ADIOS2 writes is a folder, whose profile of the writing is no content.
     stored = [sorted(path.glob("*[0-9x]")) if path.is_dir() else [path] for path in files]
@@ -99,7 +93,38 @@ def _prepare_source(
     for path in [] if source.split is None else list_files(source.split):
         content = path.read_bytes()
         described.append((path.name, len(content), hashlib.sha256(content).hexdigest()))
-    planned = json.dumps([settings_of(source, data), piece_structures, described])
+    return described
+
+
+def _divide_files(
+    source: GraphSource, files: Sequence[Path], lengths: Sequence[int], piece_structures: int, work: Path
+) -> list[Piece]:
+    """Divide files of `lengths` structures into pieces, each with its shard in the folder `work`."""
+    # Of one number of structures, whatever the number of workers: an interrupted preparation finds them again.
+    pieces: list[Piece] = []
+    splits = None if source.split is None else read_splits(source.split, sum(lengths)).tobytes()
+    first = 0
+    for number, (path, structures) in enumerate(zip(files, lengths, strict=True)):
+        for start in range(0, structures, piece_structures):
+            stop = min(structures, start + piece_structures)
+            given = None if splits is None else splits[first + start : first + stop]
+            # Where all are left out there is nothing to read.
+            if given is None or any(one != LEFT_OUT for one in given):
+                out = work / f"shard-{len(pieces):05d}.safetensors"
+                pieces.append(Piece(path, number, start, stop, out, given))
+        first += structures
+    return pieces
+
+
+def _prepare_source(
+    source: GraphSource, data: GraphData, workers: int, piece_structures: int, progress: Progress
+) -> Manifest:
+    """Prepare one source into its folder, unless that is done already."""
+    labels_of(source)
+    length_factor(source)
+    files = find_files(source.path)
+    # The plan hashes all that the result depends on, as far as can be told without reading all of the files.
+    planned = json.dumps([settings_of(source, data), piece_structures, _fingerprint_files(source, files)])
     plan = hashlib.sha256(planned.encode()).hexdigest()
 
     def read_prepared(folder: Path) -> Manifest:
@@ -108,23 +133,10 @@ def _prepare_source(
         return manifest
 
     def build(work: Path) -> tuple[Manifest, list[Path]]:
-        # Pieces of one number of structures, whatever the number of workers: an interrupted preparation finds them
-        # again.
-        pieces: list[Piece] = []
         lengths = [len(open_structures(path, source)) for path in files]
         if not sum(lengths):
             raise DataError(f"{source.path}: it holds no structures")
-        splits = None if source.split is None else read_splits(source.split, sum(lengths)).tobytes()
-        first = 0
-        for number, (path, structures) in enumerate(zip(files, lengths, strict=True)):
-            for start in range(0, structures, piece_structures):
-                stop = min(structures, start + piece_structures)
-                given = None if splits is None else splits[first + start : first + stop]
-                # Where all are left out there is nothing to read.
-                if given is None or any(one != LEFT_OUT for one in given):
-                    out = work / f"shard-{len(pieces):05d}.safetensors"
-                    pieces.append(Piece(path, number, start, stop, out, given))
-            first += structures
+        pieces = _divide_files(source, files, lengths, piece_structures, work)
         missing = [piece for piece in pieces if not piece.out.exists()]
         done = len(pieces) - len(missing)
         for _ in make_pieces(missing, Job(source, data), workers):

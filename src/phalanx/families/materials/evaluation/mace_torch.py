@@ -108,11 +108,14 @@ def describe_model(state: StateDict) -> MaterialsModel:
         state.refuse("apply_cutoff=False fades radial weights rather than functions of distance")
     width = state.read("node_embedding.linear.weight").numel() // len(elements)
     contraction = "products.0.symmetric_contractions.contractions"
+    # Degree l has 2 l + 1 components: all up to L have (L + 1)^2.
     degree = math.isqrt(state.read(f"{contraction}.0.U_matrix_1").shape[0]) - 1
+    # A state dict holds no options: sizes of the networks are those of their matrices.
     radial = [state.read(f"interactions.0.conv_tp_weights.layer{n}.weight").shape for n in _layer_numbers(state)]
     if len({outside for _, outside in radial[:-1]}) != 1:
         state.refuse(f"radial_MLP={[outside for _, outside in radial[:-1]]} has layers of different widths")
     last = f"readouts.{layers - 1}"
+    # A row for each head of a model that has several, else one vector.
     energies = torch.atleast_2d(state.read("atomic_energies_fn.atomic_energies"))
     every_block = f"{last}.linear_1.weight" in state
     readout = state.read(f"{last if every_block else 'readouts.0'}.linear_1.weight").numel() // (width * len(energies))

@@ -83,6 +83,7 @@ class StructurePredictor:
         model = self.network.run.model
         if model.energy is None:
             raise ConfigError(f"{self.network.where}: its model has no energy, which dynamics and relaxations need")
+        # Not in the run file: it changes memory and time of a prediction, and no number.
         self.network.model.edge_chunk = edge_chunk
         if self.ensemble is not None:
             self.ensemble.use_edge_chunk(edge_chunk)
@@ -91,6 +92,7 @@ class StructurePredictor:
         self.untaught = self.network.untaught(self.branch)
         """Heads that no label of the branch taught, with the branches that were."""
         self._networks = [self.network] if self.ensemble is None else self.ensemble.members
+        # Members were trained on subsets: an element that one of them never saw is refused by all.
         places = [] if untrained_elements else [network.where for network in self._networks]
         known = [(where, trained_elements(where)) for where in places]
         self._known = [(where, elements) for where, elements in known if elements is not None]

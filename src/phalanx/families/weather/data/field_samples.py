@@ -22,10 +22,11 @@ from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
 from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, Mixture
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.weather.config import FieldData, Period
-from phalanx.families.weather.data.coordinates import HOUR, Float32Array, Grid, moment_bounds
+from phalanx.families.weather.data.coordinates import HOUR, Float32Array, Grid, TimeAxis, moment_bounds
 from phalanx.families.weather.data.field_statistics import FieldStatistics
 from phalanx.families.weather.data.field_store import FieldStore, hash_of
 from phalanx.families.weather.data.field_survey import Survey
+from phalanx.families.weather.data.forcings import forcing_fields
 
 SplitName = Literal["train", "validation", "test"]
 _SHOWN = 5
@@ -38,13 +39,13 @@ class Windows:
 
     split: SplitName
     starts: Int64Array
-    """[N]: input frames."""
+    """[N]: input frames, of several states the newest."""
     targets: Int64Array
     """[N, L]: target frame of each lead time, -1 where there is none; every row has at least one."""
     frames: Int64Array
     """Frames of the split, whole or not."""
     without_input: int
-    """Frames of the split that cannot be an input, since values of an input variable are missing."""
+    """Frames of the split that cannot be an input, since values of an input variable are missing, in an older state too."""
     without_target: int
     """Pairs of an input frame and a lead time left out since values of the target are missing."""
     incomplete: int
@@ -145,7 +146,18 @@ def find_windows(data: FieldData, store: FieldStore, survey: Survey, split: Spli
                 f"lead time {lead} h fits no two frames of data.splits.{split} in {store.path}, whose frames are "
                 f"{store.times.step / HOUR:g} h apart over {(seconds[-1] - seconds[0]) / HOUR:g} h"
             )
-    whole_input = ~missing[frames][:, inputs].any(axis=1)
+    states_NT = state_frames(data, store.times, frames)
+    # As targets: what an input is made of lies in the split too.
+    has_states = (states_NT >= frames[0]).all(axis=1)
+    if not has_states.any():
+        raise DataError(
+            f"data.history={data.history} states {data.state_hours} h apart fit no frames of data.splits.{split} in "
+            f"{store.path}, whose frames are {store.times.step / HOUR:g} h apart over "
+            f"{(seconds[-1] - seconds[0]) / HOUR:g} h; set data.history_hours to a multiple of that"
+        )
+    # Where there is no older state, -1 looks up the last frame; the first condition leaves that out.
+    damaged = np.asarray(missing[:, inputs].any(axis=1))
+    whole_input = ~damaged[states_NT].any(axis=1) | ~has_states
     # With masks a target counts where any variable has values, unless one was never written: no mask knows of that. Without
     # masks all variables must be whole.
     how_many = missing[:, outputs].sum(axis=1)
@@ -153,7 +165,7 @@ def find_windows(data: FieldData, store: FieldStore, survey: Survey, split: Spli
     bad = (how_many == len(outputs)) | unwritten if data.missing == "mask" else how_many > 0
     # Where there is no target, -1 looks up the last frame; the first condition leaves that out.
     usable = (found >= 0) & ~bad[found]
-    kept = whole_input & usable.any(axis=1)
+    kept = has_states & whole_input & usable.any(axis=1)
     if not kept.any():
         raise DataError(
             f"data.splits.{split}: no sample left in {store.path}: {int((~whole_input).sum())} of {len(frames)} input "
@@ -174,6 +186,14 @@ def find_windows(data: FieldData, store: FieldStore, survey: Survey, split: Spli
             for row, column in zip(rows[:_SHOWN].tolist(), columns[:_SHOWN].tolist(), strict=True)
         ),
     )
+
+
+def state_frames(data: FieldData, times: TimeAxis, frames: Int64Array) -> Int64Array:
+    """Return the frames [N, T] of the states that the model reads at each of `frames` [N], the newest first; -1 where
+    there is none."""
+    ages = np.arange(data.history) * data.state_hours * HOUR
+    # By time and not by counting frames, as targets are found.
+    return times.nearest(times.seconds[frames][:, None] - ages, round(data.time_tolerance_hours * HOUR))
 
 
 def _refuse_missing(store: FieldStore, survey: Survey, frames: Int64Array) -> None:
@@ -207,7 +227,7 @@ class Cases:
 
     source: Int64Array
     start: Int64Array
-    """Frames of the inputs in their source."""
+    """Frames of the inputs in their source, of several states the newest."""
     target: Int64Array
     """Frames of the truth."""
 
@@ -225,23 +245,23 @@ class FieldReader:
     def __init__(
         self,
         sources: Sequence[SplitSource],
+        data: FieldData,
         *,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
         statistics: FieldStatistics,
         statistics_key: str,
         leads: Sequence[int],
         seed: int,
     ) -> None:
-        """Take sources that hold all variables on one grid.
+        """Take sources that hold all variables of `data` on one grid.
 
         statistics_key: checksum of what the statistics come from, for the fingerprint; their own last bits may differ
         between machines. leads: hours, ascending, as in the columns of the windows.
         """
         self.sources = tuple(sources)
-        self.inputs = tuple(inputs)
+        self.data = data
+        self.inputs = tuple(data.inputs)
         self.statics = self.sources[0].store.statics
-        self.outputs = tuple(outputs)
+        self.outputs = tuple(data.target_variables)
         self.leads = tuple(leads)
         self.grid: Grid = self.sources[0].store.grid
         self.statistics = statistics
@@ -263,7 +283,10 @@ class FieldReader:
             (source.fingerprint, hash_of(source.windows.starts.tobytes(), source.windows.targets.tobytes()))
             for source in self.sources
         ]
-        names = (self.inputs, self.statics, self.outputs)
+        names: tuple[object, ...] = (self.inputs, self.statics, self.outputs)
+        # Only where they are in use: runs that began before there were any go on.
+        if data.forcings or data.history > 1:
+            names = (*names, data.forcings, data.history, data.state_hours)
         self.fingerprint = hash_of(
             ORDER_VERSION, seed, self._mixture.weights, contents, names, self.leads, statistics_key
         )
@@ -293,19 +316,24 @@ class FieldReader:
 
     def read_cases(self, cases: Cases, numbers: Int64Array | None = None) -> FieldBatch:
         """Return the inputs and targets of given forecasts. numbers: their global sample numbers, 0 where None."""
-        rows, columns = self.grid.shape
-        fields = np.empty((len(cases), len(self.inputs) + len(self.statics), rows, columns), dtype=np.float32)
-        targets = np.empty((len(cases), len(self.outputs), rows, columns), dtype=np.float32)
+        count, grid = len(cases), self.grid.shape
+        fields = np.empty((count, *self._states_shape()), dtype=np.float32)
+        further = self.data.rollout_steps - 1
+        forcings = np.empty((count, further, self.data.history, len(self.data.forcings), *grid), dtype=np.float32)
+        targets = np.empty((count, len(self.outputs), *grid), dtype=np.float32)
         hours, cycles = np.empty(len(cases), dtype=np.float32), np.empty((len(cases), 2), dtype=np.float32)
         for index, mine in self._by_source(cases):
             store = self.sources[index].store
+            starting = store.times.seconds[cases.start[mine]]
+            step = self.data.rollout_hours
+            # Forcings are of the time that is predicted: the end of a roll-out's first step, then of the others.
+            valid = store.times.seconds[cases.target[mine]] if step is None else starting + step * HOUR
             with _writable_rows(fields, mine) as part:
-                inputs = part[:, : len(self.inputs)]
-                store.fill(inputs, cases.start[mine], self._columns(index, self.inputs))
-                self._input_scale.normalise(inputs)
-                # The mean of a normalised field: the model has no input for missing values.
-                inputs[np.isnan(inputs)] = 0.0
-                part[:, len(self.inputs) :] = self._static[index]
+                self._fill_states(part, index, cases.start[mine])
+                part[:, :, len(self.inputs) + len(self.statics) :] = self._forcings(index, valid)
+            if step is not None and self.data.forcings:
+                for number in range(further):
+                    forcings[mine, number] = self._forcings(index, valid + (number + 1) * step * HOUR)
             with _writable_rows(targets, mine) as part:
                 store.fill(part, cases.target[mine], self._columns(index, self.outputs))
                 self._output_scale.normalise(part)
@@ -317,7 +345,8 @@ class FieldReader:
         # Contiguous: batches are pinned and copied to the device, and columns of an array are strided.
         year, day = torch.from_numpy(cycles).T.contiguous()
         return FieldBatch(
-            torch.from_numpy(fields),
+            torch.from_numpy(fields.reshape(count, -1, *grid)),
+            torch.from_numpy(forcings),
             torch.from_numpy(targets),
             torch.from_numpy(hours),
             year,
@@ -325,6 +354,44 @@ class FieldReader:
             # A copy: torch would share the memory of the caller's numbers.
             torch.from_numpy(np.array(given, dtype=np.int64)),
         )
+
+    def read_states(self, source: int, starts: Int64Array) -> Tensor:
+        """Return the inputs [n, V, H, W] of forecasts from these frames, all but the forcings, which are 0."""
+        fields = np.zeros((len(starts), *self._states_shape()), dtype=np.float32)
+        self._fill_states(fields, source, starts)
+        return torch.from_numpy(fields.reshape(len(starts), -1, *self.grid.shape))
+
+    def read_forcings(self, source: int, starts: Int64Array, hours: int) -> Tensor:
+        """Return the forcings [n, T, F, H, W] of a step that begins at these frames or later and ends `hours` after them."""
+        return torch.from_numpy(self._forcings(source, self.sources[source].store.times.seconds[starts] + hours * HOUR))
+
+    def _states_shape(self) -> tuple[int, ...]:
+        """Return the shape of the inputs of one sample: states, variables and forcings, rows, columns."""
+        width = len(self.inputs) + len(self.statics) + len(self.data.forcings)
+        return self.data.history, width, *self.grid.shape
+
+    def _fill_states(self, out: Float32Array, source: int, starts: Int64Array) -> None:
+        """Write normalised inputs and static fields to `out` [n, T, V, H, W], each state with both."""
+        store, count = self.sources[source].store, len(self.inputs)
+        frames_NT = state_frames(self.data, store.times, starts)
+        # A state that is not there would be read as the last frame.
+        assert (frames_NT >= 0).all(), "an input has no older state"
+        for age in range(self.data.history):
+            inputs = out[:, age, :count]
+            store.fill(inputs, frames_NT[:, age], self._columns(source, self.inputs))
+            self._input_scale.normalise(inputs)
+            # The mean of a normalised field: the model has no input for missing values.
+            inputs[np.isnan(inputs)] = 0.0
+        out[:, :, count : count + len(self.statics)] = self._static[source]
+
+    def _forcings(self, source: int, valid_N: Int64Array) -> Float32Array:
+        """Return the forcings [N, T, F, H, W] of steps that end at times `valid_N`; those of older states are as much
+        earlier as these."""
+        ages_T = np.arange(self.data.history) * self.data.state_hours * HOUR
+        times_NT = valid_N[:, None] - ages_T
+        calendar = self.sources[source].store.times.calendar
+        found = forcing_fields(self.data.forcings, self.grid, calendar, times_NT.flatten())
+        return found.reshape(*times_NT.shape, *found.shape[1:])
 
     def read_outputs(self, cases: Cases, *, at_start: bool = False) -> Tensor:
         """Return the output variables [n, V_out, H, W], float32 in their own units, at the targets or at the inputs."""
@@ -399,7 +466,10 @@ class FieldBatch(TensorBatch):
     """Samples of one rank. Fields run from south to north and eastward."""
 
     fields: Tensor
-    """float32 [B, V_in, H, W]: inputs, then static fields; normalised, 0 (the mean) where a value is missing."""
+    """float32 [B, V_in, H, W]: inputs, then static fields, then forcings, of the newest state and then of those before it;
+    normalised, 0 (the mean) where a value is missing."""
+    forcings: Tensor
+    """float32 [B, K, T, F, H, W]: forcings of the T states in the K steps of a roll-out after the first; K = 0 without."""
     targets: Tensor
     """float32 [B, V_out, H, W]: normalised, NaN where a value is missing."""
     lead_hours: Tensor
@@ -416,8 +486,11 @@ class FieldBatch(TensorBatch):
         return (~self.targets.isnan()).sum().reshape(1)
 
     def inputs(self) -> tuple[Tensor, dict[str, Any]]:
-        """Return the fields for the first stage; for every stage targets, lead times, and the fields that changes add to."""
+        """Return the fields for the first stage; for every stage targets, lead times, the fields that changes add to, and
+        the forcings of a roll-out where there are any."""
         others = {"fields_BVHW": self.fields, "targets_BVHW": self.targets, "lead_hours_B": self.lead_hours}
+        if self.forcings.numel():
+            others["forcings_BKTFHW"] = self.forcings
         return self.fields, others
 
 

@@ -116,8 +116,7 @@ class FieldSet:
                     self.stores, self.surveys, self.data.sources, contents, strict=True
                 )
             ],
-            inputs=self.data.inputs,
-            outputs=self.data.target_variables,
+            self.data,
             statistics=self.statistics,
             statistics_key=key,
             leads=hours,

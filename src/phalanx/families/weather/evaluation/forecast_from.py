@@ -11,7 +11,7 @@ from phalanx.data.sample_order import Int64Array
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.coordinates import moment_bounds
-from phalanx.families.weather.data.field_samples import FieldReader, SplitSource, Windows
+from phalanx.families.weather.data.field_samples import FieldReader, SplitSource, Windows, state_frames
 from phalanx.families.weather.data.field_statistics import read_statistics
 from phalanx.families.weather.data.field_store import BlockCache, FieldStore
 from phalanx.families.weather.data.open_fields import open_store
@@ -51,12 +51,19 @@ def forecast_from(
             raise ConfigError(f"--from {time}: {store.path} has no frame of that time\nnearest: --from '{nearest}'")
         frames.append(int(found[0]))
     starts = np.array(sorted(set(frames)), dtype=np.int64)
+    states_NT = state_frames(run.data, store.times, starts)
+    if (states_NT < 0).any():
+        row, age = (int(item[0]) for item in np.nonzero(states_NT < 0))
+        raise ConfigError(
+            f"--from '{store.times.text(int(starts[row]))}': {store.path} has no frame {age * run.data.state_hours} h "
+            f"before it, and the model reads data.history={run.data.history} states; name a later time or add that frame"
+        )
     # An input without any value would look to the model like the mean everywhere.
     for place in (store.variables.index(name) for name in run.data.inputs):
-        for start in starts:
-            if np.isnan(store.read(np.array([start]), [place])).all():
+        for frame in np.unique(states_NT):
+            if np.isnan(store.read(np.array([frame]), [place])).all():
                 raise DataError(
-                    f"{store.place(place, int(start))}: no value at any point; nothing can be forecast from it"
+                    f"{store.place(place, int(frame))}: no value at any point; nothing can be forecast from it"
                 )
     reader = _read_starts(run, store, starts, list(steps))
     layout = FileLayout.of(store, reader.outputs, store.times.seconds[starts], list(steps))
@@ -107,8 +114,7 @@ def _read_starts(run: WeatherRun, store: FieldStore, starts: Int64Array, leads: 
     )
     return FieldReader(
         [SplitSource(store, windows, 1.0, store.fingerprint)],
-        inputs=run.data.inputs,
-        outputs=run.data.target_variables,
+        run.data,
         statistics=read_statistics(Path(run.data.statistics), names),
         statistics_key="",
         leads=leads,

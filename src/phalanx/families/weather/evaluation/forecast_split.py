@@ -201,7 +201,9 @@ def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int,
         known = ", ".join(map(str, trained))
         raise ConfigError(f"--step {step_hours}: the model was trained on lead times of {known} hours")
     taken = trained if step_hours is None else [step_hours]
-    steps = plan_steps(taken, hours)
+    # Only what is predicted a step of this length on is the next of several states.
+    followed = run.data.state_hours if run.data.history > 1 else None
+    steps = plan_steps(taken, hours, followed)
     unpredicted = [name for name in run.data.inputs if name not in run.data.target_variables]
     if unpredicted:
         # What is not predicted is not known for a second step.
@@ -209,24 +211,32 @@ def lead_steps(run: WeatherRun, hours: int, step_hours: int | None) -> dict[int,
     if hours not in steps:
         nearest = max((reached for reached in steps if reached < hours), default=min(trained))
         why = f" (no roll-out: {unpredicted[0]} is read but not predicted)" if unpredicted else ""
+        if followed is not None and followed not in taken:
+            why = f" (no roll-out: steps of data.history_hours={followed} alone lead from states to states)"
         raise ConfigError(
             f"--hours {hours}: steps of {', '.join(map(str, taken))} hours do not reach it{why}\nnearest: --hours {nearest}"
         )
     return steps
 
 
-def plan_steps(trained: Sequence[int], hours: int) -> dict[int, tuple[int, ...]]:
+def plan_steps(trained: Sequence[int], hours: int, followed: int | None = None) -> dict[int, tuple[int, ...]]:
     """Return for every lead time up to `hours` the fewest steps of the `trained` lead times that add up to it.
 
-    Of equally few the last step is the shortest, so that longer lead times build on shorter ones.
+    followed: the only lead time that another step may follow; None lets every. Of equally few the last step is the
+    shortest, so that longer lead times build on shorter ones.
     """
     found: dict[int, tuple[int, ...]] = {0: ()}
+    # What a step may begin from.
+    reachable = found
+    if followed is not None:
+        most = hours // followed if followed in trained else 0
+        reachable = {followed * count: (followed,) * count for count in range(most + 1)}
     for reached in range(1, hours + 1):
         # Each step adds its own error, so the fewest are taken.
-        before = [(len(found[reached - lead]), lead) for lead in trained if reached - lead in found]
+        before = [(len(reachable[reached - lead]), lead) for lead in trained if reached - lead in reachable]
         if before:
             lead = min(before)[1]
-            found[reached] = (*found[reached - lead], lead)
+            found[reached] = (*reachable[reached - lead], lead)
     del found[0]
     return found
 
@@ -237,17 +247,25 @@ def roll_out(
 ) -> Iterator[Tensor]:
     """Yield for each lead time the forecasts [n, V_out, H, W] from these input frames, in the units of the fields."""
     device = next(model.parameters()).device
-    # No target is read: any frame that is there will do.
-    inputs = reader.read_cases(Cases(np.full(len(starts), source, dtype=np.int64), starts, starts)).fields.to(device)
     # Longer lead times begin where shorter ones ended, so every step is computed once.
-    states: dict[tuple[int, ...], Tensor] = {(): inputs}
+    states: dict[tuple[int, ...], Tensor] = {(): reader.read_states(source, starts).to(device)}
     # A step can only follow where everything that is read was predicted or stays as it is.
     can_follow = set(model.config.output_names) <= set(model.config.input_names)
-    for parts in steps.values():
+
+    def predict(parts: tuple[int, ...]) -> Tensor:
+        """Forecast the last of these steps, and those before it that no other lead time has asked for."""
+        if parts[:-1] not in states:
+            predict(parts[:-1])
+        before = states[parts[:-1]]
+        forcings = reader.read_forcings(source, starts, sum(parts)).to(device)
         lead = torch.full((len(starts),), float(parts[-1]), device=device)
-        predicted = model.forecast(states[parts[:-1]], lead)
+        predicted = model.forecast(model.with_forcings(before, forcings), lead)
         if can_follow:
-            states[parts] = model.next_inputs(inputs, predicted)
+            states[parts] = model.next_inputs(before, predicted)
+        return predicted
+
+    for parts in steps.values():
+        predicted = predict(parts)
         # In float32: geopotential in its own units has more digits than bfloat16.
         yield reader.denormalise(predicted.float())
 

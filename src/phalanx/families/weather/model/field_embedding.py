@@ -37,12 +37,15 @@ AREAS = 1e-6, 4.0
 
 
 class PatchEmbedding(nn.Module):
-    """A linear map from a patch to a token for each variable: weight [V, D, P], bias [V, D]."""
+    """A linear map from a patch to a token for each variable: weight [V, D, P], bias [V, D].
+
+    Of several states, P are the points of the newest one's patch, then those of the one before it.
+    """
 
     def __init__(self, config: WeatherModel) -> None:
         super().__init__()
         shape = len(config.variables), config.d_model
-        self.weight = nn.Parameter(torch.empty(*shape, config.patch_size**2))
+        self.weight = nn.Parameter(torch.empty(*shape, config.history * config.patch_size**2))
         self.bias = nn.Parameter(torch.empty(shape))
 
 
@@ -82,8 +85,9 @@ class FieldEmbedding(nn.Module):
     ) -> Tensor:
         """Embed fields as tokens [B, S, D] in the model's activation format, of the rows `positions.rows_S`.
 
-        fields: finite and normalised, in the order of `config.input_names`. lead_hours: hours from the fields to what is
-        predicted. rows: whole locations, whose tokens follow one another.
+        fields: finite and normalised, in the order of `config.input_names`, of the newest of `config.history` states,
+        then of the one before it. lead_hours: hours from the newest to what is predicted. rows: whole locations, whose
+        tokens follow one another.
         """
         x_BSD = self.tokens(fields_BVHW, self.needed_rows(positions))
         rows_S = positions.rows_S
@@ -103,6 +107,9 @@ class FieldEmbedding(nn.Module):
         """Return aggregated tokens [B, S, D] of these rows, without place and lead time."""
         config = self.config
         patches_BLVP = patches_of(fields_BVHW.to(self.dtype), config.patch_size)
+        # A variable's token is the sum of what its states give: all their points are one patch.
+        if config.history > 1:
+            patches_BLVP = patches_BLVP.unflatten(2, (config.history, -1)).transpose(2, 3).flatten(3)
         # Where tokens are sharded over ranks, only their own locations are aggregated.
         if len(rows_S) != config.n_tokens:
             locations = rows_S[:: config.aggregation_queries] // config.aggregation_queries
@@ -111,7 +118,7 @@ class FieldEmbedding(nn.Module):
         present_BV = None
         if config.absent_inputs == "masked":
             # Exactly the mean throughout is how data hand over a field that is not there.
-            present_BV = (fields_BVHW != 0.0).flatten(2).any(dim=2)
+            present_BV = (fields_BVHW != 0.0).unflatten(1, (config.history, -1)).flatten(3).any(dim=3).any(dim=1)
         tokens: Tensor = self.aggregation(patches_BLVP, weight_VDP, offset_VD, present_BV)
         return tokens
 

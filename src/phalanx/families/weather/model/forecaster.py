@@ -70,9 +70,9 @@ class Forecaster(nn.Module):
     ) -> Tensor:
         """Return the activations behind the last block of this model chunk, [B, S, D].
 
-        inputs: fields [B, V, H, W] of `config.input_names`, finite and normalised; or activations where the part does not
-        hold the embedding. positions: the tokens computed here; `rows_S` are whole locations. lead_hours: from the inputs to
-        what is predicted.
+        inputs: fields [B, V, H, W] of `config.input_names`, finite and normalised, of several states as `FieldEmbedding`
+        takes them; or activations where the part does not hold the embedding. positions: the tokens computed here; `rows_S`
+        are whole locations. lead_hours: from the inputs to what is predicted.
         """
         x_BSD = self.embedding(inputs, lead_hours_B, positions, dropout) if self.part.first else inputs
         for number, block in zip(self.part.blocks, self.blocks, strict=True):
@@ -89,13 +89,23 @@ class Forecaster(nn.Module):
         return fields_of(patches_BLVP, self.config)
 
     def next_inputs(self, fields_BVHW: Tensor, predicted_BVHW: Tensor) -> Tensor:
-        """Return the inputs of the next step of a roll-out: these inputs with the predicted fields in them."""
+        """Return the inputs of the next step of a roll-out: the predicted fields as the newest state, and the states before
+        it but the oldest. Fields that are not predicted stay those of the newest state."""
         places = outputs_among_inputs(self.config)
-        following = fields_BVHW.clone()
+        newest = fields_BVHW[:, : len(self.config.input_names)]
+        following = newest.clone()
         # Exactly the mean is how points without a value look: there they stay as they are.
-        before = fields_BVHW[:, places]
+        before = newest[:, places]
         following[:, places] = torch.where(before == 0.0, before, predicted_BVHW.to(fields_BVHW.dtype))
-        return following
+        return torch.cat((following, fields_BVHW[:, : -newest.shape[1]]), dim=1)
+
+    def with_forcings(self, fields_BVHW: Tensor, forcings_BTFHW: Tensor) -> Tensor:
+        """Return inputs whose forcings, the last inputs of each of the T states, are these."""
+        count = forcings_BTFHW.shape[2]
+        if not count:
+            return fields_BVHW
+        states_BTVHW = fields_BVHW.unflatten(1, (self.config.history, -1))
+        return torch.cat((states_BTVHW[:, :, :-count], forcings_BTFHW.to(fields_BVHW.dtype)), dim=2).flatten(1, 2)
 
     def all_positions(self, device: torch.device) -> Positions:
         """Return all tokens of a sample."""
