@@ -130,6 +130,17 @@ def test_what_cannot_be_scored(call: Call, trained: Path, tmp_path: Path) -> Non
     assert message.startswith(f"{data} was prepared with another tokenizer than that of {tmp_path}/other/checkpoints")
 
 
+def test_tasks_are_scored_in_one_way(call: Call, tmp_path: Path) -> None:
+    assert refusal(call, str(tmp_path), "--harness-tasks", str(tmp_path)) == (
+        2,
+        "--harness-tasks is for --harness; name a task of that folder with it",
+    )
+    assert refusal(call, str(tmp_path), "--harness", "piqa", "--tasks", "piqa.jsonl") == (
+        2,
+        "--tasks and --harness score in different ways; give one of them",
+    )
+
+
 def test_an_empty_split_is_named(call: Call, trained: Path, tmp_path: Path) -> None:
     data = write_token_folder(tmp_path / "data")
     manifest = read_token_manifest(data)
@@ -155,5 +166,5 @@ def test_questions_are_scored_in_a_table_and_as_json(call: Call, tmp_path: Path)
     assert lines[2].split()[:4] == ["parity", "1", "4", f"{100 * task['accuracy']:.2f}%"]
     assert refusal(call, str(tmp_path / "run"), "--questions", "3") == (
         2,
-        "--questions is for --tasks; leave it out to score held-out text",
+        "--questions is for --tasks and --harness; leave it out to score held-out text",
     )

@@ -128,6 +128,10 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "phalanx report runs/mpt-1b --serve",
         "phalanx report runs/quickstart --serve",
     ),
+    "The harness downloads its tasks; tests/families/language/evaluation/test_lm_harness.py has tasks of its own.": (
+        "phalanx evaluate runs/mpt-125m --harness hellaswag --harness arc_easy --nproc 4",
+        "phalanx evaluate runs/mpt-125m --harness own_choices --harness-tasks tasks/ --questions 100 --json",
+    ),
     "Its model has a billion parameters.": ("phalanx train mpt-1b 'data.sources=[data/mytext]' --nproc 8",),
     "Slurm starts its ranks, or is handed jobs; tests/launch/test_launch.py has a Slurm of its own.": (
         "srun --ntasks-per-node=8 phalanx doctor --cluster frontier",

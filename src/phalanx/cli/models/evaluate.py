@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import asdict
+from importlib import metadata
 
 from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_pairs, print_table
 from phalanx.cli.options.models import EvaluateArguments
@@ -11,21 +13,37 @@ from phalanx.cli.ranks import start_or_join_ranks
 from phalanx.errors import ConfigError
 from phalanx.families.language.evaluation.held_out import Scores, Sharing, score_model
 from phalanx.families.language.evaluation.icl_tasks import load_tasks
-from phalanx.families.language.evaluation.in_context import score_tasks
+from phalanx.families.language.evaluation.in_context import HarnessScore, score_tasks
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
+from phalanx.formatting import format_number
 from phalanx.layout.mesh import leave_process_group
 from phalanx.nn.precision import find_number_format
 from phalanx.report.page_sections import SCORE_COLUMNS
+from phalanx.report.table import Column
+
+_HARNESS_COLUMNS = (
+    Column[HarnessScore]("task", lambda score: score.task, align="left"),
+    Column[HarnessScore]("metric", lambda score: score.metric, align="left"),
+    Column[HarnessScore]("value", lambda score: format_number(score.value)),
+    Column[HarnessScore]("questions", lambda score: "" if score.questions is None else f"{score.questions:,}"),
+)
 
 
 def run_evaluate(asked: EvaluateArguments) -> None:
     """Run the subcommand."""
+    if asked.harness_tasks is not None and not asked.harness:
+        raise ConfigError("--harness-tasks is for --harness; name a task of that folder with it")
+    if asked.tasks and asked.harness:
+        raise ConfigError("--tasks and --harness score in different ways; give one of them")
     if asked.tasks:
         _run_tasks(asked)
         return
+    if asked.harness:
+        _run_harness(asked, asked.harness)
+        return
     for name in ("shots", "questions"):
         if getattr(asked, name) is not None:
-            raise ConfigError(f"--{name} is for --tasks; leave it out to score held-out text")
+            raise ConfigError(f"--{name} is for --tasks and --harness; leave it out to score held-out text")
     dtype = find_number_format(asked.precision, "--precision")
     ranks, device = start_or_join_ranks(asked.nproc, asked.device)
     loaded = load_for_inference(asked.checkpoint, device, dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema)
@@ -111,3 +129,34 @@ def _run_tasks(asked: EvaluateArguments) -> None:
         return
     print_lines([f"{loaded.where} on {len(scores)} tasks"])
     print_table(SCORE_COLUMNS, scores)
+
+
+def _run_harness(asked: EvaluateArguments, names: list[str]) -> None:
+    try:
+        from phalanx.families.language.evaluation.lm_harness import score_harness_tasks  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "lm_eval":
+            raise
+        raise ConfigError('--harness needs lm-evaluation-harness: pip install "phalanx-train[harness]"') from error
+    ranks, device = start_or_join_ranks(asked.nproc, asked.device)
+    dtype = find_number_format(asked.precision, "--precision")
+    loaded = load_for_inference(asked.checkpoint, device, dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema)
+    start = time.perf_counter()
+    scores = score_harness_tasks(
+        loaded,
+        names,
+        folder=asked.harness_tasks,
+        shots=asked.shots,
+        questions=asked.questions,
+        sharing=Sharing(ranks.rank, ranks.world_size),
+    )
+    seconds = time.perf_counter() - start
+    leave_process_group()
+    if not ranks.first:
+        return
+    if asked.as_json:
+        tables = [asdict(score) for score in scores]
+        print_json({"checkpoint": str(loaded.where), "step": loaded.step, "scores": tables, "seconds": seconds})
+        return
+    print_lines([f"{loaded.where} by lm-evaluation-harness {metadata.version('lm-eval')}"])
+    print_table(_HARNESS_COLUMNS, scores)

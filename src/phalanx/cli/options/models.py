@@ -26,7 +26,7 @@ class EvaluateArguments:
     """Score a checkpoint on held-out text or in-context tasks: the newest one where a run directory is given.
 
     Each token of the split is a target once, given the tokens before it in its sample. With --tasks, questions are scored
-    as LLM Foundry scores them.
+    as LLM Foundry scores them; with --harness, as lm-evaluation-harness does.
     """
 
     checkpoint: ModelPath
@@ -37,8 +37,17 @@ class EvaluateArguments:
             help="Questions (.jsonl, .jsonl.gz), or a list of tasks as LLM Foundry has (.yaml); repeatable.",
         ),
     ] = None
+    harness: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="A task, group or tag of lm-evaluation-harness (extra `harness`); repeatable."
+        ),
+    ] = None
+    harness_tasks: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder of further task files for --harness.")
+    ] = None
     shots: Annotated[
-        int | None, typer.Option(min=0, help="Examples before each question, in place of what the list of tasks says.")
+        int | None, typer.Option(min=0, help="Examples before each question, in place of what the task says.")
     ] = None
     questions: Annotated[
         int | None, typer.Option(min=1, help="Ask this many questions of each task, from the first; by default all.")
@@ -46,7 +55,7 @@ class EvaluateArguments:
     nproc: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Share samples, or the questions of --tasks, among N ranks of this machine."
+            metavar="N", min=1, help="Share samples, or the questions of tasks, among N ranks of this machine."
         ),
     ] = None
     data: Annotated[

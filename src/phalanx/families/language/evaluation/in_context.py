@@ -72,6 +72,17 @@ class TaskScore:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class HarnessScore:
+    """One metric of a task, or of a group of tasks, as lm-evaluation-harness computes it."""
+
+    task: str
+    metric: str
+    value: float
+    questions: int | None
+    """None for a group."""
+
+
 class CandidateScorer(Protocol):
     """A model that scores candidates and writes answers; all ranks call it alike and get the same."""
 
