@@ -20,6 +20,10 @@ COLUMNS = (
     *("mem_per_gpu", "mem_unit", "mem_kind"),
 )
 """Columns that are read; the header holds them in any order, with others beside them."""
+_PRIMUS = "amd-primus"
+"""Rows of which example run files say what the table leaves out: AMD-AGI/Primus, examples/megatron/configs/MI355X. They
+recompute no layer (`recompute_num_layers: 0`) and gather parameters while they compute (`overlap_param_gather`), as
+Megatron's distributed optimizer alone does."""
 
 
 def devices_per_node(row: Row, per_unit: int) -> int | None:
@@ -35,6 +39,9 @@ def recompute_of(row: Row) -> Recompute:
     if not stated and row.text("group") == "megatron-bridge":
         # Recipes beside the table (src/megatron/bridge/perf_recipes) recompute norms, the experts' activation function or
         # the up-projection of latent attention, or nothing: a few passes over memory.
+        row.assumed.append("no recomputation")
+        return "none"
+    if not stated and row.text("group") == _PRIMUS:
         row.assumed.append("no recomputation")
         return "none"
     if not stated:
@@ -59,6 +66,8 @@ def zero_of(row: Row) -> int:
         return int(stated)
     words = row.text("sharding").lower()
     row.assumed.append("ZeRO stage")
+    if not words and row.text("group") == _PRIMUS:
+        return 1
     if "shard_grad_op" in words:
         return 2
     if "fsdp" in words or "hsdp" in words:

@@ -367,6 +367,7 @@ _KNOWN: tuple[tuple[str, FrameworkProfile], ...] = (
     ("torchtitan", replace(_FSDP, compiled=True, host_work=1.0, issues_exchanges=True, reduce_bytes=4)),
     ("nanotron", replace(_MEGATRON, fused_attention=True, reduce_bytes=4)),
     ("megatron-bridge", _BRIDGE),
+    ("primus megatron", _BRIDGE),
     ("megatron-lm", replace(_MEGATRON, reduce_bytes=4)),
     ("megatron-deepspeed", _MEGATRON),
     ("gpt-neox", _MEGATRON),

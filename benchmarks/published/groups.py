@@ -48,8 +48,8 @@ class PublishedGroup(MeasuredGroup):
         if setting.model.biases_attention(run.sequence_length):
             # Kernels that skip what a window masks.
             setting = replace(setting, attention="flex")
-        # "In MoE training benchmarks, we force-balance the token distribution among experts" (its performance summary).
-        balanced = run.framework.startswith("Megatron-Bridge")
+        # Both programs spread tokens evenly for their benchmarks (`moe_router_force_load_balancing`).
+        balanced = run.framework.startswith(("Megatron-Bridge", "Primus"))
         return replace(setting, loads=BALANCED) if balanced else setting
 
     def profile(self, *, calibrated: bool = True) -> NamedProfile:

@@ -33,6 +33,26 @@ _MIXTURES_BY_NAME: dict[str, dict[str, Any]] = {
         "attention_sinks": True,
         "experts": {"count": 128, "active": 4, "balance": "none"},
     },
+    "kimi-k2": {
+        "n_layers": 61,
+        "d_model": 7168,
+        "n_heads": 64,
+        "d_ff": 18432,
+        "vocab_size": 163840,
+        "max_positions": 131072,
+        "latent": {"query_rank": 1536, "key_value_rank": 512, "rope_size": 64, "nope_size": 128, "value_size": 128},
+        "experts": {
+            "count": 384,
+            "active": 8,
+            "d_ff": 2048,
+            "shared": 1,
+            "dense_layers": 1,
+            "scoring": "sigmoid",
+            "scale": 2.827,
+            "bias_rate": 0.001,
+            "balance": "none",
+        },
+    },
     "mixtral-8x22b": {
         "n_layers": 56,
         "d_model": 6144,
@@ -44,8 +64,15 @@ _MIXTURES_BY_NAME: dict[str, dict[str, Any]] = {
         "experts": {"count": 8, "active": 2, "balance": "none"},
     },
 }
-"""Mixtures that are no presets: config.json of openai/gpt-oss-120b, whose experts' biases `recipes.py` plans, and of
-mistralai/Mixtral-8x22B-v0.1."""
+"""Mixtures that are no presets: config.json of openai/gpt-oss-120b, whose experts' biases `recipes.py` plans, of
+moonshotai/Kimi-K2-Instruct, and of mistralai/Mixtral-8x22B-v0.1."""
+_OTHER_LAYERS = {
+    "nemotron-3": "it has state-space layers (Mamba), as no plan of ours",
+    "deepseekv4": "its attention reads compressed and chosen keys, as no plan of ours",
+}
+"""Mixtures with layers that we do not have, by how their names begin. NVIDIA-NeMo/Megatron-Bridge,
+src/megatron/bridge/models: `hybrid_override_pattern` in nemotronh/nemotron_h_bridge.py (v0.5.0), compressor and indexer in
+deepseek/deepseek_v4_bridge.py (v0.6.0)."""
 _SWIGLU = {"positions": "rope", "norm": "rmsnorm", "mlp": "swiglu", "tied_head": False, "bias": False}
 _PRESETS = {"deepseekv3": "deepseek-v3"}
 """Presets by what tables call their models otherwise."""
@@ -78,6 +105,9 @@ def _mixture(name: str) -> LanguageModel:
     words = re.sub(r"[ _]", "-", re.split(r" ?[\[(]", name.lower())[0])
     if words in _MIXTURES_BY_NAME:
         return LanguageModel.model_validate(_SWIGLU | _MIXTURES_BY_NAME[words])
+    for start, reason in _OTHER_LAYERS.items():
+        if words.startswith(start):
+            raise Unusable(reason)
     preset = find_preset(_PRESETS.get(words, words))
     model = None if preset is None else preset.model()
     if not isinstance(model, LanguageModel) or model.experts is None:

@@ -80,6 +80,8 @@ _RECIPES = (
     Recipe("deepseek", ("GB300",), since=(25, 11), until=(26, 2), dispatches=True, recomputes=True),
     Recipe("deepseek", _RACKS, since=(25, 11), dispatches=True),
     Recipe("deepseek", _NODES, since=(26, 2), dispatches=True),
+    # Until 26.06 no steps are recorded. Its optimizer, Muon, is planned as AdamW.
+    Recipe("kimi", _RACKS, since=(26, 2, 1), until=(26, 8), dispatches=True),
 )
 """The first that fits counts."""
 _NOTHING = Recipe("")

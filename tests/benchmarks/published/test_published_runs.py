@@ -219,6 +219,8 @@ REASONS = [
     ({"family": "ViT weather"}, "it is not a language model"),
     ({"model": "Mixtral-8x220B"}, "it is a mixture of experts whose sizes are not known"),
     ({"ep": "8"}, "it is a mixture of experts whose sizes are not known"),
+    ({"model": "Nemotron_3_Nano"}, "it has state-space layers (Mamba), as no plan of ours"),
+    ({"model": "DeepSeekV4 Flash"}, "its attention reads compressed and chosen keys, as no plan of ours"),
     ({"model": "LLAMA2-13B LoRA"}, "it trains adapters alone"),
     ({"precision": "NVFP4"}, "it computes in a format that no recipe has (NVFP4)"),
     ({"precision": ""}, "the source does not state the number format"),
@@ -468,6 +470,7 @@ def test_mixtures_are_read_by_name(tmp_path: Path) -> None:
         ("GPT OSS 120B", 128, 4),
         ("DeepSeekV3 (w/o MTP)", 256, 8),
         ("Qwen3_235B_a22B", 128, 8),
+        ("Kimi_K2", 384, 8),
     ):
         run = read_one(tmp_path, **cells, model=name, n_gpus="16")
         assert run.used, run.reason
@@ -475,5 +478,8 @@ def test_mixtures_are_read_by_name(tmp_path: Path) -> None:
         assert (run.model.experts.count, run.model.experts.active, run.layout.ep) == (experts, active, 8)
         # The source's recipes recompute next to nothing; other sources would have to say so.
         assert run.recompute == "none" and "no recomputation" in run.assumed
+    # Its example run files say what a table leaves out.
+    primus = read_one(tmp_path, **cells | {"group": "amd-primus", "zero_stage": ""}, model="Mixtral-8x22B", n_gpus="16")
+    assert primus.used and primus.layout is not None and (primus.recompute, primus.layout.zero) == ("none", 1)
     elsewhere = read_one(tmp_path, **cells | {"group": "g"}, model="GPT OSS 120B", n_gpus="16")
     assert elsewhere.reason == "the source does not state whether activations are recomputed"

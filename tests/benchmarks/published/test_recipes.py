@@ -49,4 +49,6 @@ def test_models_have_their_own(run: PublishedRun) -> None:
     llama, mixture = (_recipe(run, name, "H100 SXM", "26.04", "bf16") for name in ("LLAMA3_70B", "GPT OSS 120B"))
     assert llama.hides_tp and not llama.biased_experts and not llama.recomputes_activation
     assert mixture.biased_experts and mixture.recomputes_activation and not mixture.hides_tp
+    kimi = _recipe(run, "Kimi_K2", "GB300", "26.06", "mxfp8")
+    assert kimi.rows_once_a_rank and not kimi.hides_rows and not kimi.fused_experts
     assert with_recipe(llama, replace(run, framework="nanotron")) is llama
