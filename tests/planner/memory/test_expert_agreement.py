@@ -63,6 +63,8 @@ WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (FEW, {"dp_shard": 4, "tp": 2, "ep": 2, "expert_tp": 4, "recompute": "selective", "global_batch": 16}),
     (FEW, {"dp_shard": 4, "pp": 2, "ep": 2, "expert_tp": 2, "recompute": "none", "global_batch": 16}),
     (DEEPSEEK | {"latent": LATENT}, {"dp_shard": 4, "tp": 2, "ep": 4, "recompute": "full", "global_batch": 32}),
+    # The most is held when the experts' gradients are reduced, for which what the block behind sent is given up.
+    (DEEPSEEK | {"shared": 0}, {"dp_shard": 4, "tp": 2, "ep": 4, "recompute": "full", "global_batch": 32}),
 ]
 
 
@@ -81,6 +83,4 @@ def test_mixtures_hold_what_the_code_holds(experts: dict[str, Any], words: dict[
     for rank in (worst, ranks[1]) if layout.pp == 4 and worst is not ranks[1] else (worst,):
         first = rank.rank * WORLD // layout.pp
         found = dry_run(model, layout, first, build_full_step, accelerator=True, devices_per_node=None)
-        # A shared network beside `tp`: the plan is 2.3% above what the code holds, for a reason that is not found yet.
-        limit = 0.025 if layout.tp > 1 and "shared" in experts else 0.02
-        assert rank.allocated == pytest.approx(found.peak, rel=limit), (rank, found.moment, found.categories)
+        assert rank.allocated == pytest.approx(found.peak, rel=0.02), (rank, found.moment, found.categories)

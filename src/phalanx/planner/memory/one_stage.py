@@ -198,10 +198,17 @@ class StepMoments:
                 "own_blocks": done,
             }
 
+        def experts_reduced(done: int) -> Row:
+            """Return the counts as the experts of that block are reduced, for which what was sent before is given up."""
+            counts = {count: value for count, value in backward(done).items() if not count.startswith("sent_")}
+            return {**counts, "block_backward": 0, "experts_reduced": 1}
+
         yield f"backward of {name}", backward(0)
+        yield f"experts of {name} reduced", experts_reduced(0)
         # Gradients of a unit stay whole until all its blocks are done.
         if self.step.gather_blocks > 1:
             yield f"backward of all that is gathered with {name}", backward(size - 1)
+            yield f"experts of all that is gathered with {name} reduced", experts_reduced(size - 1)
         yield (
             f"gradients of {name} reduced",
             {

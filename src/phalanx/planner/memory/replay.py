@@ -74,6 +74,7 @@ COUNTS = (
     "leading_forward",
     "embedding_backward",
     "block_backward",
+    "experts_reduced",
     "head_backward",
     "leading_backward",
     "embedding_reduced",
@@ -102,8 +103,8 @@ COUNTS = (
 - gathered_..: parameters. arrived_..: in the buffer that they came in as well. arriving_..: on their way.
 - sent_blocks, sent_embedding, sent_head: gradients in the buffer that they were reduced from. summed_embedding: reduced.
 - updated_..: parts whose matrices are updated whole, with a direction and an update of each; updates: such an update.
-- .._forward, .._backward, .._reduced: what is being done. .._given_up: whole gradients that a reduction has no need of any
-  more.
+- .._forward, .._backward, .._reduced: what is being done; experts_reduced: their reduction, and what is left of the backward
+  pass of their block. .._given_up: whole gradients that a reduction has no need of any more.
 """
 COLUMN = {name: place for place, name in enumerate(COUNTS)}
 

@@ -162,5 +162,7 @@ class Exchanges:
         shared_out = self.s.sizes.expert_shards > 1
         total = master * experts.trained_shard + np.where(shared_out, 0, master) * experts.trained_gathered
         buffered = master * experts.trained_gathered
-        now = buffered + np.maximum(total, self.own_gradients(experts))
+        # FSDP2's loop over gradients holds on to the last one, that of `down`, until there is room for the sum.
+        own = self.own_gradients(experts)
+        now = buffered + np.maximum(total + own / 3, own)
         return self.spread * now, self.spread * (buffered + master * experts.trained_shard * ~self.whole)

@@ -162,6 +162,7 @@ def _passes(r: Exchanges) -> dict[str, Allocations]:
     arrived = r.dropped * r.experts_arrived * z.experts.gathered * (z.beside_experts > 0)
     backward: Amount = np.maximum(z.block.backward, z.beside_experts + arrived)
     now, later = r.experts_reduced()
+    found["experts_reduced"] = {}
     if np.any(now):
         # Experts are done before the rest of their block, whose backward pass goes on beside what they are sent from. In a
         # pipeline all is reduced together, behind the last pass.
@@ -169,7 +170,7 @@ def _passes(r: Exchanges) -> dict[str, Allocations]:
         # As for other parts: where nothing is sharded, gradients added up before are gone when their copy is divided.
         freed = freed + r.s.master * z.experts.trained_gathered * (r.whole & (z.expert_shards == 1))
         behind = np.maximum(z.experts.forward + now, z.experts.backward + later) - freed
-        backward = np.where(r.s.piped, backward, np.maximum(backward, behind))
+        found["experts_reduced"] = {"one part's pass": np.where(r.s.piped, 0, behind)}
         reduced = r.reducing(z.block)
         whole: Amount = np.where(r.s.piped, np.maximum(reduced, now), reduced)
         found["blocks_reduced"] = {"reduce buffers": whole}
