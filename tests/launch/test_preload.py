@@ -46,6 +46,16 @@ with open(f"rank-{rank}", "a") as file:
 print("said by", rank, file=sys.stderr)
 if what == "waits":
     time.sleep(60)
+if what == "fails with much loaded":
+    # Taken apart only where an interpreter ends in good order.
+    class Loaded:
+        def __del__(self):
+            time.sleep(60)
+    sys.modules["much"] = Loaded()
+    print("last words", file=sys.stderr)
+    if len(sys.argv) > 2:
+        raise ValueError(sys.argv[2])
+    sys.exit(5)
 if what == "dies once" and rank == "1" and len(open("rank-1").readlines()) == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(int(what) if what.isdecimal() else 0)
@@ -109,6 +119,21 @@ def test_threads_that_end_at_a_fork_are_no_reason_to_load_anew(folder: Path) -> 
     assert rank is not None and rank.wait() == 7
     template.close()
     assert loaded(folder) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [([], 5, "last words"), (["it is bad"], 1, "ValueError: it is bad")],
+    ids=["exit", "raise"],
+)
+def test_a_rank_that_failed_ends_at_once(words: list[str], code: int, said: str, folder: Path) -> None:
+    template = RankTemplate(["big_library"], os.environ, 2)
+    rank = template.start(command(folder, 1, "fails with much loaded", *words))
+    assert rank is not None
+    began = time.monotonic()
+    assert rank.wait() == code and time.monotonic() - began < 30
+    template.close()
+    assert (folder / "log-1").read_text().endswith(f"{said}\n")
 
 
 def test_a_device_that_is_open_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,10 @@ def fails(kind):
         (folder / "said").write_text(str(time.time()))
     if "slowly" in scenario:
         time.sleep(2)
+    if "closing" in scenario and kind == "exception":
+        # As Python does once a run has ended.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(1000)
     sys.exit(1)
 
 def state(pid):
@@ -198,6 +202,15 @@ def test_a_fault_is_found_when_a_rank_says_so_and_not_when_it_ends(tmp_path: Pat
     assert (report["rank"], report["cause"], report["phase"]) == (1, "exception", "data")
     said = float((tmp_path / "said").read_text())
     assert datetime.fromisoformat(report["time"]).timestamp() - said < 1.5
+
+
+def test_a_rank_that_is_ended_while_it_closes_has_failed_and_was_not_asked_to_stop(tmp_path: Path) -> None:
+    # The other one, which lost it, ends first.
+    launch = Launch(tmp_path, "raises closing")
+    code, errors = launch.finish()
+    assert code == 0, errors
+    report = launch.report()
+    assert (report["rank"], report["cause"]) == (1, "exception") and "restart 1" in report["action"]
 
 
 def test_a_rank_that_said_why_it_fails_is_not_called_hung_while_it_closes() -> None:

@@ -345,8 +345,11 @@ class RankProcesses:
 
     def end_attempt(self, failed: int) -> int | None:
         """Report the fault; return the exit code of the command, or None once the ranks may be started again."""
-        # A suspended rank that was woken for its stacks may have come to its end before it was ended.
+        # A suspended rank that was woken for its stacks may have come to its end before it was ended: it did not end well.
         code = self.code(failed) or 1
+        # Nor is one that said what it fails of and was ended, with the others, while it closed what it holds.
+        if code < 0 and heartbeat.error_file(self._place, failed).exists():
+            code = 1
         # A process ended by a signal has its negative number here, and 128 + the number in a shell.
         code = code if code >= 0 else 128 - code
         # Ranks that ended because somebody asked for it have no fault.

@@ -273,7 +273,22 @@ def _become_rank(command: RankCommand, listener: int | None, threads: int) -> No
             os.set_inheritable(listener, True)
         os.execve(sys.executable, [sys.executable, "-m", command.module, *command.arguments], os.environ)
     sys.argv[1:] = command.arguments
-    runpy.run_module(command.module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(command.module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if not isinstance(end.code, int) or not end.code:
+            raise
+        code = end.code
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    else:
+        return
+    # What a failed rank had open it has closed. Python would take a second or more to take apart all that is loaded, and
+    # those that are to begin again wait for it.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _opened_device() -> bool:

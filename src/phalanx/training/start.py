@@ -40,7 +40,7 @@ from phalanx.training.callbacks import Callback, CallbackList, build_callbacks, 
 from phalanx.training.checkpointing import Restored, require_checkpoint, restore_run
 from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.logs import RunLog, check_trackers, open_sinks
-from phalanx.training.metrics import StepMeter, find_peaks
+from phalanx.training.metrics import Peaks, StepMeter, find_peaks
 from phalanx.training.run_dir import RunDirectory, describe_machine
 from phalanx.training.safeguards.memory_limit import advise_remedies, heed_memory_limit, note_out_of_memory
 from phalanx.training.safeguards.memory_probe import MemoryProbe, recall_microbatch
@@ -209,8 +209,8 @@ def _build_parts(
     applied.refresh()
     inputs.stream.seek(restored.step + restored.safeguards.skipped_batches)
     inputs.watch(applied)
-    peaks = find_peaks(model, device)
     # Metrics are those of the first rank.
+    peaks = find_peaks(model, device) if ranks.first else Peaks(None, None)
     energy = open_energy_meter(device, ranks.ranks_per_node or ranks.world_size) if ranks.first else None
     machine = describe_machine(device, ranks.world_size, peaks, run.training.flops)
     describe = partial(directory.describe_run, run, machine, inputs.write)
