@@ -140,6 +140,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "phalanx search run.yaml --cluster frontier --devices 1024 --where slurm --storage study.log",
         "phalanx tune run.yaml --out studies/a --where slurm --cluster frontier --trials 200",
         "phalanx tune run.yaml --out studies/big --where slurm --cluster frontier --trials 200",
+        "phalanx tune run.yaml --out studies/a --where sbatch --cluster frontier --nproc 32 --account ABC123",
         "phalanx bench run.yaml --devices 64 --where slurm --cluster frontier --json",
     ),
     "It starts a training job for each trial; tests/cli/test_search.py and tests/cli/test_tune.py run a few.": (
@@ -150,6 +151,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "phalanx tune examples/materials-tune.yaml --out studies/materials --write best.yaml --html study.html",
         "phalanx tune run.yaml --out studies/a",
         "phalanx tune run.yaml --out studies/a --devices 4 --slots 6",
+        "phalanx tune run.yaml --out studies/a --devices 2 --nproc 2",
     ),
     "It measures the devices of Frontier, and is refused on others; `phalanx calibrate --nproc 4` runs.": (
         "torchrun --nproc-per-node 8 -m phalanx calibrate --cluster frontier --out frontier.profile.yaml",

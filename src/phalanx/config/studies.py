@@ -88,6 +88,8 @@ class Tune(Section):
     """Seconds after which a trial between two rungs counts as hanging."""
     study_time_s: Seconds | None = None
     """Seconds after which nothing is begun and running trials stop, to go on later; null is no limit."""
+    nproc: Annotated[int, Field(ge=1, le=10**6)] = 1
+    """Ranks of a trial, a device each; the run file's layout must be one of so many."""
     memory_gib: GiB | None = None
     """Memory of a device for all trials that share it, GiB; null takes what the device, or the host, has."""
     slots: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = "auto"

@@ -166,6 +166,60 @@ def launch_script(machine: Machine, job: Job) -> str:
     return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part))) + "\n"
 
 
+@dataclass(frozen=True)
+class JobArray:
+    """Equal jobs that are submitted together, each with a folder of its own."""
+
+    name: str
+    """Name of the jobs, by which they are found in the queue."""
+    command: tuple[str, ...]
+    """Command of every rank, to which the job's folder is added."""
+    folders: Path
+    """File that names the folder of each job, a line a job."""
+    tasks: int
+    """Jobs of the array."""
+    logs: Path
+    """Folder of what the jobs write outside their own folders."""
+
+
+ARRAY_END = "ended"
+"""File that a job of an array leaves in its folder: exit code and seconds of its ranks."""
+
+
+def array_script(machine: Machine, job: Job, array: JobArray) -> str:
+    """Return the sbatch script of an array of jobs, each with the nodes and the time of `job`.
+
+    What the ranks write goes to `log` in the job's folder. Raises ConfigError as `complete_job` does.
+    """
+    job = complete_job(machine, job)
+    step = list(_step_lines(machine, job.nodes, stop_seconds(machine, job)))
+    parts = (
+        _array_header(machine, job, array),
+        ["set -eo pipefail", f"cd -- {shlex.quote(str(job.directory))}"],
+        [*_reasoned_lines(machine.setup), *job.setup],
+        _environment_lines(machine, job),
+        [_MEETING_POINT],
+        _folder_lines(machine, job),
+        ["step=(", *("    " + line for line in step), ")", f"rank=({shlex.join(array.command)})"],
+        [_TRAP],
+        [_ARRAY_TASK.format(folders=shlex.quote(str(array.folders)), end=ARRAY_END)],
+    )
+    return "\n\n".join("\n".join(lines) for part in parts if (lines := list(part))) + "\n"
+
+
+_ARRAY_TASK = """\
+mapfile -t folders < {folders}
+folder="${{folders[$SLURM_ARRAY_TASK_ID]}}"
+# A rank that fails ends the others; ranks that stop in good order have written their checkpoint together before.
+SECONDS=0
+code=0
+srun "${{step[@]}}" --kill-on-bad-exit=1 "${{rank[@]}}" "$folder" >> "$folder/log" 2>&1 || code=$?
+# Renamed: whoever looks for the file finds it whole.
+echo "$code $SECONDS" > "$folder/.{end}"
+mv -- "$folder/.{end}" "$folder/{end}"
+exit "$code\""""
+
+
 _MEETING_POINT = f"""\
 # Ranks take their numbers from Slurm; what torchrun may have left in the submitting shell would come first.
 unset {" ".join(_TORCHRUN)}
@@ -273,31 +327,21 @@ def _longest_seconds(partition: Partition, nodes: int) -> int:
 
 
 def _header_lines(machine: Machine, job: Job) -> Iterator[str]:
-    devices, stop = machine.node.devices, machine.stop
     yield "#!/bin/bash"
     yield _comment_line(
-        f"Training on {machine.about}: {job.nodes * devices} ranks, one for each {machine.node.device}."
+        f"Training on {machine.about}: {job.nodes * machine.node.devices} ranks, one for each {machine.node.device}."
     )
     yield "# Written by phalanx launch. Reasons name their sources:"
     for document, title in machine.documents.items():
         yield _comment_line(f"[{document}] {title}")
-    assert job.seconds is not None
     # The name becomes part of the name of the log (%x).
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", job.run.name.removesuffix(".yaml")) or "run"
     yield f"#SBATCH --job-name=phalanx-{name}"
-    yield f"#SBATCH --nodes={job.nodes}"
-    yield f"#SBATCH --ntasks-per-node={devices}"
-    yield f"#SBATCH --cpus-per-task={machine.node.cores_per_task}"
-    yield f"#SBATCH --time={format_walltime(job.seconds)}"
-    if job.partition is not None:
-        yield f"#SBATCH --partition={job.partition}"
-    if job.account is not None:
-        yield f"#SBATCH --account={job.account}"
-    yield from _option_lines(machine.job_slurm.sbatch, "#SBATCH ")
+    yield from _resource_lines(machine, job)
     yield "# One log for all attempts: a job that starts again goes on writing where it was."
     yield "#SBATCH --output=%x-%j.log"
     yield "#SBATCH --open-mode=append"
-    yield f"#SBATCH --{'' if stop.requeue else 'no-'}requeue"
+    yield f"#SBATCH --{'' if machine.stop.requeue else 'no-'}requeue"
     stop_s = stop_seconds(machine, job)
     yield f"# {stop_s} s before the end the ranks are told to save and stop (USR1 and USR2 do the same)."
     if job.save_seconds is not None:
@@ -305,6 +349,38 @@ def _header_lines(machine: Machine, job: Job) -> Iterator[str]:
     yield "# The signal goes to the ranks, not to this shell (no B:), which could hand it to srun alone, and srun ends them"
     yield "# at once."
     yield f"#SBATCH --signal=TERM@{stop_s}"
+
+
+def _array_header(machine: Machine, job: Job, array: JobArray) -> Iterator[str]:
+    ranks = job.nodes * machine.node.devices
+    yield "#!/bin/bash"
+    yield _comment_line(
+        f"{array.tasks} trials on {machine.about}: {ranks} ranks each, one for each {machine.node.device}."
+    )
+    yield "# Written by phalanx tune. Reasons name their sources:"
+    for document, title in machine.documents.items():
+        yield _comment_line(f"[{document}] {title}")
+    yield f"#SBATCH --job-name={array.name}"
+    yield f"#SBATCH --array=0-{array.tasks - 1}"
+    yield from _resource_lines(machine, job)
+    yield f"#SBATCH --output={array.logs}/%A_%a.log"
+    yield "# What becomes of a job that was lost is for the study to say."
+    yield "#SBATCH --no-requeue"
+    yield "# Before the end the ranks are told to save and stop; the trial goes on in a further job."
+    yield f"#SBATCH --signal=TERM@{stop_seconds(machine, job)}"
+
+
+def _resource_lines(machine: Machine, job: Job) -> Iterator[str]:
+    assert job.seconds is not None
+    yield f"#SBATCH --nodes={job.nodes}"
+    yield f"#SBATCH --ntasks-per-node={machine.node.devices}"
+    yield f"#SBATCH --cpus-per-task={machine.node.cores_per_task}"
+    yield f"#SBATCH --time={format_walltime(job.seconds)}"
+    if job.partition is not None:
+        yield f"#SBATCH --partition={job.partition}"
+    if job.account is not None:
+        yield f"#SBATCH --account={job.account}"
+    yield from _option_lines(machine.job_slurm.sbatch, "#SBATCH ")
 
 
 def _environment_lines(machine: Machine, job: Job) -> Iterator[str]:

@@ -78,11 +78,13 @@ def launch_ranks(
     *,
     grace_s: float = GRACE_S,
     policy: RestartPolicy | None = None,
+    first_device: int = 0,
 ) -> int:
     """Run `phalanx ARGUMENTS` on `world_size` ranks and return the exit code of the first rank that failed, or 0.
 
     module: Python module to run in place of `phalanx`. grace_s: seconds after which ranks that were told to stop are killed.
     policy: how ranks with heartbeats are watched, and started again after a fault; None ends after the first fault.
+    first_device: number of the first rank's device on this machine; the others have those behind it.
 
     Each of STOP_SIGNALS reaches every rank once; ranks then save and stop. When a rank fails, the others are stopped. No
     rank outlives the call. Ranks find this process's number in the variable `parent.PARENT`. Returns GIVEN_UP where ranks
@@ -90,7 +92,7 @@ def launch_ranks(
     """
     with (
         tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder,
-        RankProcesses(Path(folder), module, grace_s, policy, world_size) as ranks,
+        RankProcesses(Path(folder), module, grace_s, policy, world_size, first_device) as ranks,
     ):
         words = list(arguments)
         while True:
@@ -117,14 +119,20 @@ class RankProcesses:
     """
 
     def __init__(
-        self, folder: Path, module: str, grace_s: float, policy: RestartPolicy | None, world_size: int
+        self,
+        folder: Path,
+        module: str,
+        grace_s: float,
+        policy: RestartPolicy | None,
+        world_size: int,
+        first_device: int = 0,
     ) -> None:
         self._folder = folder
         self._module = module
         self._grace_s = grace_s
         self._policy = policy
         self._count = RestartCount(policy or RestartPolicy())
-        self.places = RankPlaces(world_size, {} if policy is None else policy.layouts)
+        self.places = RankPlaces(world_size, {} if policy is None else policy.layouts, first_device)
         self._memory_limit = read_memory_limit(None if policy is None else policy.run_dir)
         # The kernel counts its kills for memory; a rank's exit code says only that it was signal 9.
         self._kills = KillCount()

@@ -86,10 +86,10 @@ def _newest_step(run_dir: Path | None) -> int:
 class RankPlaces:
     """The places of this machine, such as devices, that ranks may have: each rank's own, and spare ones."""
 
-    def __init__(self, world_size: int, layouts: Mapping[int, Sequence[str]]) -> None:
-        """Begin with a place for each of `world_size` ranks. layouts: see `RestartPolicy`."""
+    def __init__(self, world_size: int, layouts: Mapping[int, Sequence[str]], first: int = 0) -> None:
+        """Begin with a place for each of `world_size` ranks, from number `first` on. layouts: see `RestartPolicy`."""
         self._layouts = layouts
-        self._usable = list(range(world_size))
+        self._usable = list(range(first, first + world_size))
         self.used = list(self._usable)
         """Place of each rank."""
 

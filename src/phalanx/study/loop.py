@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from phalanx.errors import Interrupted
 from phalanx.launch.parent import ONE_WISH_S
+from phalanx.study.processes.process import Worker
 from phalanx.study.samplers import Proposal, optuna_distribution
 from phalanx.study.space import Range
 from phalanx.study.store import StudyStore
@@ -80,6 +81,9 @@ class StudyLoop(ABC, Generic[J]):
         self.jobs: list[J] = []
         self.ends = math.inf
         """Time to stop all trials, in seconds since the epoch."""
+        self.worker: Worker | None = None
+        """Whose the trials are; None for this process, with which they end."""
+        self.tick_s = _TICK_S
         self._signal = 0
         self._asked_at = 0.0
 
@@ -127,7 +131,7 @@ class StudyLoop(ABC, Generic[J]):
                     reason = self.begin_trials()
                     if not self.jobs:
                         return reason
-                time.sleep(_TICK_S)
+                time.sleep(self.tick_s)
 
     def claim(self, key: str, proposal: Proposal, ranges: Mapping[str, Range], *, counts: bool = True) -> Trial | None:
         """Return a trial that is now this process's to run; None where another process was first.
@@ -143,6 +147,7 @@ class StudyLoop(ABC, Generic[J]):
             sampler=self.sampler_name,
             limit_s=self.limit_s,
             note=proposal.note,
+            worker=self.worker,
         )
         # Processes that share a study may each have seen room for one more: the journal's order decides.
         if trial is not None and counts and self.count_before(trial) >= self.most:
@@ -180,7 +185,7 @@ class StudyLoop(ABC, Generic[J]):
         deadline = time.monotonic() + ORDERLY_STOP_S
         while self.jobs and time.monotonic() < deadline:
             self.collect_ended()
-            time.sleep(_TICK_S)
+            time.sleep(self.tick_s)
         # Those that do not stop are killed by `run`; as asked to stop they are no failed attempts.
         for job in self.jobs:
             self.store.finish(job.trial, Outcome(INTERRUPTED, words="the tuner was stopped", more={ASKED: True}))

@@ -107,12 +107,9 @@ class StudyStore:
         attempts: dict[str, int] = {}
         keys = set()
         for trial in self.trials():
-            if trial.interrupted:
-                # That a study's process was asked to stop says nothing against its trials.
-                if trial.outcome is not None and trial.outcome.more.get(ASKED):
-                    continue
+            if trial.attempt_failed:
                 attempts[trial.key] = attempts.get(trial.key, 0) + 1
-            else:
+            elif not trial.interrupted:
                 keys.add(trial.key)
         return keys | {key for key, count in attempts.items() if count >= ATTEMPTS}
 
@@ -125,11 +122,13 @@ class StudyStore:
         sampler: str,
         limit_s: float,
         note: Mapping[str, Any] | None = None,
+        worker: Worker | None = None,
     ) -> Trial | None:
         """Return a trial that begins now; None where another process was first.
 
         ranges: what each of `values` might have been. sampler: its name. limit_s: seconds after which processes on
-        other hosts take the trial for abandoned. note: what is expected of it.
+        other hosts take the trial for abandoned. note: what is expected of it. worker: whose it is, by default this
+        process's.
         """
         # A look saves most races a line in the journal; the check below decides.
         if key in self.taken():
@@ -143,7 +142,7 @@ class StudyStore:
                 "key": key,
                 "engine": sampler,
                 "note": dict(note or {}),
-                "worker": Worker.this_process().as_dict(),
+                "worker": (worker or Worker.this_process()).as_dict(),
                 "deadline": time.time() + limit_s,
             },
         )
@@ -153,6 +152,12 @@ class StudyStore:
         if mine is None:
             self._end(self._trial_id(number), Outcome(_DUPLICATE))
         return mine
+
+    def running_of(self, worker: Worker) -> list[Trial]:
+        """Return the trials that run and are this worker's."""
+        running = [one for one in self._frozen_trials() if one.state == TrialState.RUNNING]
+        mine = {one.number for one in running if one.user_attrs["worker"] == worker.as_dict()}
+        return [trial for trial in self.trials() if trial.number in mine]
 
     def withdraw(self, trial: Trial) -> None:
         """Take back a trial that was claimed and not begun."""

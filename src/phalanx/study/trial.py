@@ -12,6 +12,7 @@ FAILURES = {
     "out_of_memory": "out of memory",
     "hang": "not done within the time limit",
     "crash": "a process failed",
+    "cancelled": "somebody cancelled its job",
     "refused": "the run file does not allow it",
     "non_finite": "the loss is not finite",
     "wrong_loss": "another loss or gradient norm than the first good trial",
@@ -98,6 +99,11 @@ class Trial:
     def interrupted(self) -> bool:
         """Whether the trial was killed from outside, so that nothing was found out."""
         return self.outcome is not None and self.outcome.cause == INTERRUPTED
+
+    @property
+    def attempt_failed(self) -> bool:
+        """Whether the trial was interrupted otherwise than by its own study, which says nothing against it."""
+        return self.outcome is not None and self.interrupted and not self.outcome.more.get(ASKED)
 
     @property
     def value(self) -> float:

@@ -1,7 +1,4 @@
-"""The tuner with real processes and a real journal; what stands for training is a script that a second is enough for.
-
-What a script does is decided by `training.seed`: it trains, or fails in one of the ways in which training fails.
-"""
+"""The tuner with real processes and a real journal; what stands for training is a script that a second is enough for."""
 
 from __future__ import annotations
 
@@ -35,81 +32,29 @@ from phalanx.study.hyperparameters.hyperparameter_space import build_hyperparame
 from phalanx.study.hyperparameters.packing import PACKED, UNPACKED, Packing
 from phalanx.study.hyperparameters.study_summary import summarise_study
 from phalanx.study.hyperparameters.tuner import Settings, Tuner, describe_study
+from phalanx.study.processes.slots import ProcessSlot
 from phalanx.study.samplers import make_sampler
 from phalanx.study.trial import Trial
 from phalanx.training.start import train
 from token_data import write_run_file, write_token_folder
+from tuned_script import RUN, SCRIPT
 
 STORES = Path(__file__).parents[1] / "stores"
 """Studies that an earlier version wrote."""
-RUN = """\
-model: {n_layers: 2, d_model: 32, n_heads: 4, d_ff: 64, vocab_size: 257, max_positions: 64, mlp: gelu}
-data: {sources: [data/a], sequence_length: 64}
-layout: {global_batch: 8}
-optimizer: {lr: 1e-3}
-training: {steps: 9}
-tune:
-  parameters:
-    training.seed: SEEDS
-    optimizer.lr: {low: 1e-4, high: 1e-1, log: true}
-  engine: random
-  first: engine
-"""
-SCRIPT = r"""
-import json, os, re, signal, sys, time
-folder, step_s = sys.argv[1], float(sys.argv[2])
-part = json.load(open(folder + "/part.json"))
-text = open(folder + "/run.yaml").read()
-seed, lr = (float(re.search(rf"^  {name}: (.*)$", text, re.M)[1]) for name in ("seed", "lr"))
-run = part["run_dir"]
-os.makedirs(run, exist_ok=True)
-def leave(cause, code, words=""):
-    with open(folder + "/new.json", "w") as file:
-        json.dump({"cause": cause, "words": words, "ended": time.time(), "memory_bytes": None, "host_bytes": 5e8}, file)
-    os.rename(folder + "/new.json", folder + "/rank-0.json")
-    os._exit(code)
-asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-done = int(open(run + "/done").read()) if os.path.exists(run + "/done") else 0
-def event(kind, step, **more):
-    with open(run + "/events.jsonl", "a") as file:
-        file.write(json.dumps({"kind": kind, "step": step, **more}) + "\n")
-event("resume" if done else "start", done)
-begin = time.time()
-if seed == 1:
-    sys.exit("no such thing")
-if seed == 2 and not os.path.exists(run + "/tried"):
-    open(run + "/tried", "w").close()
-    time.sleep(0.4)
-    leave("out_of_memory", 1, "rank 0: out of memory")
-if seed == 3:
-    leave("non_finite", 1, "rank 0: loss=nan is not finite")
-if seed == 4:
-    time.sleep(60)
-for step in range(done + 1, part["until"] + 1):
-    time.sleep(step_s)
-    with open(run + "/metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": step, "step_seconds": step_s}) + "\n")
-    open(run + "/done", "w").write(str(step))
-    if asked:
-        leave("interrupted", 143, "stopped by signal 15")
-event("evaluation", part["until"], loss=1.0 / part["until"] + lr)
-event("end", part["until"], seconds=time.time() - begin)
-leave("ok", 0)
-"""
 
 
 @dataclass(frozen=True)
-class ScriptPlace:
+class ScriptPlace(ProcessSlot):
     """A device on which the script runs."""
 
     name: str
     step_s: float = 0.01
     memory: float = 1e12
     accelerator: bool = False
+    ranks: int = 1
 
     def command(self, folder: Path, limit_s: float) -> list[str]:
-        return [sys.executable, "-S", "-c", SCRIPT, str(folder), str(self.step_s)]
+        return [sys.executable, "-S", "-c", SCRIPT, str(self.step_s), str(folder)]
 
     def env(self, number: int) -> Mapping[str, str]:
         return {}

@@ -10,7 +10,7 @@ import pytest
 from phalanx.errors import ConfigError
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.mesh import ranks_from_environment
-from phalanx.study.processes.slots import LocalDevice, find_devices
+from phalanx.study.processes.slots import LocalDevices, find_devices
 from phalanx.study.processes.trial_files import CORES
 
 
@@ -26,7 +26,7 @@ def test_parts_of_a_cpu() -> None:
 
 
 def test_a_rank_takes_the_device_of_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in LocalDevice("cuda", 3, 1e9).env(0).items():
+    for name, value in LocalDevices("cuda", 3, 1e9).env(0).items():
         monkeypatch.setenv(name, value)
     ranks = ranks_from_environment()
     assert (ranks.rank, ranks.world_size, ranks.local_rank) == (0, 1, 3)

@@ -289,17 +289,37 @@ class TuneArguments:
     devices: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Devices: accelerators, or parts of the CPU's cores.")
     ] = None
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ranks of a trial, a device each, for tune.nproc.")
+    ] = None
     slots: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Trials that may share a device, for tune.slots.")
     ] = None
-    where: Annotated[str, typer.Option(help="local: this machine; slurm: the allocation this runs in.")] = "local"
+    where: Annotated[
+        str,
+        typer.Option(
+            help="local: this machine; slurm: the allocation this runs in; sbatch: job arrays that this submits."
+        ),
+    ] = "local"
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help=f"Of --where slurm: {', '.join(described_names())}, or the path of a description.",
+            help=f"Of --where slurm and sbatch: {', '.join(described_names())}, or the path of a description.",
             autocompletion=described_names,
         ),
+    ] = None
+    time: Annotated[
+        str | None,
+        typer.Option(metavar="H:MM:SS", help="Of sbatch: wall time of a trial's job; by default tune.time_limit_s."),
+    ] = None
+    account: Annotated[str | None, typer.Option(help="Of sbatch: project that pays for the jobs.")] = None
+    partition: Annotated[str | None, typer.Option(help="Of sbatch: partition (queue); by default the usual one.")] = (
+        None
+    )
+    setup: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LINE", help="Of sbatch: line of shell before training; may be given several times."),
     ] = None
     packing: Annotated[
         bool, typer.Option("--packing/--no-packing", help="Share devices, long trials first; or one trial a device.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from phalanx.cli.console import open_output, print_json, print_lines, write_file
@@ -11,6 +12,7 @@ from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.formatting import format_duration, format_number, format_percent
 from phalanx.hardware.machine import load_machine
+from phalanx.launch.job_script import Job, parse_walltime
 from phalanx.printable import wrap_line, write_stderr
 from phalanx.report.study_page import list_importance, render_tune
 from phalanx.report.table import Column, cut_line, write_text_table
@@ -43,6 +45,7 @@ def run_tune(asked: TuneArguments) -> None:
     if asked.run is not None:
         # options of the command are shorthand for fields of the tune section
         changes = {"tune.trials": asked.trials, "tune.engine": asked.engine, "tune.slots": asked.slots}
+        changes["tune.nproc"] = asked.nproc
         words = [f"{name}={value}" for name, value in changes.items() if value is not None]
         loaded = load_run(asked.run, [*(asked.overrides or []), *words])
         machine = None if asked.cluster is None else load_machine(asked.cluster)
@@ -52,6 +55,7 @@ def run_tune(asked: TuneArguments) -> None:
             where=asked.where,
             devices=asked.devices,
             machine=machine,
+            job=_describe_job(asked, asked.run),
             packing=asked.packing,
             tell=tell_trial,
         )
@@ -66,6 +70,25 @@ def run_tune(asked: TuneArguments) -> None:
         print_json(summary | {"written": written})
         return
     print_lines([*write_tune_lines(summary, open_output().width), *(f"wrote {name}" for name in written.values())])
+
+
+def _describe_job(asked: TuneArguments, run: Path) -> Job | None:
+    """Return account, time and folder of trials that are jobs; None where they are not. Raises ConfigError."""
+    given = {"time": asked.time, "account": asked.account, "partition": asked.partition, "setup": asked.setup}
+    if asked.where != "sbatch":
+        for name, value in given.items():
+            if value is not None:
+                raise ConfigError(f"--{name} is of jobs that are submitted; give --where sbatch, or leave it out")
+        return None
+    return Job(
+        run=run,
+        nodes=1,
+        directory=Path.cwd(),
+        seconds=None if asked.time is None else parse_walltime(asked.time),
+        account=asked.account,
+        partition=asked.partition,
+        setup=tuple(asked.setup or ()),
+    )
 
 
 def tell_trial(part: Trial, configuration: int) -> None:

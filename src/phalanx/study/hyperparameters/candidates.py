@@ -19,15 +19,15 @@ from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.families.registry import bind
-from phalanx.layout.resolve import one_rank_microbatch
+from phalanx.layout.resolve import one_rank_microbatch, resolve_layout
 from phalanx.study.hyperparameters.asha import backfill_order, project_scores, promotable_trials
-from phalanx.study.hyperparameters.configuration import Configuration, group_configurations, part_key
+from phalanx.study.hyperparameters.configuration import Configuration, group_configurations, part_key, rung_of
 from phalanx.study.hyperparameters.hyperparameter_space import HyperparameterSpace
 from phalanx.study.processes.trial_files import tuned_overrides
 from phalanx.study.samplers import Observation, Sampler
 from phalanx.study.space import Choices, Range, Values
 from phalanx.study.store import StudyStore
-from phalanx.study.trial import key_of
+from phalanx.study.trial import Trial, key_of
 
 Floats = npt.NDArray[np.float64]
 
@@ -106,10 +106,17 @@ class CandidateQueue:
         eta: int,
         trials: int,
         default_first: bool = True,
+        ranks: int = 1,
+        ranks_per_node: int | None = None,
     ) -> None:
-        """rungs: steps at each. trials: configurations in all. default_first: whether the run file itself is among them."""
+        """Draw from `space`.
+
+        rungs: steps at each. trials: configurations in all. default_first: whether the run file itself is among them.
+        ranks, ranks_per_node: of a trial; None where one node has all of them.
+        """
         self.space, self.sampler, self.costs = space, sampler, costs
         self.rungs, self.eta, self.trials, self.default_first = rungs, eta, trials, default_first
+        self.ranks, self.ranks_per_node = ranks, ranks_per_node or ranks
         self._allowed: dict[str, tuple[Run, TrialSize] | str] = {}
         """Run and size of each configuration, or why the run file does not allow it: bound once, and asked for often."""
         self._drawn: dict[str, Values] = {}
@@ -139,6 +146,10 @@ class CandidateQueue:
         begun = sum(one.counted for one in known) + len(again)
         self._draw_new(known, min(lookahead, self.trials - begun))
         return found + [self._candidate(key, values, 0, None) for key, values in self._drawn.items()]
+
+    def candidate_of(self, part: Trial, number: int) -> Candidate | Refusal:
+        """Return a part that has begun as it was. number: of its configuration."""
+        return self._candidate(part.key.rpartition("@")[0], dict(part.values), rung_of(part), number)
 
     def mark_begun(self, candidate: Candidate | Refusal) -> None:
         """Take a new configuration off the queue: this process or another has begun it."""
@@ -202,7 +213,10 @@ class CandidateQueue:
         if key not in self._allowed:
             try:
                 run = self.space.run_of(values, tuned_overrides(self.space.run))
-                self._allowed[key] = run, measure_size(bind(run))
+                model = bind(run)
+                # What no rank could run needs no processes that say so.
+                resolve_layout(model, self.ranks, self.ranks_per_node)
+                self._allowed[key] = run, measure_size(model, self.ranks)
             except ConfigError as error:
                 self._allowed[key] = str(error)
         return self._allowed[key]
@@ -216,20 +230,23 @@ class TrialSize:
     """Size of a trial, by its family's own functions."""
 
     flops: float
-    """FLOPs of a step, forward and backward."""
+    """FLOPs of a step on each rank, forward and backward."""
     parameters: float
     bytes: float
     """Bytes of memory by a rule of thumb."""
 
 
-def measure_size(model: BoundModel) -> TrialSize:
-    """Return the size of a run on one device. Raises DataError where the data that say so are not prepared."""
+def measure_size(model: BoundModel, ranks: int = 1) -> TrialSize:
+    """Return the size of a run on `ranks` ranks. Raises DataError where the data that say so are not prepared.
+
+    Memory is that of one rank: what layouts spare of it the trials themselves tell.
+    """
     run, parameters, flops = model.run, model.parameter_count(), model.flops_per_sample()
     width = float(getattr(run.model, "d_model", _USUAL_WIDTH))
     # 6 FLOPs a matmul parameter and row: a row of width w through w * w parameters keeps some widths of numbers.
     activations = flops * one_rank_microbatch(model) / (6.0 * width) * _ACTIVATION_WIDTHS / 4.0
     memory = _PROCESS_BYTES + _STATE_BYTES * parameters + 4.0 * activations
-    return TrialSize(flops * global_batch_samples(run), parameters, memory)
+    return TrialSize(flops * global_batch_samples(run) / ranks, parameters, memory)
 
 
 class CostModel:

@@ -9,6 +9,7 @@ STUDY/sessions      who had which devices, and when
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from phalanx.errors import ConfigError
 from phalanx.study.hyperparameters.asha import Standing
 from phalanx.study.space import Scalar
 from phalanx.study.store import StudyStore
-from phalanx.study.trial import Trial
+from phalanx.study.trial import ATTEMPTS, Trial
 
 JOURNAL, RUN, TRIALS, JOBS, SESSIONS = "study.log", "run.yaml", "trials", "jobs", "sessions"
 _NAME = "tune"
@@ -66,8 +67,9 @@ class Configuration:
 
     @property
     def counted(self) -> bool:
-        """Whether something is known of it or under way: some part was not interrupted."""
-        return any(not part.interrupted for part in self.parts)
+        """Whether something is known of it or under way, or it is given up: some part was interrupted too often."""
+        lost = Counter(part.key for part in self.parts if part.attempt_failed)
+        return any(not part.interrupted for part in self.parts) or max(lost.values(), default=0) >= ATTEMPTS
 
     @property
     def failure(self) -> Trial | None:

@@ -100,6 +100,8 @@ class Packing:
 PACKED = Packing()
 UNPACKED = Packing(share=False, long_first=False, fill=False, move=False)
 """One trial a device, first come first served."""
+QUEUED = UNPACKED
+"""Trials are jobs of a cluster: a place in its queue that stays empty costs nothing."""
 
 
 @dataclass

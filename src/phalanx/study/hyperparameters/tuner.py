@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median_high
@@ -13,11 +15,13 @@ from typing import Any
 
 from phalanx.config.load import dump_run, load_run
 from phalanx.config.schema import Run
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.registry import bind
 from phalanx.files import write_atomically
 from phalanx.hardware.machine import Machine
+from phalanx.launch.job_script import Job, complete_job
 from phalanx.layout.resolve import resolve_layout
+from phalanx.locks import FolderLock
 from phalanx.study.hyperparameters.asha import rung_steps
 from phalanx.study.hyperparameters.candidates import Candidate, CandidateQueue, CostModel, Refusal, measure_size
 from phalanx.study.hyperparameters.configuration import RUN, SESSIONS, group_configurations, open_store, run_dir
@@ -25,6 +29,7 @@ from phalanx.study.hyperparameters.hyperparameter_space import HyperparameterSpa
 from phalanx.study.hyperparameters.metric import check_metric
 from phalanx.study.hyperparameters.packing import (
     PACKED,
+    QUEUED,
     UNPACKED,
     Device,
     Move,
@@ -35,18 +40,25 @@ from phalanx.study.hyperparameters.packing import (
 )
 from phalanx.study.hyperparameters.tuning_job import TuningJob
 from phalanx.study.loop import ORDERLY_STOP_S, StudyLoop
+from phalanx.study.processes.job_arrays import JobArrays, JobSlot
 from phalanx.study.processes.process import Worker
 from phalanx.study.processes.slots import DeviceSlot, automatic_sharing, find_devices
 from phalanx.study.processes.trial_files import tuned_overrides
 from phalanx.study.samplers import Proposal, make_sampler
-from phalanx.study.store import StudyStore, save_outcome
-from phalanx.study.trial import INTERRUPTED, OK, Outcome, Trial
+from phalanx.study.store import StudyError, StudyStore, save_outcome
+from phalanx.study.trial import ASKED, INTERRUPTED, OK, Outcome, Trial
 from phalanx.training.inputs import TrainableModel
 
 _FIRST_START_S = 10.0
 """Seconds from starting a process to its first step, before any is known."""
 _CONTEXT_BYTES = 0.6e9
 """Bytes of an accelerator that a process takes beside its tensors: context, libraries, the allocator's gaps."""
+_QUEUED_TRIALS = 16
+"""Trials that are in a cluster's queue at once where nobody says."""
+_QUEUE_S = 90 * 86400.0
+"""Seconds that a job may wait and run before other processes of the study take it for abandoned."""
+_QUEUE_TICK_S = 1.0
+"""Seconds between looks at jobs of a cluster."""
 _DRAWN_PER_SLOT = 4
 """Configurations at hand for each slot where a sampler learns: more would be drawn with less known."""
 _FREE_SECTIONS = {"tune", "search", "cluster", "checkpoint"}
@@ -60,6 +72,7 @@ def run_tuning(
     where: str = "local",
     devices: int | None = None,
     machine: Machine | None = None,
+    job: Job | None = None,
     packing: bool = True,
     tell: Callable[[Trial, int], None],
 ) -> str:
@@ -70,20 +83,27 @@ def run_tuning(
     Args:
         run: the run file, with its `tune` section.
         folder: of the study.
-        where: local or slurm.
-        devices: number of devices; None takes all.
-        machine: description of the Slurm allocation.
+        where: local, slurm or sbatch.
+        devices: number of devices; None takes all, or for sbatch those of 16 trials.
+        machine: description of the Slurm cluster.
+        job: of sbatch: account, time and folder of each trial's job.
         packing: whether trials share devices, the long ones first.
         tell: see `Tuner`.
 
     Raises ConfigError for what does not go together, DataError where data are missing, Interrupted when asked to stop.
     """
     space, section = build_hyperparameter_space(run), run.tune
-    # Trials have one rank each: a run file that asks for more is refused before anything starts.
+    ranks = section.nproc
+    # A layout that is not one of so many ranks is refused before anything starts.
     model = bind(run, TrainableModel)
-    resolve_layout(model, 1, 1)
-    size = measure_size(bind(space.run_of({}, tuned_overrides(run))))
-    slots = find_devices(where, run.cluster.device, devices, machine)
+    ranks_per_node = min(ranks, machine.node.devices) if where == "sbatch" and machine is not None else ranks
+    resolve_layout(model, ranks, ranks_per_node)
+    size = measure_size(bind(space.run_of({}, tuned_overrides(run))), ranks)
+    arrays = describe_jobs(run, folder, machine, job) if where == "sbatch" else None
+    if arrays is None:
+        slots = find_devices(where, run.cluster.device, devices, machine, ranks)
+    else:
+        slots = list(find_places(arrays, devices, ranks))
     rungs = rung_steps(section.asha, run.training.steps)
     check_metric(section.metric, model.expected_evaluation())
     _require_same_run(run, folder)
@@ -99,6 +119,8 @@ def run_tuning(
         eta=section.asha.eta if section.asha else 2,
         trials=section.trials,
         default_first=section.first == "default",
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
     )
     settings = Settings(
         folder=folder,
@@ -107,10 +129,35 @@ def run_tuning(
         time_limit_s=section.time_limit_s,
         study_time_s=section.study_time_s,
         memory_bytes=None if section.memory_gib is None else section.memory_gib * 2**30,
-        packing=PACKED if packing else UNPACKED,
+        packing=QUEUED if arrays is not None else PACKED if packing else UNPACKED,
         sampler=section.engine,
     )
-    return Tuner(store, queue, slots, settings, tell).run()
+    return Tuner(store, queue, slots, settings, tell, arrays).run()
+
+
+def describe_jobs(run: Run, folder: Path, machine: Machine | None, job: Job | None) -> JobArrays:
+    """Return what submits the trials of a study. Raises ConfigError where the machine has no such jobs."""
+    if machine is None or job is None:
+        raise ConfigError("--where sbatch needs --cluster NAME, which says how jobs are started there")
+    if shutil.which("sbatch") is None:
+        raise PhalanxError("--where sbatch needs sbatch, which is not on PATH; start the study on a login node")
+    nodes, rest = divmod(run.tune.nproc, machine.node.devices)
+    if rest:
+        each = machine.node.devices
+        raise ConfigError(
+            f"--where sbatch gives each trial whole nodes: tune.nproc={run.tune.nproc} is no multiple of the {each} devices "
+            f"of a node of {machine.name}\nnearest legal: tune.nproc={max(1, round(run.tune.nproc / each)) * each}"
+        )
+    seconds = math.ceil(run.tune.time_limit_s) if job.seconds is None else job.seconds
+    return JobArrays(machine, complete_job(machine, replace(job, nodes=nodes, seconds=seconds)), folder)
+
+
+def find_places(arrays: JobArrays, devices: int | None, ranks: int) -> list[JobSlot]:
+    """Return a place in the queue for each trial that may be there at once. devices: of all of them."""
+    count, rest = divmod(_QUEUED_TRIALS * ranks if devices is None else devices, ranks)
+    if rest or not count:
+        raise ConfigError(f"--devices {devices} is no multiple of the {ranks} devices of a trial (--nproc, tune.nproc)")
+    return [JobSlot(arrays, index, ranks) for index in range(count)]
 
 
 def load_study(folder: Path) -> tuple[Run, HyperparameterSpace]:
@@ -191,15 +238,25 @@ class Tuner(StudyLoop[TuningJob]):
         slots: Sequence[DeviceSlot],
         settings: Settings,
         tell: Callable[[Trial, int], None] = lambda part, number: None,
+        arrays: JobArrays | None = None,
     ) -> None:
-        """tell: called with each part when it begins and when it has ended, and with its configuration's number."""
-        limit_s = settings.time_limit_s + ORDERLY_STOP_S
+        """Run trials on `slots`.
+
+        tell: called with each part when it begins and when it has ended, and with its configuration's number. arrays: what
+        submits the trials, where they are jobs.
+        """
+        limit_s = _QUEUE_S if arrays is not None else settings.time_limit_s + ORDERLY_STOP_S
         super().__init__(store, settings.sampler, most=queue.trials, limit_s=limit_s)
         self.queue, self.settings, self.tell = queue, settings, tell
         self.slots = {slot.name: slot for slot in slots}
         sharing = settings.sharing if settings.packing.share else 1
         self.devices = [Device(slot.name, sharing, settings.memory_bytes or slot.memory) for slot in slots]
         self.accelerator = slots[0].accelerator
+        self.arrays = arrays
+        if arrays is not None:
+            # Jobs outlive this process: whoever has the study's lock goes on with them.
+            self.worker = Worker(arrays.name, 0, "")
+            self.tick_s = min(_QUEUE_TICK_S, arrays.poll_s)
         self.starts: list[float] = []
         """Seconds that processes took to their first step."""
         self._session = Session(settings, list(self.slots))
@@ -212,10 +269,12 @@ class Tuner(StudyLoop[TuningJob]):
 
     def run(self) -> str:
         """Run trials until none is left to begin, or time is up; return why. Raises Interrupted when asked to stop."""
-        try:
+        with ExitStack() as held:
+            held.callback(self._session.save, ended=True)
+            if self.arrays is not None:
+                held.enter_context(FolderLock(self.arrays.folder / ".lock", StudyError, "--out DIR"))
+                self._take_over_jobs(self.arrays)
             return super().run()
-        finally:
-            self._session.save(ended=True)
 
     def still_alive(self) -> None:
         """Write down that this process still has its devices."""
@@ -260,8 +319,8 @@ class Tuner(StudyLoop[TuningJob]):
     def _trials_ahead(self, packing: Packing) -> int:
         """Return how many trials are drawn before they can begin."""
         if not packing.long_first:
-            # Without an order to choose, one at hand is enough.
-            return 1
+            # Without an order to choose, as many as can begin are enough.
+            return max(1, sum(device.slots for device in self.devices) - len(self.jobs))
         if self.settings.sampler == "random":
             # Random draws learn nothing: all of them may be known at once, the longest first.
             return self.queue.trials
@@ -328,7 +387,14 @@ class Tuner(StudyLoop[TuningJob]):
         if part is None:
             return False
         number = part.number if candidate.number is None else candidate.number
-        job = TuningJob(
+        job = self._make_job(part, number, candidate, slot)
+        self.jobs.append(job)
+        job.start(slot)
+        self.tell(part, number)
+        return True
+
+    def _make_job(self, part: Trial, number: int, candidate: Candidate, slot: DeviceSlot) -> TuningJob:
+        return TuningJob(
             trial=part,
             number=number,
             rung=candidate.rung,
@@ -345,10 +411,22 @@ class Tuner(StudyLoop[TuningJob]):
             memory_bytes=None if slot.accelerator else self.settings.memory_bytes,
             backfill=candidate.backfill,
         )
-        self.jobs.append(job)
-        job.start(slot)
-        self.tell(part, number)
-        return True
+
+    def _take_over_jobs(self, arrays: JobArrays) -> None:
+        """Go on with the jobs that an earlier process of this study submitted."""
+        assert self.worker is not None
+        numbers = {part.number: one.number for one in group_configurations(self.store.trials()) for part in one.parts}
+        for place, part in enumerate(self.store.running_of(self.worker)):
+            number, slot = numbers[part.number], list(self.slots.values())[place % len(self.slots)]
+            candidate, task = self.queue.candidate_of(part, number), arrays.find(self.store.folder / str(part.number))
+            if task is None or isinstance(candidate, Refusal):
+                gone = Outcome(INTERRUPTED, words="the study ended before it was submitted", more={ASKED: True})
+                self.record(part, gone)
+                continue
+            job = self._make_job(part, number, candidate, slot)
+            job.follow(slot, task)
+            self.jobs.append(job)
+        arrays.cancel_strangers()
 
     def _claim_part(self, candidate: Candidate | Refusal, note: dict[str, Any]) -> Trial | None:
         """Claim a part of a configuration; None where another process has it."""

@@ -13,10 +13,9 @@ from phalanx.config.schema import Run
 from phalanx.files import read_last_record, write_atomically
 from phalanx.study.hyperparameters.metric import evaluation_at, read_events, read_figure, read_metrics, step_problem
 from phalanx.study.hyperparameters.packing import Span
-from phalanx.study.processes.process import Ended, LimitedProcess
+from phalanx.study.processes.process import Ended, TrialProcess
 from phalanx.study.processes.slots import DeviceSlot
 from phalanx.study.processes.trial_files import (
-    LOG,
     MEMORY_LIMIT,
     RUN_FILE,
     Part,
@@ -60,7 +59,7 @@ class TuningJob:
     """Whether it must have a device to itself."""
     slot: DeviceSlot | None = None
     moving_to: DeviceSlot | None = None
-    process: LimitedProcess | None = None
+    process: TrialProcess | None = None
     """None while the job waits for a device of its own."""
     began: float = 0.0
     """Start of its process, in seconds since the epoch."""
@@ -80,13 +79,14 @@ class TuningJob:
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / RUN_FILE, dump_run(self.run))
         Part(str(self.run_dir.resolve()), self.until).write(self.folder)
-        env = dict(slot.env(self.trial.number))
-        if self.memory_bytes is not None:
-            env[MEMORY_LIMIT] = str(round(self.memory_bytes))
+        env = {} if self.memory_bytes is None else {MEMORY_LIMIT: str(round(self.memory_bytes))}
         self.slot, self.moving_to, self.began, self.asked = slot, None, time.time(), False
         self.most_sharing, self._sharing_sum, self._looks = 1, 0, 0
-        command = slot.command(self.folder.resolve(), self.limit_s)
-        self.process = LimitedProcess(command, env, self.folder / LOG, self.limit_s)
+        self.process = slot.start(self.folder.resolve(), self.trial.number, env, self.limit_s)
+
+    def follow(self, slot: DeviceSlot, process: TrialProcess) -> None:
+        """Take over the process that an earlier tuner started."""
+        self.slot, self.process, self.began = slot, process, (self.folder / RUN_FILE).stat().st_mtime
 
     def move_to(self, slot: DeviceSlot) -> None:
         """Ask the process to stop with a checkpoint; `poll` then resumes it on another device."""
@@ -105,8 +105,9 @@ class TuningJob:
             return None
         self.process = None
         # When the process that has just ended computed.
-        (report,) = read_rank_reports(self.folder, 1)
         assert self.slot is not None
+        report = read_rank_reports(self.folder, 1)[0]
+        stopped = report is not None and report["cause"] == INTERRUPTED
         span = training_span(self.run_dir, self.began, report["ended"] if report else time.time())
         if span is not None:
             self.spans.append(Span(self.slot.name, *span, label=str(self.number)))
@@ -119,7 +120,8 @@ class TuningJob:
             # Its neighbours may be at fault: it has another chance on a device of its own.
             self.alone, self.expected_bytes = True, 2.0 * self.expected_bytes
             return None
-        if outcome.cause == INTERRUPTED and self.asked:
+        # What stopped in good order, such as before the end of its job's time, just goes on where it got further.
+        if outcome.cause == INTERRUPTED and (self.asked or (stopped and self._count_steps())):
             return replace(outcome, more={**outcome.more, ASKED: True})
         return outcome
 
@@ -161,17 +163,22 @@ class TuningJob:
         """Return seconds of a step, with its share of evaluation and checkpoint; None unless it computed in one stretch."""
         if len(self.spans) != 1:
             return None
-        # Steps that an earlier process of this part trained are not in the span.
-        begun = max((event["step"] for event in read_events(self.run_dir) if event["kind"] in _BEGINS), default=0)
-        done = [row for row in read_metrics(self.run_dir) if row["step"] > max(self.first, begun)]
-        return (self.spans[0].end - self.spans[0].begin) / len(done) if done else None
+        done = self._count_steps()
+        return (self.spans[0].end - self.spans[0].begin) / done if done else None
 
     def remove_checkpoints(self) -> None:
         """Remove the checkpoints of a failed trial, which nothing resumes."""
         shutil.rmtree(self.run_dir / "checkpoints", ignore_errors=True)
 
+    def _count_steps(self) -> int:
+        """Return the steps that the last process trained: not those of an earlier process of this part."""
+        begun = max((event["step"] for event in read_events(self.run_dir) if event["kind"] in _BEGINS), default=0)
+        return sum(row["step"] > max(self.first, begun) for row in read_metrics(self.run_dir))
+
     def _read_outcome(self, ended: Ended) -> Outcome:
-        (report,) = read_rank_reports(self.folder, 1)
+        assert self.slot is not None
+        reports = read_rank_reports(self.folder, self.slot.ranks)
+        left = [report for report in reports if report is not None]
         more = {
             "spans": [[span.device, span.begin, span.end] for span in self.spans],
             "rung": self.rung,
@@ -181,14 +188,16 @@ class TuningJob:
             "step_s": self.measured_step_s(),
             "start_s": max(0.0, self.spans[-1].begin - self.began) if self.spans else None,
         }
-        if ended.timed_out or ended.code or report is None:
-            found = explain_failure([report] if report else [], ended, read_log_tail(self.folder))
+        if ended.cause is not None or ended.timed_out or ended.code or len(left) < len(reports):
+            found = explain_failure(left, ended, read_log_tail(self.folder))
             if self.asked and not ended.timed_out:
                 # Before it trains a process knows of no good order: the signal just ends it.
                 return Outcome(INTERRUPTED, seconds=ended.seconds, words="asked to stop", more=more)
             return replace(found, more=more)
-        # On a CPU the resident memory stands in for that of tensors.
-        memory = report["memory_bytes"] if report["memory_bytes"] is not None else report["host_bytes"]
+        # On a CPU the resident memory stands in for that of tensors. The rank that needs most decides whether trials fit.
+        memory = max(
+            report["host_bytes"] if report["memory_bytes"] is None else report["memory_bytes"] for report in left
+        )
         outcome = Outcome(OK, memory_bytes=memory, seconds=ended.seconds, more=more)
         evaluation = evaluation_at(self.run_dir, self.until)
         if evaluation is None:

@@ -1,4 +1,4 @@
-"""Start a trial's processes: `python -m phalanx.study.processes launch FOLDER RANKS | rank FOLDER | devices TYPE`.
+"""Start a trial's processes: `python -m phalanx.study.processes launch FOLDER RANKS FIRST | rank FOLDER | devices TYPE`.
 
 Each process ties itself to its parent before it imports torch, which takes seconds in which the parent may be killed. The
 trainer is imported by ranks alone: `launch` would spend as many seconds on it again in every trial.
@@ -19,9 +19,9 @@ if __name__ == "__main__":
     prefer_to_be_killed()
     os.environ.update(passive_waits(os.environ))
     match sys.argv[1:]:
-        case ["launch", folder, ranks]:
-            launch_ranks = import_module("phalanx.launch.local_launch").launch_ranks
-            sys.exit(launch_ranks(["rank", folder], int(ranks), module="phalanx.study.processes"))
+        case ["launch", folder, ranks, first]:
+            launch_trial = import_module("phalanx.study.processes.trial_launch").launch_trial
+            sys.exit(launch_trial(folder, int(ranks), int(first)))
         case ["rank", folder]:
             sys.exit(import_module("phalanx.study.processes.rank").run_rank(folder))
         case ["devices", requested]:

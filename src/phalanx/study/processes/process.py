@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx.hardware.host import KillCount
 from phalanx.launch.parent import PARENT, die_with_parent
@@ -69,6 +69,23 @@ class Ended:
     seconds: float
     memory_ran_out: bool = False
     """Whether the kernel killed processes on this host meanwhile because memory ran out."""
+    cause: str | None = None
+    """Cause of the trial's failure where a scheduler ended it: a key of `study.trial.FAILURES`, or INTERRUPTED."""
+    words: str = ""
+    """What the scheduler says of that."""
+
+
+class TrialProcess(Protocol):
+    """Processes of a trial: a child of this process, or a job that a scheduler runs."""
+
+    def poll(self) -> Ended | None:
+        """Return how the trial ended; None while it runs or waits. Never waits long."""
+
+    def ask_to_stop(self) -> None:
+        """Ask the trial to stop in good order."""
+
+    def kill(self) -> None:
+        """End the trial now; do nothing where it has ended."""
 
 
 class LimitedProcess:

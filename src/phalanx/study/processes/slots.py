@@ -1,7 +1,7 @@
-"""Where trials run: all ranks of one trial on this machine or on Slurm nodes, or many trials on single devices of either.
+"""Where trials run: all ranks of one trial on this machine or on Slurm nodes, or many trials on some devices of either each.
 
-A `Launcher` says how the ranks of a trial are started. A `DeviceSlot` is a launcher for trials of one rank that knows its
-device's memory as well, so that several trials can share it.
+A `Launcher` says how the ranks of a trial are started. A `DeviceSlot` starts trials on devices of its own, and knows the
+devices' memory, so that several trials can share them. Slots in Slurm's queue are in `slurm_arrays`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,8 @@ from phalanx.hardware.device_facts import device_facts
 from phalanx.hardware.host import available_cores
 from phalanx.hardware.machine import Machine
 from phalanx.launch.job_script import srun_command
-from phalanx.study.processes.process import guarded_command
-from phalanx.study.processes.trial_files import CORES
+from phalanx.study.processes.process import LimitedProcess, TrialProcess, guarded_command
+from phalanx.study.processes.trial_files import CORES, LOG
 
 MODULE = (sys.executable, "-m", "phalanx.study.processes")
 _SLURM_GRACE_S = 60
@@ -46,8 +47,8 @@ class Launcher(Protocol):
         """Return the environment variables that ranks of trial `number` need beside those of this process."""
 
 
-class DeviceSlot(Launcher, Protocol):
-    """One device on which trials of one rank run."""
+class DeviceSlot(Protocol):
+    """One device, or several, on which all ranks of a trial run."""
 
     @property
     def name(self) -> str:
@@ -55,11 +56,34 @@ class DeviceSlot(Launcher, Protocol):
 
     @property
     def memory(self) -> float:
-        """Bytes for all trials on the device."""
+        """Bytes of each device for all trials on it."""
 
     @property
     def accelerator(self) -> bool:
         """Whether the device is no CPU."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of a trial, one a device."""
+
+    def start(self, folder: Path, number: int, env: Mapping[str, str], limit_s: float) -> TrialProcess:
+        """Start trial `number`, whose files are in `folder`, to run for `limit_s` seconds at most, with these variables."""
+
+
+class ProcessSlot(ABC):
+    """A slot whose trials are children of this process."""
+
+    @abstractmethod
+    def command(self, folder: Path, limit_s: float) -> list[str]:
+        """Return the command that starts all ranks of the trial whose files are in `folder`, and ends when they have."""
+
+    @abstractmethod
+    def env(self, number: int) -> Mapping[str, str]:
+        """Return the environment variables that ranks of trial `number` need beside those of this process."""
+
+    def start(self, folder: Path, number: int, env: Mapping[str, str], limit_s: float) -> TrialProcess:
+        """Start trial `number`, whose files are in `folder`, to run for `limit_s` seconds at most, with these variables."""
+        return LimitedProcess(self.command(folder, limit_s), {**self.env(number), **env}, folder / LOG, limit_s)
 
 
 @dataclass(frozen=True)
@@ -73,7 +97,7 @@ class LocalRanks:
         # A launcher would be one more process to start and to watch.
         if self.ranks == 1:
             return [*MODULE, "rank", str(folder)]
-        return [*MODULE, "launch", str(folder), str(self.ranks)]
+        return [*MODULE, "launch", str(folder), str(self.ranks), "0"]
 
     def env(self, number: int) -> Mapping[str, str]:
         """Return nothing: the launcher sets what ranks need."""
@@ -118,21 +142,26 @@ def whole_nodes(machine: Machine, devices: int) -> SlurmNodes:
 
 
 @dataclass(frozen=True)
-class LocalDevice:
-    """A device of this machine: an accelerator, or some CPU cores."""
+class LocalDevices(ProcessSlot):
+    """Devices of this machine for a rank each: accelerators, or some CPU cores."""
 
     kind: str
     """Device type, as PyTorch calls it."""
     index: int
+    """Number of the first one."""
     memory: float
+    """Bytes of each."""
     cores: tuple[int, ...] = ()
-    """Numbers of the cores of a CPU device."""
+    """Numbers of the cores of CPU devices, which their ranks share."""
     threads: int = 1
+    """Threads of a rank."""
+    ranks: int = 1
 
     @property
     def name(self) -> str:
-        """Host, device type and number."""
-        return f"{socket.gethostname()} {self.kind} {self.index}"
+        """Host, device type and numbers."""
+        numbers = f"{self.index}" if self.ranks == 1 else f"{self.index}-{self.index + self.ranks - 1}"
+        return f"{socket.gethostname()} {self.kind} {numbers}"
 
     @property
     def accelerator(self) -> bool:
@@ -140,23 +169,30 @@ class LocalDevice:
         return self.kind != "cpu"
 
     def command(self, folder: Path, limit_s: float) -> list[str]:
-        """Return the command of one rank."""
-        return [*MODULE, "rank", str(folder)]
+        """Return the command of one rank, or that of the launcher of several."""
+        if self.ranks == 1:
+            return [*MODULE, "rank", str(folder)]
+        return [*MODULE, "launch", str(folder), str(self.ranks), str(self._first)]
 
     def env(self, number: int) -> Mapping[str, str]:
-        """Return which device the rank takes: a rank takes the accelerator of its local rank's number."""
-        found = {**_single_rank(self.index if self.accelerator else 0), "OMP_NUM_THREADS": str(self.threads)}
+        """Return which device a single rank takes, as its local rank; of several ranks the launcher tells each."""
+        found = {"OMP_NUM_THREADS": str(self.threads)} | (_single_rank(self._first) if self.ranks == 1 else {})
         return found | ({CORES: ",".join(map(str, self.cores))} if self.cores else {})
+
+    @property
+    def _first(self) -> int:
+        return self.index if self.accelerator else 0
 
 
 @dataclass(frozen=True)
-class SlurmDevice:
+class SlurmDevice(ProcessSlot):
     """A device of a node of the Slurm allocation that this process runs in; a trial there is a step of one task."""
 
     machine: Machine
     host: str
     index: int
     memory: float
+    ranks: int = 1
 
     @property
     def name(self) -> str:
@@ -187,16 +223,28 @@ class SlurmDevice:
         return {**_machine_env(self.machine, 1), **_single_rank(self.index)}
 
 
-def find_devices(where: str, device: str, devices: int | None, machine: Machine | None) -> list[DeviceSlot]:
-    """Return the devices that trials of one rank may have.
+def find_devices(
+    where: str, device: str, devices: int | None, machine: Machine | None, ranks: int = 1
+) -> list[DeviceSlot]:
+    """Return the devices that trials of `ranks` ranks may have, each slot with as many.
 
     where: local or slurm. device: `cluster.device` of the run file. devices: how many; None takes all accelerators, or two
     CPU cores a device. machine: description of a Slurm allocation. Raises ConfigError where there are not so many.
     """
+    if devices is not None and devices % ranks:
+        raise ConfigError(
+            f"--devices {devices} is no multiple of the {ranks} devices of a trial (--nproc, tune.nproc)\n"
+            f"nearest legal: --devices {max(1, round(devices / ranks)) * ranks}"
+        )
     if where == "slurm":
+        if ranks > 1:
+            raise ConfigError(
+                f"--where slurm gives a trial one device of the allocation, and tune.nproc={ranks}; "
+                "--where sbatch submits trials of several devices as jobs of their own"
+            )
         return _find_slurm_devices(devices, machine)
     if where != "local":
-        raise ConfigError(f"--where {where} is not known; give one of local, slurm")
+        raise ConfigError(f"--where {where} is not known; give one of local, slurm, sbatch")
     found: dict[str, Any] = {"kind": "cpu"}
     if device != "cpu":
         # Asked of another process: one that looks at an accelerator keeps some of its memory for good.
@@ -206,16 +254,19 @@ def find_devices(where: str, device: str, devices: int | None, machine: Machine 
             raise PhalanxError(f"the devices of this machine cannot be found out: {last}")
         found = json.loads(done.stdout)
     if found["kind"] == "cpu":
-        return _split_cpu(devices)
+        return _split_cpu(devices, ranks)
     memories = found["memory"]
-    count = len(memories) if devices is None else devices
-    if count > len(memories):
+    count = len(memories) // ranks * ranks if devices is None else devices
+    if count > len(memories) or not count:
         raise ConfigError(
-            f"--devices {count}: this machine shows {len(memories)} of type {found['kind']}; ask for fewer"
+            f"--devices {count or ranks}: this machine shows {len(memories)} of type {found['kind']}; ask for fewer"
         )
     # Half of the cores: data loading and the trials that share a device need the others.
     threads = max(1, available_cores() // (2 * count))
-    return [LocalDevice(found["kind"], index, _USABLE_MEMORY * memories[index], (), threads) for index in range(count)]
+    return [
+        LocalDevices(found["kind"], first, _USABLE_MEMORY * min(memories[first : first + ranks]), (), threads, ranks)
+        for first in range(0, count, ranks)
+    ]
 
 
 def automatic_sharing(devices: list[DeviceSlot]) -> int:
@@ -223,18 +274,18 @@ def automatic_sharing(devices: list[DeviceSlot]) -> int:
     return _AUTO_SHARING[devices[0].accelerator]
 
 
-def _split_cpu(devices: int | None) -> list[DeviceSlot]:
-    """Split the cores that this process may use among so many devices, two cores each by default."""
+def _split_cpu(devices: int | None, ranks: int) -> list[DeviceSlot]:
+    """Split the cores that this process may use among so many devices, two cores each by default, `ranks` a slot."""
     # macOS has no affinity to ask for.
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(available_cores()))
-    count = devices or max(1, len(cores) // 2)
+    count = devices or max(1, len(cores) // 2 // ranks) * ranks
     if count > len(cores):
         raise ConfigError(f"--devices {count}: a device needs a core of its own, and there are {len(cores)}")
     memory = _USABLE_MEMORY * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / count
     each = len(cores) // count
     return [
-        LocalDevice("cpu", index, memory, tuple(cores[index * each : (index + 1) * each]), each)
-        for index in range(count)
+        LocalDevices("cpu", first, memory, tuple(cores[first * each : (first + ranks) * each]), each, ranks)
+        for first in range(0, count, ranks)
     ]
 
 

@@ -10,6 +10,7 @@ FOLDER/run           the run directory, where part.json names no other
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,8 +29,12 @@ MEMORY_LIMIT = "PHALANX_TRIAL_MEMORY"
 CORES = "PHALANX_TRIAL_CORES"
 """Environment variable: numbers of the CPU cores that a rank may use, separated by commas."""
 
-_CAUSES = ("refused", "out_of_memory", "non_finite", "crash")
-"""Causes that a rank reports, those that explain the failures of other ranks first."""
+_CAUSES = ("refused", "out_of_memory", "hang", "non_finite", "crash")
+"""Causes that a rank, or its launcher, reports, those that explain the failures of other ranks first."""
+_EXPLAIN_KILLS = ("refused", "out_of_memory", "hang", "non_finite")
+"""Those of them that do not follow from the end of another rank: what a rank says else may be that it lost one."""
+_FIRST_OF_SRUN = re.compile(r"^srun: error: .*\btasks? [\d,-]+: (Killed|Exited with exit code)", re.MULTILINE)
+"""What srun says of the first rank that failed; it then kills the others."""
 _SHOWN_LINES = 12
 _KILLED = (-9, 137)
 _KILLED_BY_SLURM = ("oom_kill", "oom-kill", "oom killed")
@@ -106,8 +111,9 @@ def read_rank_reports(folder: Path, ranks: int) -> list[dict[str, Any] | None]:
 
 
 def read_log_tail(folder: Path) -> str:
-    """Return the last lines of a trial's log."""
-    return "\n".join((folder / LOG).read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+    """Return the last lines of a trial's log; nothing where it never began."""
+    file = folder / LOG
+    return "\n".join(file.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]) if file.exists() else ""
 
 
 def explain_failure(reports: Sequence[dict[str, Any]], ended: Ended, log: str) -> Outcome:
@@ -115,11 +121,16 @@ def explain_failure(reports: Sequence[dict[str, Any]], ended: Ended, log: str) -
 
     reports: what the ranks left that left something. ended: how the command ended. log: the end of the trial's log.
     """
+    if ended.cause is not None:
+        said = f"{ended.words}; {log}" if log else ended.words
+        return Outcome(ended.cause, seconds=ended.seconds, words=said[:1000])
     if ended.timed_out:
         return Outcome("hang", seconds=ended.seconds, words=f"after {ended.seconds:.0f} s: {log}")
     # A rank that ran out of memory makes the others crash in the next collective: causes are sorted by what explains what.
     failed = sorted((one for one in reports if one["cause"] in _CAUSES), key=lambda one: _CAUSES.index(one["cause"]))
-    if ended.code in _KILLED and not (failed and failed[0]["cause"] == "out_of_memory"):
+    first = _FIRST_OF_SRUN.search(log)
+    explained = failed and (failed[0]["cause"] in _EXPLAIN_KILLS or (first is not None and first[1] != "Killed"))
+    if ended.code in _KILLED and not explained:
         # A killed rank leaves no report, and what the other ranks report, such as a closed connection, follows from it.
         if ended.memory_ran_out or any(said in log.lower() for said in _KILLED_BY_SLURM):
             words = f"a process was {KILLED_FOR_MEMORY} (signal 9)"
