@@ -127,7 +127,7 @@ def run_stub(folder: Path, trials: int) -> Row:
 
     def tell(part: Trial, number: int) -> None:
         if part.outcome is not None and not part.good:
-            said.append(f"trial {number}: {part.outcome.describe_failure()}")
+            said.append(f"trial {number}: {part.outcome.describe_failure()}".replace(str(folder), "WORK"))
 
     why = Tuner(store, queue, find_places(arrays, 32 * RANKS, RANKS), settings, tell, arrays).run()
     found = summarise(study)
