@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import phalanx
+from phalanx.launch import faults
 from phalanx.launch.faults import (
     FAILED_NODES,
     FAULT_FILE,
@@ -25,9 +26,11 @@ from phalanx.launch.faults import (
     FAULT_TEXT,
     GONE,
     RankView,
+    collect_stacks,
     name_fault,
     write_report,
 )
+from phalanx.launch.heartbeat import stack_file
 from phalanx.launch.restart import GIVEN_UP, RankPlaces
 
 PROBE = """#!{python} -SE
@@ -230,6 +233,16 @@ def test_nodes_are_named_by_their_scheduler_where_they_may_be_at_fault(
         write_report(name_fault(view, [view], attempt=0, now=9.0), tmp_path)
     assert json.loads((tmp_path / FAULT_FILE).read_text())["host"] == "node009"
     assert (tmp_path / FAILED_NODES).read_text().split() == ["node007", "node009"]
+
+
+def test_stacks_of_a_rank_that_ends_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "_STACK_WAIT_S", 60.0)
+    # A process that has no answer to the signal is ended by it, as one that lost another ends by itself.
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        stack_file(tmp_path, 1).touch()
+        began = time.monotonic()
+        assert collect_stacks(tmp_path, [RankView(1, process.pid, None, "S", None, None)]) == {}
+        assert time.monotonic() - began < 20.0
 
 
 def test_restarts_without_a_newer_checkpoint_end_with_a_code_of_their_own(tmp_path: Path) -> None:

@@ -314,22 +314,30 @@ def collect_stacks(folder: Path, views: Sequence[RankView]) -> dict[int, str]:
         if view.stopped:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(view.pid, signal.SIGCONT)
-    deadline = time.monotonic() + _STACK_WAIT_S
+    deadline, pids = time.monotonic() + _STACK_WAIT_S, [view.pid for view in asked]
     sizes: dict[int, int] = {}
     while time.monotonic() < deadline:
         time.sleep(0.05)
         before, sizes = sizes, {view.rank: _file_size(stack_file(folder, view.rank)) for view in asked}
-        # Whole when nothing is added any more.
-        if all(sizes.values()) and sizes == before:
+        # Whole when nothing is added any more. One that lost another may have ended before it came to its answer.
+        if sizes == before and all(size or _has_ended(pid) for pid, size in zip(pids, sizes.values(), strict=True)):
             break
     found = {}
     for view in asked:
         text = ""
         with suppress(OSError):
             text = stack_file(folder, view.rank).read_text(errors="replace")
-        if text := text or _ask_py_spy(view.pid):
+        if text := text or ("" if _has_ended(view.pid) else _ask_py_spy(view.pid)):
             found[view.rank] = text[-_STACK_CHARACTERS:]
     return found
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return True
+    return process_state(pid) in ("Z", "X")
 
 
 def _file_size(file: Path) -> int:
