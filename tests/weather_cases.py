@@ -28,6 +28,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "variables": [*NAMES, "insolation"],
         "outputs": list(NAMES),
     },
+    # Whose every step learns, with gradients through all of them.
+    "through": {**SIZE, "n_layers": 1, "history": 2},
     "orbit": {
         **SIZE,
         # Whose last patches reach beyond the grid.
@@ -96,7 +98,8 @@ def run_of(model: str, world: int, precision: str = "fp64", **layout: Any) -> We
                 "forcings": ["insolation"] if "insolation" in fields["variables"] else [],
                 "history": fields.get("history", 1),
                 "lead_hours": [24, 48, 72],
-                "rollout_hours": 24 if model == "rollout" else None,
+                "rollout_hours": 24 if model in ("rollout", "through") else None,
+                "rollout_steps": 2 if model == "through" else None,
                 "splits": {"train": {"first": "2000", "last": "2001"}},
             },
             "layout": {"global_batch": 2 * world, "microbatch": 1, "precision": precision, **layout},
@@ -109,6 +112,8 @@ def run_of(model: str, world: int, precision: str = "fp64", **layout: Any) -> We
 FEWER: dict[str, list[dict[str, Any]]] = {
     # Earlier steps of a roll-out are forward passes alone: over tp, with gathered and with streamed weights.
     "rollout": [CHOSEN[4][0], CHOSEN[4][1], {"tp": 4, "dp_shard": 1}],
+    # Later steps' gradients come back over tp: with gathered and with streamed weights, summed at once or step by step.
+    "through": [CHOSEN[4][0], CHOSEN[4][1], CHOSEN[4][3], {"tp": 1, "dp_shard": 4, "zero": 1}],
     # Single precision changes bounds, not layouts: one of each way to hold weights, and a pipeline.
     "fp32": [CHOSEN[4][0], CHOSEN[4][1], {"tp": 2, "pp": 2, "dp_shard": 1, "schedule": "zbv"}],
 }
@@ -118,4 +123,4 @@ def cases(model: str, world: int, precision: str = "fp64") -> list[ResolvedLayou
     """The layouts to verify `model` in on `world` ranks: those of `CHOSEN` or `FEWER`."""
     chosen = FEWER.get(model) or FEWER.get(precision) or CHOSEN[world]
     layouts = [resolve_layout(bind(run_of(model, world, **fields)), world) for fields in chosen]
-    return [in_few_microbatches(layout, others=model == "rollout") for layout in layouts]
+    return [in_few_microbatches(layout, others=model in ("rollout", "through")) for layout in layouts]

@@ -68,6 +68,11 @@ def test_a_sound_run_is_read(tmp_path: Path) -> None:
             {"data.history": 2, "model.history": 2, "data.rollout_hours": 6, "data.history_hours": 12},
             "history_hours=12 differs from rollout_hours=6, after which a roll-out reads its own forecast",
         ),
+        ({"data.rollout_steps": 3}, "rollout_steps has no effect without rollout_hours; give the hours of one step"),
+        (
+            {"data.rollout_hours": 6, "data.rollout_steps": {"first": 3, "last": 2, "every": 10}},
+            "last=2 is less than first=3; roll-outs grow, so give first <= last",
+        ),
         ({"training.attention": "flex"}, "training.attention=flex is for causal attention"),
         (
             {"layout.global_batch": "4096 tokens"},

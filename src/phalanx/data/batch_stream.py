@@ -174,9 +174,13 @@ class ReadAheadStream(SteppedStream[BatchT]):
         # A function of the step alone, so a run may resume on any number of ranks and read the same samples.
         share = self.sizes.of_step(step) // self.ranks
         first = self.sizes.samples_through(step - 1) + self.rank * share
-        batch = self._reader.read(np.arange(first, first + share, dtype=np.int64))
+        batch = self.read(np.arange(first, first + share, dtype=np.int64), step)
         # Here, where a thread reads ahead: pinning is a copy, which training need not wait for.
         return batch.pinned() if self.pin_memory else batch
+
+    def read(self, numbers: Int64Array, step: int) -> BatchT:
+        """Read the samples with these global numbers for optimizer step `step`, which by default makes no difference."""
+        return self._reader.read(numbers)
 
 
 class ReadAhead(Generic[BatchT]):

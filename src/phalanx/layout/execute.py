@@ -103,18 +103,21 @@ class Executor:
         total = torch.zeros((), dtype=torch.float64, device=batch.sample_indices.device)
         microbatches = list(batch.split(self.layout.accumulation))
         for number, microbatch in enumerate(microbatches, 1):
-            self.applied.sharding.prepare_microbatch(stage, last=number == len(microbatches))
             x, inputs = microbatch.inputs()
-            self.heartbeat.enter("forward")
-            losses = stage(x, microbatch.sample_indices, training=training, **inputs)
-            # Float64: thousands of micro-batches are added up, and layouts are compared to the last few bits.
-            total = total + losses.detach().double()
-            self.heartbeat.enter("backward")
-            if losses.requires_grad:
-                (losses * training.scale).sum().backward()
-            else:
-                # A captured program forms the gradients with the losses, and has added them (see `Stage.forward`).
-                assert training.adds_gradients
+            passes = stage.training_passes(x, microbatch.sample_indices, training, inputs)
+            for place, run_forward in enumerate(passes, 1):
+                last = number == len(microbatches) and place == len(passes)
+                self.applied.sharding.prepare_microbatch(stage, last=last)
+                self.heartbeat.enter("forward")
+                losses = run_forward()
+                # Float64: thousands of micro-batches are added up, and layouts are compared to the last few bits.
+                total = total + losses.detach().double()
+                self.heartbeat.enter("backward")
+                if losses.requires_grad:
+                    (losses * training.scale).sum().backward()
+                else:
+                    # A captured program forms the gradients with the losses, and has added them (see `Stage.forward`).
+                    assert training.adds_gradients
         return total
 
     def _count_once(self, total: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ declares about itself as data is in `families.family`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -226,6 +226,15 @@ class Stage(nn.Module, ABC):
         x: what the batch gives in the first stage, the stage before's result in others. inputs: what the batch gives every
         stage, of whole samples. sample_indices_B: global sample numbers. training: None leaves dropout out.
         """
+
+    def training_passes(
+        self, x: Tensor, sample_indices_B: Tensor, training: TrainingPass, inputs: dict[str, Any]
+    ) -> Sequence[Callable[[], Tensor]]:
+        """Return what runs the forward passes of one micro-batch, where one stage is the whole model; by default it is one.
+
+        Each gives summed losses as `forward` does, and is called once the backward pass of the one before has been.
+        """
+        return [lambda: self(x, sample_indices_B, training=training, **inputs)]
 
     @abstractmethod
     def example_input(self, samples: int) -> Tensor:

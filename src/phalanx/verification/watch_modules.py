@@ -62,7 +62,7 @@ class ModuleWatch:
 
     def _begin(self, current: _Microbatch, _stage: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
         numbers_B = named["sample_indices_B"] if "sample_indices_B" in named else inputs[1]
-        current.samples_B = numbers_B.cpu() % self.samples
+        current.begin(numbers_B.cpu() % self.samples)
 
     def _keep_output(
         self, stage: Stage, current: _Microbatch, name: str, _module: nn.Module, _inputs: Any, output: Any
@@ -92,11 +92,24 @@ class _Microbatch:
     """The micro-batch that a stage computes at the moment."""
 
     samples_B: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    _begun: set[tuple[int, ...]] = field(default_factory=set)
+    """Samples of the micro-batches that have had a training pass."""
+    _further: bool = False
+    """Whether this is a further pass of a micro-batch."""
+
+    def begin(self, samples_B: Tensor) -> None:
+        """Take note of the micro-batch that a pass begins with."""
+        self.samples_B = samples_B
+        if torch.is_grad_enabled():
+            numbers = tuple(samples_B.tolist())
+            self._further = numbers in self._begun
+            self._begun.add(numbers)
 
     def rows_of(self, stage: Stage, value: Any) -> Rows | None:
         """Return `value` with its samples and positions; None for what is no part of the training pass or no rows."""
         # A forecast that a roll-out starts from has no gradients; a block that is computed again did what it did before.
-        if not torch.is_grad_enabled() or compat.in_backward_pass():
+        # Of a roll-out that is trained through the first pass is kept: gradients of parameters tell of the others.
+        if self._further or not torch.is_grad_enabled() or compat.in_backward_pass():
             return None
         rows_S = stage.share.positions(stage.length, torch.device("cpu")).rows_S
         shape = (len(self.samples_B), len(rows_S))

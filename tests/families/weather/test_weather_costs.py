@@ -11,7 +11,7 @@ from layout_runs import run_with
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
-from phalanx.families.weather.config import WeatherRun
+from phalanx.families.weather.config import RolloutSteps, WeatherRun
 from phalanx.families.weather.sizes import block_flops_per_sample
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
@@ -164,10 +164,15 @@ def test_break_even_of_fsdp_and_hybrid_stop(copies: bool, recompute: Any, wanted
 
 def test_what_cannot_be_planned_is_refused_with_the_reason() -> None:
     run = weather_run(global_batch=2)
-    rolled = run.model_copy(update={"data": run.data.model_copy(update={"rollout_hours": 12})})
-    assert isinstance(rolled, WeatherRun)
-    with pytest.raises(ConfigError, match=r"data.rollout_hours=12: plans know single steps alone"):
-        bind(rolled, TracedModel).setting_of(resolve_layout(bind(rolled), 1), attention="flash", compiled=False)
+    # Two steps to the lead time of 24 h: one forward pass more, of three. Through three steps: nine passes and two more.
+    for steps, times in ((None, "1.33"), (RolloutSteps(first=1, last=3, every=1), "3.67")):
+        data = run.data.model_copy(update={"rollout_hours": 12, "rollout_steps": steps})
+        rolled = run.model_copy(update={"data": data})
+        assert isinstance(rolled, WeatherRun)
+        with pytest.raises(
+            ConfigError, match=rf"data.rollout_hours=12: plans know single steps alone; .* {times} times"
+        ):
+            bind(rolled, TracedModel).setting_of(resolve_layout(bind(rolled), 1), attention="flash", compiled=False)
     materials = run.model_copy(update={"model": run.model.model_copy(update={"family": "materials"})})
     with pytest.raises(ConfigError, match="what a batch of graphs costs depends on the graphs"):
         bind_planned(materials)

@@ -42,8 +42,11 @@ class BoundWeather(DeclaredWeather, WeatherLayout, WeatherTracing, WeatherInputs
         return SplitCount("model.n_heads", self.run.model.n_heads)
 
     def flops_per_sample(self) -> float:
-        """Return the operations this code needs; attention sees all pairs, so `training.flops` makes no difference."""
-        return float(sizes.model_flops_per_sample(self.run.model))
+        """Return the operations this code needs, of roll-outs that are trained through the mean over the run; attention sees
+        all pairs, so `training.flops` makes no difference."""
+        through = self.run.data.rollout_steps
+        passes = 1.0 if through is None else through.mean(self.run.training.steps or 1)
+        return passes * sizes.model_flops_per_sample(self.run.model)
 
     def build_ensemble(
         self,

@@ -296,6 +296,40 @@ class LeadRange(Section):
         return self
 
 
+class RolloutSteps(Section):
+    """How many steps the roll-outs have that are trained through; they grow by one at a time."""
+
+    first: Annotated[int, Field(ge=1, le=1000)]
+    """Steps at the beginning of training."""
+    last: Annotated[int, Field(ge=1, le=1000)]
+    """Most steps."""
+    every: Annotated[int, Field(ge=1)]
+    """Optimizer steps after which roll-outs get one step longer."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> RolloutSteps:
+        if self.last < self.first:
+            raise ValueError(f"last={self.last} is less than first={self.first}; roll-outs grow, so give first <= last")
+        return self
+
+    def of_step(self, step: int) -> int:
+        """Return the steps of the roll-outs of optimizer step `step`, counted from 1."""
+        return min(self.last, self.first + (step - 1) // self.every)
+
+    def mean(self, steps: int) -> float:
+        """Return the mean number of steps of the roll-outs of the first `steps` optimizer steps."""
+        # The lengths before the last one take `every` optimizer steps each.
+        grown = min(steps, (self.last - self.first) * self.every)
+        whole, more = divmod(grown, self.every)
+        total = sum(self.first + number for number in range(whole)) * self.every + more * (self.first + whole)
+        return (total + (steps - grown) * self.last) / steps
+
+
+def _constant_steps(value: object) -> object:
+    constant = isinstance(value, int) and not isinstance(value, bool)
+    return {"first": value, "last": value, "every": 1} if constant else value
+
+
 class FieldName(Section):
     """What a variable of the run is called in one source, and how its numbers become those of the run."""
 
@@ -370,6 +404,12 @@ class FieldData(Section):
     rollout_hours: Hours | None = None
     """Lead time of one step of a roll-out, for fine-tuning: every lead time is then made of such steps, each starting from
     the one before, and the last one learns; null predicts every lead time in one step."""
+    rollout_steps: Annotated[
+        Annotated[RolloutSteps, BeforeValidator(_constant_steps)] | None,
+        Words("steps, or a mapping with first, last and every"),
+    ] = None
+    """Steps of rollout_hours through which roll-outs are trained: all of them are scored, and gradients flow back through
+    all. null lets the last step alone learn."""
     splits: Splits
     """Which times are for what."""
     gap_hours: NonNegativeInt | None = None
@@ -426,6 +466,8 @@ class FieldData(Section):
                 f"history_hours={self.history_hours} differs from rollout_hours={self.rollout_hours}, after which a "
                 "roll-out reads its own forecast as the newest state; set history_hours to null"
             )
+        if self.rollout_steps is not None and self.rollout_hours is None:
+            raise ValueError("rollout_steps has no effect without rollout_hours; give the hours of one step")
         return self
 
     @model_validator(mode="after")
@@ -455,8 +497,8 @@ class FieldData(Section):
         return self.history_hours or self.rollout_hours or min(self.leads)
 
     @property
-    def rollout_steps(self) -> int:
-        """Return the steps of the longest roll-out in training; 1 without roll-outs."""
+    def steps_to_leads(self) -> int:
+        """Return the steps of a roll-out to the longest lead time; 1 without roll-outs."""
         return 1 if self.rollout_hours is None else max(self.leads) // self.rollout_hours
 
     @property

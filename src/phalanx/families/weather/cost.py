@@ -94,7 +94,8 @@ class WeatherTracing(TracedModel):
         if self.run.data.rollout_hours is not None:
             raise ConfigError(
                 f"data.rollout_hours={self.run.data.rollout_hours}: plans know single steps alone; plan with "
-                "data.rollout_hours=null (a roll-out adds forward passes, and no memory to speak of)"
+                f"data.rollout_hours=null data.rollout_steps=null and take {self._rollout_cost():.3g} times the compute "
+                "time, in the same memory beside the fields of a roll-out (phalanx dryrun counts it as it is)"
             )
         return Setting(
             model=self.run.model,
@@ -105,6 +106,15 @@ class WeatherTracing(TracedModel):
             attention=attention,
             compile=compiled,
         )
+
+    def _rollout_cost(self) -> float:
+        """Return the passes of the longest roll-out over those of a single step, in time; a backward pass is two forward."""
+        data = self.run.data
+        single = 4 if self.run.layout.recompute == "full" else 3
+        if data.rollout_steps is None:
+            return (single + data.steps_to_leads - 1) / single
+        # Every step learns, and all but the last are forecast once before.
+        return data.rollout_steps.last + (data.rollout_steps.last - 1) / single
 
     def likely_kernel(self, *, rocm: bool) -> Kernel:
         """See `TracedModel`; there is neither bias nor mask."""

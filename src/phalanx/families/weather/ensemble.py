@@ -38,7 +38,7 @@ from phalanx.families.weather.inputs import require_grid
 
 _BATCH = 8
 """Inputs that are forecast from at a time."""
-_OWN = {"statistics", "cache_mb", "prefetch", "lead_hours", "rollout_hours"}
+_OWN = {"statistics", "cache_mb", "prefetch", "lead_hours", "rollout_hours", "rollout_steps"}
 """Fields of the data section in which members may differ; what is normalised by is compared by itself."""
 _SPLITS: tuple[SplitName, ...] = ("validation", "test")
 """The split that calibrates and the one that is scored; `split_frames` refuses splits that share times."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +26,8 @@ from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts
 from phalanx.nn.positions import Positions
 from phalanx.nn.splits import ModelChunk
 
+_SINGLE_TARGET = 4
+"""Dimensions of targets [B, V, H, W] of one time."""
 _LOCATIONS = 1
 """Dimension of locations in [B, L, V, P]."""
 
@@ -49,19 +54,66 @@ class WeatherStage(Stage):
         super().__init__(part, index, share, seed, part.config.n_tokens)
         self.rollout = rollout
 
+    def training_passes(
+        self, x: Tensor, sample_indices_B: Tensor, training: TrainingPass, inputs: dict[str, Any]
+    ) -> Sequence[Callable[[], Tensor]]:
+        """See `Stage`. A roll-out that is trained through has a pass for each step, the last step's first.
+
+        Its states are forecast beforehand, and of each step nothing else is kept; a pass computes its step anew, and hands
+        the gradient of its inputs to the pass of the step before. So a roll-out needs the memory of one step, beside its
+        fields. Dropout is drawn once for all steps.
+        """
+        targets: Tensor = inputs["targets_BVHW"]
+        if targets.dim() == _SINGLE_TARGET:
+            return super().training_passes(x, sample_indices_B, training, inputs)
+        last = targets.shape[1] - 1
+        forcings = inputs.get("forcings_BKTFHW")
+        # Steps are joined in the precision of their sums: gradients would lose it else.
+        states = [x.to(torch.promote_types(self.part.dtype, torch.float32))]
+
+        @torch.no_grad()
+        def forecast_states() -> None:
+            for number in range(last):
+                start = states[number]
+                predicted = self(start, sample_indices_B, training=training, fields_BVHW=start)
+                states.append(self._follow(start, predicted, forcings, number))
+
+        def learn_step(number: int) -> Tensor:
+            given = {"targets_BVHW": targets[:, number]}
+            if number == last:
+                forecast_states()
+            else:
+                gradient = states.pop().grad
+                assert gradient is not None
+                given["gradient_BVHW"] = gradient
+                if forcings is not None:
+                    given["forcings_BTFHW"] = forcings[:, number]
+            # What the first step reads was measured, and has no step before it.
+            start = states[number].requires_grad_(number > 0)
+            losses: Tensor = self(start, sample_indices_B, training=training, fields_BVHW=start, **given)
+            return losses
+
+        return [partial(learn_step, number) for number in range(last, -1, -1)]
+
     def forward(
         self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Tensor
     ) -> Tensor:
-        """See `Stage`. x: fields [B, V, H, W] in the first stage. inputs: lead_hours_B, fields_BVHW for the last stage,
-        targets_BVHW, without which the last stage gives whole predicted fields [B, V, H, W] on every rank of `tp`, and
-        forcings_BKTFHW where a roll-out has any."""
+        """See `Stage`. x: fields [B, V, H, W] in the first stage.
+
+        inputs: lead_hours_B, fields_BVHW for the last stage, targets_BVHW, without which the last stage gives whole
+        predicted fields [B, V, H, W] on every rank of `tp`, and forcings_BKTFHW where a roll-out has any. Without
+        lead_hours_B it is one step of a roll-out, then with gradient_BVHW, the gradient of the steps behind it by their
+        first inputs, whose forcings are forcings_BTFHW.
+        """
         positions = self.share.positions(self.length, x.device)
         if self.rollout is not None:
-            # Only the last step learns: earlier ones are forecasts, and keep nothing for a backward pass.
-            forcings = inputs.get("forcings_BKTFHW")
-            x = self._forecast_until_last_step(x, inputs["lead_hours_B"], positions, self.rollout, forcings)
-            hours_B = torch.full_like(inputs["lead_hours_B"], self.rollout.hours)
-            inputs = {**inputs, "fields_BVHW": x, "lead_hours_B": hours_B}
+            if "lead_hours_B" in inputs:
+                # Only the last step learns: earlier ones are forecasts, and keep nothing for a backward pass.
+                forcings = inputs.get("forcings_BKTFHW")
+                x = self._forecast_until_last_step(x, inputs["lead_hours_B"], positions, self.rollout, forcings)
+                inputs = {**inputs, "fields_BVHW": x}
+            hours_B = torch.full((len(x),), float(self.rollout.hours), device=x.device)
+            inputs = {**inputs, "lead_hours_B": hours_B}
         dropout = None
         if self.part.config.random_drops and training is not None:
             width = self.part.config.d_model
@@ -72,8 +124,17 @@ class WeatherStage(Stage):
         targets, fields = inputs.get("targets_BVHW"), inputs["fields_BVHW"]
         if targets is None:
             return self._predict_fields(hidden, positions, fields)
-        loss: Tensor = self.part.head(hidden, targets, positions.rows_S, fields_BVHW=fields)
-        return loss
+        gradient = inputs.get("gradient_BVHW")
+        loss: Tensor
+        if gradient is None:
+            loss = self.part.head(hidden, targets, positions.rows_S, fields_BVHW=fields)
+            return loss
+        patches = self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields)
+        loss = self.part.head.loss(patches, targets, positions.rows_S)
+        following = self.part.next_inputs(x, self._join_patches(patches))
+        if "forcings_BTFHW" in inputs:
+            following = self.part.with_forcings(following, inputs["forcings_BTFHW"])
+        return _add_gradient(loss, following, gradient)
 
     @torch.no_grad()
     def _forecast_until_last_step(
@@ -92,22 +153,54 @@ class WeatherStage(Stage):
         # As many steps on every rank, whatever the lead times of its samples: a sharded model needs all ranks.
         for done in range(1, rollout.most_steps):
             hidden = self.part.hidden(x, positions, lead_hours_B=hours_B)
-            following = self.part.next_inputs(x, self._predict_fields(hidden, positions, x))
-            if forcings_BKTFHW is not None:
-                following = self.part.with_forcings(following, forcings_BKTFHW[:, done - 1])
+            following = self._follow(x, self._predict_fields(hidden, positions, x), forcings_BKTFHW, done - 1)
             continued_B = lead_hours_B > (done + 0.5) * rollout.hours
             x = torch.where(continued_B[:, None, None, None], following, x)
         return x
 
     def _predict_fields(self, hidden: Tensor, positions: Positions, fields_BVHW: Tensor) -> Tensor:
         """Return whole predicted fields [B, V, H, W], on every rank of `tp`."""
-        patches = self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields_BVHW)
-        return fields_of(gather_parts(patches, self.share.tp, _LOCATIONS), self.part.config)
+        return self._join_patches(self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields_BVHW))
+
+    def _join_patches(self, patches_BLVP: Tensor) -> Tensor:
+        """Return whole fields [B, V, H, W] of the patches of all ranks of `tp`."""
+        return fields_of(gather_parts(patches_BLVP, self.share.tp, _LOCATIONS), self.part.config)
+
+    def _follow(self, x: Tensor, predicted_BVHW: Tensor, forcings_BKTFHW: Tensor | None, number: int) -> Tensor:
+        """Return the inputs of the step behind step `number` (from 0) of a roll-out, whose inputs were x."""
+        following: Tensor = self.part.next_inputs(x, predicted_BVHW)
+        if forcings_BKTFHW is None:
+            return following
+        forced: Tensor = self.part.with_forcings(following, forcings_BKTFHW[:, number])
+        return forced
 
     def example_input(self, samples: int) -> Tensor:
         """Return input fields without content."""
         config = self.part.config
         return torch.empty((samples, config.history * len(config.input_names), config.n_lat, config.n_lon))
+
+
+class _AddGradient(torch.autograd.Function):
+    """Hands on losses, and in the backward pass a given gradient to a tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, tensor: Tensor, gradient: Tensor) -> Tensor:
+        """Return the losses."""
+        ctx.save_for_backward(gradient)
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of losses and tensor."""
+        (gradient,) = ctx.saved_tensors
+        return grads[0], gradient, None
+
+
+def _add_gradient(losses: Tensor, tensor: Tensor, gradient: Tensor) -> Tensor:
+    """Return losses whose backward pass also forms what `gradient` by `tensor` means for what `tensor` was made of."""
+    result = _AddGradient.apply(losses, tensor, gradient)
+    assert isinstance(result, Tensor)
+    return result
 
 
 class SplitFieldEmbedding(FieldEmbedding):
@@ -146,18 +239,20 @@ class WeatherLayout(LayoutModel):
         forecaster, splits = self.build(building, part)
         run = self.run
         step = run.data.rollout_hours
-        rollout = None if step is None else RollOut(step, run.data.rollout_steps)
+        rollout = None if step is None else RollOut(step, run.data.steps_to_leads)
         return WeatherStage(forecaster, index, building.share, run.training.seed, rollout), splits
 
     def example_batch(self, samples: int, device: torch.device) -> FieldBatch:
         """Return fields, targets and lead times without content."""
         model, data = self.run.model, self.run.data
+        # The longest roll-outs, where these grow.
+        steps = () if data.rollout_steps is None else (data.rollout_steps.last,)
         inputs, forcings, outputs = (
             torch.zeros((samples, *shape, model.n_lat, model.n_lon), device=device)
             for shape in (
                 (model.history * len(model.input_names),),
-                (data.rollout_steps - 1, model.history, len(data.forcings)),
-                (len(model.output_names),),
+                ((*steps, data.steps_to_leads)[0] - 1, model.history, len(data.forcings)),
+                (*steps, len(model.output_names)),
             )
         )
         hours, year, day = torch.zeros((3, samples), device=device).unbind()

@@ -30,17 +30,21 @@ class WeatherVerification(VerifiableModel):
         model = self.run.model
         numbers = torch.arange(first, first + count) + (step - 1) * global_batch
         inputs, outputs = model.history * len(model.input_names), len(model.output_names)
-        targets = _random_fields("targets", numbers, outputs, model)
+        data = self.run.data
+        # Of every step of the longest roll-outs, where all of them learn.
+        through = () if data.rollout_steps is None else (data.rollout_steps.last,)
+        targets = _random_fields("targets", numbers, math.prod(through) * outputs, model).unflatten(
+            1, (*through, outputs)
+        )
         # Between an eighth and a half of a sample's targets, by its number: an average over ranks in place of a sum over
         # targets then shows.
         left_out = sample_bits("left out", numbers, targets[0].numel()) % 8 < 1 + numbers[:, None] % 4
         targets[left_out.view_as(targets)] = torch.nan
         unit = self.run.data.rollout_hours
-        data = self.run.data
-        most = _LONGEST_LEAD if unit is None else data.rollout_steps
+        most = _LONGEST_LEAD if unit is None else data.steps_to_leads
         # A reduced model may have fewer of them.
         forced = len([name for name in model.input_names if name in data.forcings])
-        steps = data.rollout_steps - 1, model.history, forced
+        steps = (*through, data.steps_to_leads)[0] - 1, model.history, forced
         forcings = _random_fields("forcings", numbers, math.prod(steps), model).unflatten(1, steps)
         leads = (unit or _LEAD_UNIT) * (1 + sample_bits("lead", numbers, 1)[:, 0] % most)
         return FieldBatch(

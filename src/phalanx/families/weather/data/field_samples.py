@@ -21,7 +21,7 @@ from phalanx.counter_random import stable_key, stream_key, uniform_values
 from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
 from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, Mixture
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.weather.config import FieldData, Period
+from phalanx.families.weather.config import FieldData, Period, RolloutSteps
 from phalanx.families.weather.data.coordinates import HOUR, Float32Array, Grid, TimeAxis, moment_bounds
 from phalanx.families.weather.data.field_statistics import FieldStatistics
 from phalanx.families.weather.data.field_store import FieldStore, hash_of
@@ -120,8 +120,16 @@ def _moment_seconds(moment: str, store: FieldStore, *, last: bool) -> int:
     return int(store.times.seconds[step])
 
 
-def find_windows(data: FieldData, store: FieldStore, survey: Survey, split: SplitName, leads: Sequence[int]) -> Windows:
-    """Find the samples of a split. leads: hours.
+def find_windows(
+    data: FieldData,
+    store: FieldStore,
+    survey: Survey,
+    split: SplitName,
+    leads: Sequence[int],
+    *,
+    every_lead: bool = False,
+) -> Windows:
+    """Find the samples of a split. leads: hours. every_lead: leave out samples that lack the target of any lead time.
 
     Raises DataError where no sample is left or no lead time fits the time steps, and with `data.missing` = refuse for the
     first frame with missing values.
@@ -165,7 +173,12 @@ def find_windows(data: FieldData, store: FieldStore, survey: Survey, split: Spli
     bad = (how_many == len(outputs)) | unwritten if data.missing == "mask" else how_many > 0
     # Where there is no target, -1 looks up the last frame; the first condition leaves that out.
     usable = (found >= 0) & ~bad[found]
-    kept = has_states & whole_input & usable.any(axis=1)
+    kept = has_states & whole_input & (usable.all(axis=1) if every_lead else usable.any(axis=1))
+    if every_lead and not usable.all(axis=1).any():
+        raise DataError(
+            f"data.rollout_steps={len(leads)}: no frame of data.splits.{split} in {store.path} has a whole target after "
+            f"each of so many steps of {leads[0]} h; take fewer steps"
+        )
     if not kept.any():
         raise DataError(
             f"data.splits.{split}: no sample left in {store.path}: {int((~whole_input).sum())} of {len(frames)} input "
@@ -251,14 +264,17 @@ class FieldReader:
         statistics_key: str,
         leads: Sequence[int],
         seed: int,
+        through: RolloutSteps | None = None,
     ) -> None:
         """Take sources that hold all variables of `data` on one grid.
 
         statistics_key: checksum of what the statistics come from, for the fingerprint; their own last bits may differ
-        between machines. leads: hours, ascending, as in the columns of the windows.
+        between machines. leads: hours, ascending, as in the columns of the windows. through: samples are roll-outs that are
+        trained through, of so many steps; `leads` are then those of their steps, and every window has them all.
         """
         self.sources = tuple(sources)
         self.data = data
+        self.through = through
         self.inputs = tuple(data.inputs)
         self.statics = self.sources[0].store.statics
         self.outputs = tuple(data.target_variables)
@@ -287,6 +303,8 @@ class FieldReader:
         # Only where they are in use: runs that began before there were any go on.
         if data.forcings or data.history > 1:
             names = (*names, data.forcings, data.history, data.state_hours)
+        if through is not None:
+            names = (*names, through.model_dump())
         self.fingerprint = hash_of(
             ORDER_VERSION, seed, self._mixture.weights, contents, names, self.leads, statistics_key
         )
@@ -310,17 +328,22 @@ class FieldReader:
             target[mine] = np.take_along_axis(targets, lead[:, None], axis=1)[:, 0]
         return Cases(source, start, target)
 
-    def read(self, numbers: Int64Array) -> FieldBatch:
-        """Read the samples with these global numbers, int64 [B]."""
-        return self.read_cases(self.locate(numbers), numbers)
+    def read(self, numbers: Int64Array, step: int = 1) -> FieldBatch:
+        """Read the samples with these global numbers, int64 [B], as optimizer step `step` takes them."""
+        steps = None if self.through is None else self.through.of_step(step)
+        return self.read_cases(self.locate(numbers), numbers, steps)
 
-    def read_cases(self, cases: Cases, numbers: Int64Array | None = None) -> FieldBatch:
-        """Return the inputs and targets of given forecasts. numbers: their global sample numbers, 0 where None."""
+    def read_cases(self, cases: Cases, numbers: Int64Array | None = None, steps: int | None = None) -> FieldBatch:
+        """Return the inputs and targets of given forecasts.
+
+        numbers: their global sample numbers, 0 where None. steps: read the targets of that many steps of a roll-out, in
+        place of those of the cases.
+        """
         count, grid = len(cases), self.grid.shape
         fields = np.empty((count, *self._states_shape()), dtype=np.float32)
-        further = self.data.rollout_steps - 1
+        further = (steps or self.data.steps_to_leads) - 1
         forcings = np.empty((count, further, self.data.history, len(self.data.forcings), *grid), dtype=np.float32)
-        targets = np.empty((count, len(self.outputs), *grid), dtype=np.float32)
+        targets = np.empty((count, steps or 1, len(self.outputs), *grid), dtype=np.float32)
         hours, cycles = np.empty(len(cases), dtype=np.float32), np.empty((len(cases), 2), dtype=np.float32)
         for index, mine in self._by_source(cases):
             store = self.sources[index].store
@@ -334,12 +357,17 @@ class FieldReader:
             if step is not None and self.data.forcings:
                 for number in range(further):
                     forcings[mine, number] = self._forcings(index, valid + (number + 1) * step * HOUR)
+            frames_NK = cases.target[mine][:, None]
+            if steps is not None:
+                assert step is not None
+                wanted = starting[:, None] + np.arange(1, steps + 1) * step * HOUR
+                frames_NK = store.times.nearest(wanted, round(self.data.time_tolerance_hours * HOUR))
             with _writable_rows(targets, mine) as part:
-                store.fill(part, cases.target[mine], self._columns(index, self.outputs))
+                for number in range(part.shape[1]):
+                    store.fill(part[:, number], frames_NK[:, number], self._columns(index, self.outputs))
                 self._output_scale.normalise(part)
-            seconds = store.times.seconds
             # What lies between the frames, not what was asked for: months are of different lengths.
-            hours[mine] = (seconds[cases.target[mine]] - seconds[cases.start[mine]]) / HOUR
+            hours[mine] = (store.times.seconds[frames_NK[:, -1]] - starting) / HOUR
             cycles[mine] = store.times.parts_of_cycles[cases.start[mine]]
         given = np.zeros(len(cases), dtype=np.int64) if numbers is None else numbers
         # Contiguous: batches are pinned and copied to the device, and columns of an array are strided.
@@ -347,7 +375,7 @@ class FieldReader:
         return FieldBatch(
             torch.from_numpy(fields.reshape(count, -1, *grid)),
             torch.from_numpy(forcings),
-            torch.from_numpy(targets),
+            torch.from_numpy(targets[:, 0] if steps is None else targets),
             torch.from_numpy(hours),
             year,
             day,
@@ -471,9 +499,10 @@ class FieldBatch(TensorBatch):
     forcings: Tensor
     """float32 [B, K, T, F, H, W]: forcings of the T states in the K steps of a roll-out after the first; K = 0 without."""
     targets: Tensor
-    """float32 [B, V_out, H, W]: normalised, NaN where a value is missing."""
+    """float32 [B, V_out, H, W]: normalised, NaN where a value is missing. Of a roll-out that is trained through
+    [B, K + 1, V_out, H, W], of all its steps."""
     lead_hours: Tensor
-    """float32 [B]: hours from input to target."""
+    """float32 [B]: hours from input to the last target."""
     time_of_year: Tensor
     """float32 [B]: part of the year that has passed at the input, from 0 to 1."""
     time_of_day: Tensor
@@ -496,3 +525,9 @@ class FieldBatch(TensorBatch):
 
 class FieldBatchStream(ReadAheadStream[FieldBatch]):
     """This rank's share of each global batch of fields, step after step, read ahead in the background."""
+
+    _reader: FieldReader
+
+    def read(self, numbers: Int64Array, step: int) -> FieldBatch:
+        """See `ReadAheadStream`: roll-outs that are trained through grow."""
+        return self._reader.read(numbers, step)

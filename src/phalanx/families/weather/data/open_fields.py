@@ -96,10 +96,14 @@ class FieldSet:
     def reader(self, split: SplitName, *, seed: int, leads: Sequence[int] | None = None) -> FieldReader:
         """Return a reader of a split. leads: hours, where others than those of the run are wanted.
 
+        Of the training split these are by default those of the steps of roll-outs that are trained through, if any are.
         Raises ConfigError where the run has no such split, DataError where it holds no sample.
         """
         # Ascending, as the columns of windows are.
         hours = self.data.leads if leads is None else sorted(set(leads))
+        through = self.data.rollout_steps if split == "train" and leads is None else None
+        if through is not None and self.data.rollout_hours is not None:
+            hours = [self.data.rollout_hours * number for number in range(1, through.last + 1)]
         # What the statistics follow from, rather than they themselves: counts and extremes are exact on every machine, while
         # sums differ in their last bits.
         contents = [
@@ -111,7 +115,12 @@ class FieldSet:
             key = hash_of(self.statistics.model_dump_json())
         return FieldReader(
             [
-                SplitSource(store, find_windows(self.data, store, survey, split, hours), source.weight, content)
+                SplitSource(
+                    store,
+                    find_windows(self.data, store, survey, split, hours, every_lead=through is not None),
+                    source.weight,
+                    content,
+                )
                 for store, survey, source, content in zip(
                     self.stores, self.surveys, self.data.sources, contents, strict=True
                 )
@@ -121,6 +130,7 @@ class FieldSet:
             statistics_key=key,
             leads=hours,
             seed=seed,
+            through=through,
         )
 
     def verify(self) -> None:

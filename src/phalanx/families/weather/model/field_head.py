@@ -65,17 +65,19 @@ class FieldHead(nn.Module):
         model predicts changes.
         """
         predicted_BLVP = self.states(x_BSD, rows_S, fields_BVHW=fields_BVHW)
-        if targets_BVHW is None:
-            return predicted_BLVP
-        size = self.config.patch_size
+        return predicted_BLVP if targets_BVHW is None else self.loss(predicted_BLVP, targets_BVHW, rows_S)
+
+    def loss(self, predicted_BLVP: Tensor, targets_BVHW: Tensor, rows_S: Tensor | None = None) -> Tensor:
+        """Return the summed loss [1] of what `states` gave; arguments as of `forward`."""
+        size, device = self.config.patch_size, predicted_BLVP.device
         # Beyond the grid there is nothing to predict.
         targets_BLVP = self._located(patches_of(targets_BVHW, size, beyond=torch.nan), rows_S, 1)
-        row_H = row_weights(self.config, x_BSD.device)
+        row_H = row_weights(self.config, device)
         weight_HW = row_H[:, None].expand(-1, self.config.n_lon)
         # Weights are patched as targets are, so that each point keeps its own.
         weight_LP = self._located(patches_of(weight_HW[None, None], size)[0, :, 0], rows_S, 0)
         weights = self.config.loss_weights
-        weight_V = None if weights is None else torch.tensor(weights, device=x_BSD.device)
+        weight_V = None if weights is None else torch.tensor(weights, device=device)
         return squared_error_sum(predicted_BLVP, targets_BLVP, weight_LP, weight_V)
 
     def patches(self, x_BSD: Tensor) -> Tensor:
@@ -92,7 +94,8 @@ class FieldHead(nn.Module):
         """Return the predicted fields of each location, [B, L, V, P] in at least float32; arguments as of `forward`."""
         # In at least float32: a small change of a large field survives no bfloat16 sum.
         patches_BLVP = self.patches(x_BSD)
-        patches_BLVP = patches_BLVP.to(torch.promote_types(patches_BLVP.dtype, torch.float32))
+        # A copy in any case: what comes out of a module must own its memory (see `squared_error_sum`).
+        patches_BLVP = patches_BLVP.to(torch.promote_types(patches_BLVP.dtype, torch.float32), copy=True)
         if self.config.prediction != "change":
             return patches_BLVP
         assert fields_BVHW is not None, "prediction=change needs the input fields"
