@@ -216,7 +216,7 @@ def _kept_together(traced: _Traced, scale: Scale) -> tuple[Kept, ...]:
     return tuple(Kept(buffer.name.removeprefix(_SHARED), buffer.bytes(scale)) for buffer in shared)
 
 
-_MANY, _FEW = 1000, 100
+_MANY, _FEW = 1000, 30
 """Least of primes that stand for sizes; of few, where the trace has a list of as many."""
 
 
