@@ -49,6 +49,19 @@ def test_the_rank_that_failed_first_tells() -> None:
     assert explain_failure([memory], Ended(137, False, 3.0), "log").cause == "out_of_memory"
 
 
+def test_of_ranks_that_srun_killed_the_first_tells_though_it_left_no_report() -> None:
+    killed = "srun: error: node-7: task 0: Killed"
+    missing = (
+        f"ModuleNotFoundError: No module named 'torch'\nsrun: error: node-7: task 1: Exited with exit code 1\n{killed}"
+    )
+    found = explain_failure([], Ended(137, False, 3.0), missing)
+    assert found.cause == "crash" and "ModuleNotFoundError" in found.words
+    lost = "srun: error: node-7: task 1: Exited with exit code 1"
+    assert explain_failure([], Ended(137, False, 3.0), f"{killed}\n{lost}").cause == "interrupted"
+    memory = f"slurmstepd: error: Detected 1 oom_kill event\nsrun: error: node-7: task 0: Out Of Memory\n{lost}"
+    assert explain_failure([], Ended(137, False, 3.0), memory).cause == "out_of_memory"
+
+
 @pytest.mark.parametrize("code", [-9, 137])
 def test_a_trial_that_the_kernel_killed_for_memory_is_not_repeated(code: int) -> None:
     crash = {"cause": "crash", "words": "rank 1: Connection closed by peer"}

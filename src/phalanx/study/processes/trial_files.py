@@ -33,7 +33,7 @@ _CAUSES = ("refused", "out_of_memory", "hang", "non_finite", "crash")
 """Causes that a rank, or its launcher, reports, those that explain the failures of other ranks first."""
 _EXPLAIN_KILLS = ("refused", "out_of_memory", "hang", "non_finite")
 """Those of them that do not follow from the end of another rank: what a rank says else may be that it lost one."""
-_FIRST_OF_SRUN = re.compile(r"^srun: error: .*\btasks? [\d,-]+: (Killed|Exited with exit code)", re.MULTILINE)
+_FIRST_OF_SRUN = re.compile(r"^srun: error: .*\btasks? [\d,-]+: (Killed|Out Of Memory|Exited)\b", re.MULTILINE)
 """What srun says of the first rank that failed; it then kills the others."""
 _SHOWN_LINES = 12
 _KILLED = (-9, 137)
@@ -129,7 +129,9 @@ def explain_failure(reports: Sequence[dict[str, Any]], ended: Ended, log: str) -
     # A rank that ran out of memory makes the others crash in the next collective: causes are sorted by what explains what.
     failed = sorted((one for one in reports if one["cause"] in _CAUSES), key=lambda one: _CAUSES.index(one["cause"]))
     first = _FIRST_OF_SRUN.search(log)
-    explained = failed and (failed[0]["cause"] in _EXPLAIN_KILLS or (first is not None and first[1] != "Killed"))
+    # A rank may end before it can report, as where a package is missing.
+    by_itself = first is not None and first[1] == "Exited"
+    explained = by_itself or (failed and failed[0]["cause"] in _EXPLAIN_KILLS)
     if ended.code in _KILLED and not explained:
         # A killed rank leaves no report, and what the other ranks report, such as a closed connection, follows from it.
         if ended.memory_ran_out or any(said in log.lower() for said in _KILLED_BY_SLURM):
