@@ -1,7 +1,7 @@
 """Where trials run: all ranks of one trial on this machine or on Slurm nodes, or many trials on some devices of either each.
 
 A `Launcher` says how the ranks of a trial are started. A `DeviceSlot` starts trials on devices of its own, and knows the
-devices' memory, so that several trials can share them. Slots in Slurm's queue are in `slurm_arrays`.
+devices' memory, so that several trials can share them. Slots in Slurm's queue are in `job_arrays`.
 """
 
 from __future__ import annotations
