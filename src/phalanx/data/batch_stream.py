@@ -5,6 +5,7 @@ A family hands over a reader of samples by global sample number; everything abou
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from abc import ABC, abstractmethod
@@ -107,9 +108,11 @@ class Reader(Protocol[BatchT_co]):
 class SteppedStream(ABC, Generic[BatchT]):
     """This rank's batches, step after step, read ahead in the background."""
 
-    def __init__(self, prefetch: int) -> None:
-        """Begin before the first step. prefetch: batches kept ready; 0 reads in the caller's thread."""
+    def __init__(self, prefetch: int, *, together: bool = False) -> None:
+        """Begin before the first step. prefetch: batches kept ready; 0 reads in the caller's thread. together: whether
+        ranks exchange something in reading a batch, see `ReadAhead`."""
         self.prefetch = prefetch
+        self.together = together
         self._step = 0
         self._ahead: ReadAhead[BatchT] | None = None
 
@@ -130,7 +133,7 @@ class SteppedStream(ABC, Generic[BatchT]):
         if self.prefetch == 0:
             return self.batch(self._step)
         if self._ahead is None:
-            self._ahead = ReadAhead(self.batch, self._step, self.prefetch)
+            self._ahead = ReadAhead(self.batch, self._step, self.prefetch, together=self.together)
         return self._ahead.next()
 
     def close(self) -> None:
@@ -186,12 +189,18 @@ class ReadAheadStream(SteppedStream[BatchT]):
 class ReadAhead(Generic[BatchT]):
     """A thread that keeps the batches of the next few steps ready."""
 
-    def __init__(self, read: Callable[[int], BatchT], first_step: int, depth: int) -> None:
-        """Read `first_step` and what follows it, at most `depth` batches ahead of `next`."""
+    def __init__(self, read: Callable[[int], BatchT], first_step: int, depth: int, *, together: bool = False) -> None:
+        """Read `first_step` and what follows it, at most `depth` batches ahead of `next`.
+
+        together: whether ranks wait for each other in `read`. All that have called `next` equally often have then read the
+        same steps once they are closed, so that none waits for one that is closed already.
+        """
         self._read = read
+        self._together = together
         # Bounded: reading ahead without end would fill the host's memory.
         self._ready: queue.Queue[BatchT | Exception] = queue.Queue(depth)
-        self._stopped = threading.Event()
+        self._last: float = math.inf  # the step that is read last
+        self._furthest = first_step + depth  # what the thread gets to in any case: one more is read than fits the queue
         self._failure: Exception | None = None  # the thread ended with it, so every later batch fails alike
         self._thread = threading.Thread(target=self._run, args=(first_step,), name="read-ahead", daemon=True)
         self._thread.start()
@@ -203,11 +212,13 @@ class ReadAhead(Generic[BatchT]):
         if isinstance(item, Exception):
             self._failure = item
             raise item
+        self._furthest += 1
         return item
 
     def close(self) -> None:
         """End the thread; batches read but not taken are dropped."""
-        self._stopped.set()
+        # Before there is room: the thread has then begun no later step.
+        self._last = self._furthest if self._together else 0
         while self._thread.is_alive():
             # Makes room, in case the thread waits to put a batch.
             while not self._ready.empty():
@@ -216,7 +227,7 @@ class ReadAhead(Generic[BatchT]):
 
     def _run(self, step: int) -> None:
         item: BatchT | Exception
-        while not self._stopped.is_set():
+        while step <= self._last:
             try:
                 item = self._read(step)
             except Exception as error:

@@ -22,6 +22,30 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Return the bytes that may still be taken on this host, by the limits of its control group too; None where no file of
+    the kernel says so. root: of the file system."""
+    free: list[int] = []
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        free += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+        # Of the second version, in which all limits are one tree. A container sees its own group as the root.
+        group = (root / "proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+    except (OSError, ValueError, IndexError):
+        return min(free, default=None)
+    tree = root / "sys/fs/cgroup"
+    for folder in (tree / group, *(tree / group).parents):
+        try:
+            limit, used = int((folder / "memory.max").read_text()), int((folder / "memory.current").read_text())
+            counted = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            # No limit ("max"), or no such file.
+            continue
+        # Pages of files are given up where memory is short.
+        free.append(limit - used + int(counted.get("inactive_file", 0)) + int(counted.get("active_file", 0)))
+    return min(free, default=None)
+
+
 def passive_waits(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variable that lets idle OpenMP threads sleep, or nothing where `environment` already says how they wait.
 

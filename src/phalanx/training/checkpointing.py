@@ -49,7 +49,14 @@ from phalanx.training.weight_average import AVERAGES
 
 CHOOSE_SAMPLES = ("training.seed", "layout.global_batch", "layout.batch_warmup")
 """Fields outside of `data` that decide which samples a step reads."""
-CHOOSE_NO_SAMPLES = ("data.prefetch", "data.verify", "data.cache_mb", "data.fit_cost_every")
+CHOOSE_NO_SAMPLES = (
+    "data.prefetch",
+    "data.verify",
+    "data.cache_mb",
+    "data.fit_cost_every",
+    "data.store",
+    "data.store_ranks",
+)
 """Fields of `data` that do not: they may change when a run resumes."""
 
 _Number = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]

@@ -31,7 +31,16 @@ def test_plates_go_on_in_another_layout(tmp_path: Path) -> None:
     prepare_graphs(run.data, workers=1)
     straight = train(run_file, tmp_path / "straight", 4, 1, "evaluation.every=4")
     train(run_file, tmp_path / "moved", 2, 1)
-    moved = train(run_file, tmp_path / "moved", 4, 2, "layout.cp=2", "layout.dp_shard=1", "evaluation.every=4")
+    moved = train(
+        run_file,
+        tmp_path / "moved",
+        4,
+        2,
+        "layout.cp=2",
+        "layout.dp_shard=1",
+        "data.store=memory",
+        "evaluation.every=4",
+    )
     for (loss, norm), (expected_loss, expected_norm) in zip(moved.steps, straight.steps, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-4)
         assert norm == pytest.approx(expected_norm, rel=1e-3)

@@ -187,6 +187,11 @@ class GraphData(Section):
     """Whether a structure that costs more than microbatch_cost is refused, or is a micro-batch of its own."""
     prefetch: Annotated[int, Field(ge=0, le=64)] = 2
     """Batches read ahead in the background; 0 reads in the training loop."""
+    store: Literal["files", "memory"] = "files"
+    """Where batches come from: prepared files, or the memory of the ranks, each of which then reads a part once and sends
+    others what their batches need of it. Batches are the same."""
+    store_ranks: PositiveInt | None = None
+    """Ranks that hold one copy together in their memory (`store: memory`), such as those of a node; null takes all."""
     verify: bool = True
     """Whether checksums of all training data are compared in the background as training begins."""
 
@@ -199,6 +204,10 @@ class GraphData(Section):
         unweighted = [source.name for source in self.sources if source.weight is None]
         if 0 < len(unweighted) < len(self.sources):
             raise ValueError(f"source {unweighted[0]} has no weight and others have one; give all of them one, or none")
+        if self.store_ranks is not None and self.store == "files":
+            raise ValueError(
+                f"store_ranks={self.store_ranks} ranks hold nothing with store=files; set store=memory, or store_ranks=null"
+            )
         if self.validation_fraction + self.test_fraction >= 1.0:
             raise ValueError(
                 f"validation_fraction={self.validation_fraction} and test_fraction={self.test_fraction} leave nothing "

@@ -27,12 +27,14 @@ from phalanx.families.materials.data.given_graphs import FEATURES
 from phalanx.families.materials.data.graph_batches import Columns, graph_columns
 from phalanx.families.materials.data.graph_shards import PreparedSource, open_prepared
 from phalanx.families.materials.data.graph_stream import GraphBatchStream, graph_order
+from phalanx.families.materials.data.in_memory.structure_store import StructureStore
 from phalanx.families.materials.data.trained_elements import TrainedElements, elements_of, write_elements
 from phalanx.families.materials.evaluation.prediction_errors import (
     SUMS,
     GraphErrors,
     GraphEvaluator,
     error_rows,
+    evaluation_share,
     predicted_quantities,
 )
 from phalanx.families.materials.fitted_units import settle_units
@@ -145,6 +147,10 @@ class MaterialsInputs(TrainableModel):
             _tell_periodic_dipoles(run, training)
             _require_whole_cells(run, training)
         columns = columns_of(run, training)
+        held_out = open_prepared(run.data, "validation")
+        store = None
+        if run.data.store == "memory":
+            store = _open_store(run, training, held_out, layout, mesh)
         budget, pin_memory = run.data.microbatch_cost, device.type != "cpu"
         graphs = GraphBatchStream(
             graph_order(training, run.data, seed=run.training.seed, global_batch=layout.global_batch),
@@ -157,6 +163,7 @@ class MaterialsInputs(TrainableModel):
             rank=mesh.data_rank,
             ranks=layout.data_ranks,
             branches=branch_groups(layout),
+            store=store,
             prefetch=run.data.prefetch,
             # Whole batches that are cut stay in plain memory; their shares are pinned.
             pin_memory=pin_memory and layout.cp == 1,
@@ -164,7 +171,8 @@ class MaterialsInputs(TrainableModel):
         stream: BatchStream = graphs
         if layout.cp > 1:
             stream = ShareStream(graphs, layout.accumulation, cutting_of(run, mesh.cp), pin_memory=pin_memory)
-        evaluator = GraphEvaluator(run, open_prepared(run.data, "validation"), columns, device, run.evaluation.samples)
+        held = None if store is None else store.held_out
+        evaluator = GraphEvaluator(run, held_out, columns, device, run.evaluation.samples, held)
         # One rank is enough to read all files once.
         near = [source for source in training if not is_kept_elsewhere(source.path)]
         verification = Verification(near if run.data.verify and first else [])
@@ -233,6 +241,22 @@ class MaterialsInputs(TrainableModel):
         sums = torch.tensor(labelled, dtype=torch.float64)[:, :, None].expand(-1, -1, SUMS)
         errors = GraphErrors(0.0, 0, error_rows(run, sums))
         return ExpectedEvaluation(errors.as_dict(), frozenset(("loss", "mae", "rmse")))
+
+
+def _open_store(
+    run: MaterialsRun,
+    training: Sequence[PreparedSource],
+    held_out: Sequence[PreparedSource],
+    layout: ResolvedLayout,
+    mesh: Mesh,
+) -> StructureStore:
+    """Return the store of the training structures, with those that evaluations read here. Every rank calls it."""
+    validation = []
+    if any(len(source) for source in held_out):
+        found, mine, _ = evaluation_share(run.data, held_out, run.evaluation.samples, layout, mesh.data_rank)
+        chosen = found.take(mine)
+        validation = [(source, np.sort(chosen.item[chosen.source == number])) for number, source in enumerate(held_out)]
+    return StructureStore(training, reader=mesh.data_rank, ranks=run.data.store_ranks, held_out=validation)
 
 
 def _count_in_words(training: list[PreparedSource]) -> str:

@@ -32,6 +32,11 @@ class Division:
     loads: Int64Array
     """[ranks, parts]: summed cost."""
 
+    def rows(self, rank: int) -> Int64Array:
+        """Return the structures of a rank in the order of its batch: by micro-batch, then as they come."""
+        rows = np.flatnonzero(self.rank == rank)
+        return rows[np.argsort(self.part[rows], kind="stable")]
+
     @property
     def imbalance(self) -> float:
         """Return the largest cost of a rank over the mean: 1 is perfect."""

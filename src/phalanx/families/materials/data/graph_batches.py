@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ConfigError
-from phalanx.families.materials.data.array_files import Int64Array, ragged_offsets, ragged_ranges
-from phalanx.families.materials.data.graph_shards import LABEL_DTYPES, Located, PreparedSource
+from phalanx.families.materials.data.array_files import Arrays, Int64Array, ragged_offsets, ragged_ranges
+from phalanx.families.materials.data.graph_shards import LABEL_DTYPES, Located, Manifest, PreparedSource
 from phalanx.families.materials.data.labels import KINDS
 from phalanx.families.materials.data.structures import total_charges
 from phalanx.families.materials.model_config import PROPERTY_HEADS, PROPERTY_LABELS
@@ -188,6 +188,20 @@ class Columns:
     tasks: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class ShardRows:
+    """Structures of a batch that lie in one shard."""
+
+    source: int
+    """Number of the source."""
+    arrays: Arrays
+    """The shard's, see `graph_shards`."""
+    rows: Int64Array
+    """Structures of the shard."""
+    graphs: Int64Array
+    """Their numbers in the batch."""
+
+
 class Collator:
     """Reads structures of several sources into batches."""
 
@@ -195,8 +209,11 @@ class Collator:
         self.sources = list(sources)
         self.columns = columns
 
-    def __call__(self, found: Located, parts: Sequence[int]) -> GraphBatch:
-        """Return the batch of these structures in this order; parts: how many of them each planned micro-batch takes."""
+    def __call__(self, found: Located, parts: Sequence[int], shards: Iterable[ShardRows] | None = None) -> GraphBatch:
+        """Return the batch of these structures in this order.
+
+        parts: how many of them each planned micro-batch takes. shards: where all of them are; None reads the files.
+        """
         nodes, edges = ragged_offsets(found.atoms), ragged_offsets(found.edges)
         # Labels begin as NaN: what no source fills in is missing.
         graph_count, atom_count, edge_count = len(found.numbers), int(nodes[-1]), int(edges[-1])
@@ -221,13 +238,8 @@ class Collator:
                 arrays[field] = np.empty((count, len(widths[name])), dtype=np.float32)
         arrays["graph_N"] = np.repeat(np.arange(len(found.numbers), dtype=np.int64), found.atoms)
         arrays["source_G"] = found.source.astype(np.int64)
-        for index, source in enumerate(self.sources):
-            mine = np.flatnonzero(found.source == index)
-            # Shard by shard: the structures of one file are copied together.
-            shards, rows = source.locate(found.item[mine])
-            for shard in np.unique(shards).tolist():
-                chosen = shards == shard
-                _Filler(source, shard, rows[chosen], mine[chosen], nodes, edges).fill(arrays, self.columns)
+        for chosen in self._files(found) if shards is None else shards:
+            _Filler(self.sources[chosen.source].manifest, chosen, nodes, edges).fill(arrays, self.columns)
         given, charges = arrays.get("total_charge_G"), arrays.get("charges_N")
         if given is not None or charges is not None:
             totals = total_charges(given, charges, arrays["graph_N"], len(found.numbers))
@@ -247,6 +259,15 @@ class Collator:
         )
         return replace(batch, counts=batch.target_counts())
 
+    def _files(self, found: Located) -> Iterator[ShardRows]:
+        for index, source in enumerate(self.sources):
+            mine = np.flatnonzero(found.source == index)
+            # Shard by shard: the structures of one file are copied together.
+            shards, rows = source.locate(found.item[mine])
+            for shard in np.unique(shards).tolist():
+                chosen = shards == shard
+                yield ShardRows(index, source.shard(shard), rows[chosen], mine[chosen])
+
 
 class _Filler:
     """Copies chosen structures of one shard to their places in a batch.
@@ -255,19 +276,12 @@ class _Filler:
     needs, and takes longer for structures of a few hundred edges.
     """
 
-    def __init__(
-        self,
-        source: PreparedSource,
-        shard: int,
-        rows: Int64Array,
-        graphs: Int64Array,
-        nodes: Int64Array,
-        edges: Int64Array,
-    ) -> None:
-        """rows: structures of the shard. graphs: their numbers in the batch. nodes, edges: where each structure's atoms and
-        edges begin in the batch, and where the last one's end."""
-        self._source = source
-        self._arrays = source.shard(shard)
+    def __init__(self, manifest: Manifest, chosen: ShardRows, nodes: Int64Array, edges: Int64Array) -> None:
+        """manifest: of the source. nodes, edges: where each structure's atoms and edges begin in the batch, and where the
+        last one's end."""
+        self._manifest = manifest
+        self._arrays = chosen.arrays
+        rows, graphs = chosen.rows, chosen.graphs
         self._rows = rows
         self._graphs = graphs
         self._nodes = nodes[graphs]
@@ -294,7 +308,7 @@ class _Filler:
             periodic_G = shard["periodic"][self._rows].any(axis=1)
             arrays[_FIELDS["dipole"]][self._graphs[periodic_G]] = np.nan
         for head, names in columns.properties.items():
-            there, field = getattr(self._source.manifest, head), PROPERTY_LABELS[head]
+            there, field = getattr(self._manifest, head), PROPERTY_LABELS[head]
             for column, label in enumerate(names):
                 if label in there:
                     values, to = shard[head][:, there.index(label)], arrays[field][:, column]

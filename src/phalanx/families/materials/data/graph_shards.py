@@ -154,6 +154,19 @@ class PreparedSource:
         check_still_whole(self.path / record.name, record.bytes)
         return self._open[number]
 
+    def hold_index(self) -> None:
+        """Copy the index from its file to memory."""
+        self._atoms, self._edges, self._items = (np.array(part) for part in (self._atoms, self._edges, self._items))
+
+    @property
+    def index_bytes(self) -> int:
+        """Return the bytes of the index."""
+        return self._atoms.nbytes + self._edges.nbytes + self._items.nbytes
+
+    def close_shards(self) -> None:
+        """Give up the files of shards that are open; what is read later opens them again."""
+        self._open.clear()
+
     def name(self, item: int) -> str:
         """Return the file and place that an item was read from."""
         shard, row = (int(part[0]) for part in self.locate(np.array([item])))

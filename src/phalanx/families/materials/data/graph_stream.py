@@ -36,6 +36,7 @@ from phalanx.families.materials.data.balance import (
 )
 from phalanx.families.materials.data.graph_batches import Collator, Columns, GraphBatch
 from phalanx.families.materials.data.graph_shards import Located, PreparedSource
+from phalanx.families.materials.data.in_memory.structure_store import StructureStore
 
 _STEPS_KEPT = 128
 """Steps whose imbalance is kept: more than can be read ahead."""
@@ -56,6 +57,7 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         ranks: int = 1,
         branches: BranchGroups | None = None,
         share_by: Literal["cost", "number"] = "cost",
+        store: StructureStore | None = None,
         prefetch: int = 2,
         pin_memory: bool = False,
     ) -> None:
@@ -65,11 +67,11 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         model; each step then has as many micro-batches as that needs, on every rank the same number, and `parts` is not
         looked at. oversized_alone: whether a structure above the budget is a micro-batch of its own. branches: which ranks
         read which sources; None where all read all. share_by: whether ranks get equal cost, or equal numbers of structures
-        (which branches go before).
+        (which branches go before). store: what holds the structures in memory; None reads files.
 
         Raises DataError for a structure above the budget, naming it, unless that is allowed.
         """
-        super().__init__(prefetch)
+        super().__init__(prefetch, together=store is not None)
         assert 0 <= rank < ranks and parts >= 1
         self.order = order
         self.parts = parts
@@ -78,6 +80,7 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         self.pin_memory = pin_memory
         self.fingerprint = order.fingerprint
         self._collate = Collator(order.sources, columns)
+        self._store = store
         self.costs: tuple[tuple[int, CostModel], ...] = ((1, order.cost),)
         """First step, and the costs by which structures are shared out from it on; in order."""
         self._imbalances: dict[int, float] = {}
@@ -108,11 +111,12 @@ class GraphBatchStream(SteppedStream[GraphBatch]):
         # One thread writes and another reads: single operations alone.
         self._imbalances[step] = division.imbalance
         self._imbalances.pop(step - _STEPS_KEPT, None)
-        mine = np.flatnonzero(division.rank == self.rank)
-        # Stable: within a micro-batch structures stay in the order of their numbers.
-        mine = mine[np.argsort(division.part[mine], kind="stable")]
+        mine = division.rows(self.rank)
         parts = np.bincount(division.part[mine], minlength=division.loads.shape[1])
-        batch = self._collate(found.take(mine), parts.tolist())
+        held = None
+        if self._store is not None:
+            held = self._store.fetch(found, [division.rows(reader) for reader in self._store.readers])
+        batch = self._collate(found.take(mine), parts.tolist(), held)
         batch = replace(batch, bounded=self._budget is not None)
         return batch.pinned() if self.pin_memory else batch
 

@@ -6,6 +6,7 @@ energy counts per atom, a property is taken as it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.errors import DataError
-from phalanx.families.materials.config import MaterialsRun
+from phalanx.families.materials.config import GraphData, MaterialsRun
+from phalanx.families.materials.data.array_files import Int64Array
 from phalanx.families.materials.data.balance import (
     CostModel,
     assign_by_head_group,
@@ -23,11 +25,13 @@ from phalanx.families.materials.data.balance import (
     divide_within_budget,
 )
 from phalanx.families.materials.data.graph_batches import Collator, Columns
-from phalanx.families.materials.data.graph_shards import PreparedSource, spread_evenly
+from phalanx.families.materials.data.graph_shards import Located, PreparedSource, spread_evenly
+from phalanx.families.materials.data.in_memory.held_structures import HeldStructures, held_rows
 from phalanx.families.materials.model.losses import Labels, Predictions, learned_tasks, rows_of_graphs
 from phalanx.families.materials.model_config import PROPERTY_LABELS, MaterialsModel, PropertyHead
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.execute import Executor
+from phalanx.layout.spec import ResolvedLayout
 from phalanx.training.inputs import Finding
 
 
@@ -92,6 +96,8 @@ class GraphEvaluator:
     device: torch.device
     samples: int | None
     """Structures an evaluation reads over all sources, spread evenly over each; None for all."""
+    held: Sequence[HeldStructures] | None = None
+    """By source, structures in memory: all of `evaluation_share`; None reads files."""
 
     def evaluate(self, executor: Executor) -> list[Finding]:
         """Return the loss as in training, and errors of every quantity that a data set has labels of."""
@@ -103,18 +109,10 @@ class GraphEvaluator:
 
     def errors(self, executor: Executor) -> GraphErrors:
         """Return the same, over at least one structure. Every rank calls it."""
-        mesh, found = executor.mesh, spread_evenly(self.sources, self.samples)
-        layout, data, model = executor.layout, self.run.data, CostModel.of(self.run.data.cost)
-        costs, ranks, groups = model.whole(found.atoms, found.edges), layout.data_ranks, branch_groups(layout)
-        deal = None if groups is None else assign_by_head_group(groups, found.source)
-        if data.microbatch_cost is not None:
-            budget = int(data.microbatch_cost * layout.cp / model.unit)
-            division = divide_within_budget(costs, ranks, costs, budget, deal)
-        else:
-            division = divide_by_cost(costs, ranks, -(-len(costs) // (ranks * layout.microbatch)), deal)
-        mine = np.flatnonzero(division.rank == mesh.data_rank)
-        mine = mine[np.argsort(division.part[mine], kind="stable")]
-        parts = np.bincount(division.part[mine], minlength=division.loads.shape[1]).tolist()
+        mesh = executor.mesh
+        found, mine, parts = evaluation_share(
+            self.run.data, self.sources, self.samples, executor.layout, mesh.data_rank
+        )
         size = len(learned_tasks(self.run.model))
         sums = torch.zeros(
             size + len(self.sources) * len(predicted_quantities(self.run.model)) * SUMS,
@@ -127,7 +125,9 @@ class GraphEvaluator:
         for count in parts:
             rows = mine[start : start + count]
             start += count
-            batch = Collator(self.sources, self.columns)(found.take(rows), (count,))
+            chosen = found.take(rows)
+            held = None if self.held is None else held_rows(self.held, chosen, np.arange(count))
+            batch = Collator(self.sources, self.columns)(chosen, (count,), held)
             heaviest = int(batch.species_N.max()) if len(batch.species_N) else 0
             if heaviest > self.run.model.max_atomic_number:
                 raise DataError(
@@ -149,6 +149,23 @@ class GraphEvaluator:
         losses, errors = sums[:size], sums[size:].view(len(self.sources), -1, SUMS)
         loss = float((losses / counts.clamp(min=1)).sum())
         return GraphErrors(loss, len(found.numbers), error_rows(self.run, errors))
+
+
+def evaluation_share(
+    data: GraphData, sources: Sequence[PreparedSource], samples: int | None, layout: ResolvedLayout, reader: int
+) -> tuple[Located, Int64Array, list[int]]:
+    """Return the structures of an evaluation, those of data rank `reader` among them in the order in which it reads them,
+    and how many of these each of its micro-batches has. samples: see `GraphEvaluator`."""
+    found, model = spread_evenly(sources, samples), CostModel.of(data.cost)
+    costs, ranks, groups = model.whole(found.atoms, found.edges), layout.data_ranks, branch_groups(layout)
+    deal = None if groups is None else assign_by_head_group(groups, found.source)
+    if data.microbatch_cost is not None:
+        budget = int(data.microbatch_cost * layout.cp / model.unit)
+        division = divide_within_budget(costs, ranks, costs, budget, deal)
+    else:
+        division = divide_by_cost(costs, ranks, -(-len(costs) // (ranks * layout.microbatch)), deal)
+    mine = division.rows(reader)
+    return found, mine, np.bincount(division.part[mine], minlength=division.loads.shape[1]).tolist()
 
 
 def error_rows(run: MaterialsRun, errors: Tensor) -> list[ErrorRow]:

@@ -280,7 +280,7 @@ class ShareStream(SteppedStream[GraphShare]):
 
     def __init__(self, graphs: GraphBatchStream, microbatches: int, how: Cutting, *, pin_memory: bool) -> None:
         """graphs: gives whole batches; it is only asked for steps and reads nothing ahead. microbatches: of each step."""
-        super().__init__(graphs.prefetch)
+        super().__init__(graphs.prefetch, together=graphs.together)
         self.fingerprint = graphs.fingerprint
         self._graphs = graphs
         self._microbatches = microbatches

@@ -1,0 +1,1 @@
+"""Prepared structures kept in the memory of ranks."""
