@@ -86,8 +86,6 @@ class WeatherStage(Stage):
                 gradient = states.pop().grad
                 assert gradient is not None
                 given["gradient_BVHW"] = gradient
-                if forcings is not None:
-                    given["forcings_BTFHW"] = forcings[:, number]
             # What the first step reads was measured, and has no step before it.
             start = states[number].requires_grad_(number > 0)
             losses: Tensor = self(start, sample_indices_B, training=training, fields_BVHW=start, **given)
@@ -103,7 +101,7 @@ class WeatherStage(Stage):
         inputs: lead_hours_B, fields_BVHW for the last stage, targets_BVHW, without which the last stage gives whole
         predicted fields [B, V, H, W] on every rank of `tp`, and forcings_BKTFHW where a roll-out has any. Without
         lead_hours_B it is one step of a roll-out, then with gradient_BVHW, the gradient of the steps behind it by their
-        first inputs, whose forcings are forcings_BTFHW.
+        first inputs.
         """
         positions = self.share.positions(self.length, x.device)
         if self.rollout is not None:
@@ -131,9 +129,8 @@ class WeatherStage(Stage):
             return loss
         patches = self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields)
         loss = self.part.head.loss(patches, targets, positions.rows_S)
+        # Without the forcings of the step behind: what was not predicted leads back to no parameter.
         following = self.part.next_inputs(x, self._join_patches(patches))
-        if "forcings_BTFHW" in inputs:
-            following = self.part.with_forcings(following, inputs["forcings_BTFHW"])
         return _add_gradient(loss, following, gradient)
 
     @torch.no_grad()
