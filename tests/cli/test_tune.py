@@ -30,17 +30,6 @@ tune:
   engine: random
   asha: null
 """
-TWO_RANKS = """
-tune:
-  parameters: {optimizer.lr: [3e-3, 1e-3], layout.tp: [2, 3]}
-  constraints: [optimizer.lr > 2e-3]
-  metric: loss
-  trials: 2
-  engine: random
-  nproc: 2
-  first: engine
-  asha: null
-"""
 MATERIALS = """
 tune:
   parameters:
@@ -53,9 +42,8 @@ tune:
 """
 
 
-def start(file: Path, out: Path, devices: int = 1) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "phalanx", "tune", str(file), "--out", str(out), "--slots", "1"]
-    command += ["--devices", str(devices)]
+def start(file: Path, out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "phalanx", "tune", str(file), "--out", str(out), "--devices", "1", "--slots", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([*command, "--json"], text=True, env=environment, **pipes)
@@ -90,36 +78,6 @@ def test_a_study_that_is_killed_goes_on(tmp_path: Path, call: Call) -> None:
         logged = [one["step"] for one in lines(Path(row["run_dir"]) / "metrics.jsonl")]
         assert logged == list(range(1, steps + 1)) and row["steps"] == steps
     _what_it_says(call, file, out, facts)
-
-
-@pytest.mark.faults
-def test_a_trial_of_two_ranks(tmp_path: Path) -> None:
-    """A rank that is killed ends its trial on all ranks, and the trial goes on; a layout of other ranks is refused."""
-    file = write_run_file(tmp_path / "run.yaml", write_token_folder(tmp_path / "data"))
-    file.write_text(file.read_text() + TWO_RANKS)
-    out = tmp_path / "study"
-    study = start(file, out, devices=2)
-    logs = out / "trials"
-    wait_for(study, lambda: any(len(lines(log)) > 1 for log in logs.glob("*/metrics.jsonl")), 400)
-    ranks = [pid for pid in trial_processes(out) if b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes()]
-    killed = next(pid for pid in ranks if b"\0RANK=1\0" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes())
-    os.kill(killed, signal.SIGKILL)
-    # The other rank waits for it in a collective.
-    wait_for(study, lambda: not set(ranks) & set(trial_processes(out)), 60)
-    text, errors = study.communicate(timeout=400)
-    assert study.returncode == 0, errors
-    facts = json.loads(text)
-    assert facts["failures"] == {"interrupted": 1, "refused": 1}
-    by_tp = {row["values"]["layout.tp"]: row for row in facts["trials"]}
-    assert "layout.tp=3 does not divide the world size 2" in by_tp[3]["said"] and by_tp[3]["seconds"] == 0
-    whole = by_tp[2]
-    assert whole["state"] == "scored" and whole["steps"] == load_run(file).training.steps
-    # One log, by the first rank, with each step once; both ranks reported.
-    assert [row["step"] for row in lines(Path(whole["run_dir"]) / "metrics.jsonl")] == list(
-        range(1, whole["steps"] + 1)
-    )
-    assert len({report.name for report in out.glob("jobs/*/rank-*.json")}) == 2
-    assert facts["devices"]["each"][0]["device"].endswith(" cpu 0-1")
 
 
 def _what_it_says(call: Call, file: Path, out: Path, facts: dict[str, Any]) -> None:
@@ -194,3 +152,18 @@ def test_what_is_refused(call: Call, tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_what_jobs_need_is_said_before_anything_is_submitted(tmp_path: Path, call: Call) -> None:
+    file = write_run_file(tmp_path / "run.yaml", write_token_folder(tmp_path / "data"))
+    file.write_text(file.read_text() + LANGUAGE)
+    out = str(tmp_path / "study")
+    said = call("tune", str(file), "--out", out, "--account", "ABC123")
+    assert said.code == 2 and "--account is of jobs that are submitted; give --where sbatch" in said.err
+    said = call("tune", str(file), "--out", out, "--where", "sbatch")
+    assert said.code == 2 and "--where sbatch needs --cluster NAME" in said.err
+    said = call("tune", str(file), "--out", out, "--devices", "3", "--nproc", "2")
+    assert said.code == 2 and "nearest legal: --devices 4" in said.err
+    said = call("tune", str(file), "layout.tp=3", "--out", out, "--devices", "2", "--nproc", "2")
+    assert said.code == 2 and "layout.tp=3 does not divide the world size 2" in said.err
+    assert not Path(out).exists()
