@@ -1,4 +1,4 @@
-"""Reads and lists the files at an fsspec address (`s3://`, `gs://`, `hf://`, `https://`, ...), with a time limit."""
+"""Reads, lists and writes the files at an fsspec address (`s3://`, `gs://`, `hf://`, `https://`, ...), with a time limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.errors import DataError
@@ -101,10 +103,36 @@ class Store:
             group = starts[begin : begin + _REQUESTS]
             yield from self.read_ranges([(name, start, min(start + REQUEST, size)) for start in group])
 
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file, whole or not at all. Raises DataError."""
+        self._change(name, lambda: self._files.pipe_file(f"{self._root}/{name}", content))
+
+    def write_file(self, name: str, path: Path, allowance_s: float) -> None:
+        """Copy the local file `path` there. allowance_s: seconds it may take beyond the time limit. Raises DataError."""
+        self._change(name, lambda: self._files.put_file(str(path), f"{self._root}/{name}"), allowance_s)
+
+    def delete(self, name: str) -> None:
+        """Delete a file, or a folder with all that is in it; one that is not there is none. Raises DataError."""
+        # Gone already, of an attempt whose answer was lost.
+        with suppress(FileNotFoundError):
+            # Others write there as well; some clients remember what they listed before.
+            self._files.invalidate_cache()
+            self._call(name, lambda: self._files.rm(f"{self._root}/{name}", recursive=True))
+
+    def _change(self, name: str, work: Callable[[], None], allowance_s: float = 0.0) -> None:
+        try:
+            self._call(name, work, allowance_s)
+        except FileNotFoundError as error:
+            raise DataError(
+                f"{self.address}/{name}: not found ({_shorten(error)}); create the bucket or folder"
+            ) from None
+
     def list_files(self) -> dict[str, StoredFile] | None:
         """Return the files below the folder by their path from there; None where the protocol cannot tell."""
         if self._protocol in _UNLISTED:
             return None
+        # Others write there as well; some clients remember what they listed before.
+        self._files.invalidate_cache()
         entries = self._call("", lambda: self._files.find(self._root, detail=True))
         # Names begin with the path of the folder.
         return {name[len(self._root) + 1 :]: StoredFile.of(entry) for name, entry in entries.items()}
@@ -125,10 +153,10 @@ class Store:
             return []
         return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
 
-    def _call(self, name: str, work: Callable[[], T]) -> T:
+    def _call(self, name: str, work: Callable[[], T], allowance_s: float = 0.0) -> T:
         """Return what `work` gives, asked again until the time limit. Raises FileNotFoundError, DataError."""
         where = f"{self.address}/{name}".rstrip("/")
-        deadline, pause = time.monotonic() + self._timeout_s, 0.25
+        deadline, pause = time.monotonic() + self._timeout_s + allowance_s, 0.25
         while True:
             try:
                 return _call_within(deadline - time.monotonic(), work)

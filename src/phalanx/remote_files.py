@@ -159,9 +159,12 @@ def weights_path(address: str) -> Path:
         steps = sorted(
             ((one, place) for place, one in found if _STEP.fullmatch(one)), key=lambda pair: int(pair[0][5:])
         )
-        if not steps:
+        # A folder without its manifest was not uploaded whole.
+        whole = (place for _, place in reversed(steps) if store.find_file(f"{place}/{_MANIFEST}") is not None)
+        newest = next(whole, None)
+        if newest is None:
             raise DataError(f"{address}: no checkpoint there; name a run directory or one step-... folder of it")
-        top, _, name = f"{address}/{steps[-1][1]}".rpartition("/")
+        top, _, name = f"{address}/{newest}".rpartition("/")
     root = limits.folder / "runs" / hashlib.sha256(top.encode()).hexdigest()[:12]
     target = root / "checkpoints" / name
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from phalanx.checkpoint.training_state import (
     rng_state,
     set_rng_state,
 )
+from phalanx.checkpoint.upload import UploadAddress
 from phalanx.errors import CheckpointDamaged
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "RunLock",
     "SaveHandle",
     "TensorReader",
+    "UploadAddress",
     "collect_tensors",
     "materialise_optimizer_state",
     "open_checkpoints",

@@ -16,7 +16,8 @@ from phalanx.checkpoint.rank_group import RankGroup
 from phalanx.checkpoint.reader import CheckpointReader
 from phalanx.checkpoint.saver import NO_MEMORY, Save, SaveHandle, Saver
 from phalanx.checkpoint.shard_plan import Piece, SavedTensors
-from phalanx.errors import CheckpointDamaged, CheckpointError
+from phalanx.checkpoint.upload import UploadAddress, Uploader
+from phalanx.errors import CheckpointDamaged, CheckpointError, DataError, Interrupted
 from phalanx.locks import FolderLock
 
 LOCK_NAME = "run.lock"
@@ -54,7 +55,8 @@ class CheckpointStore(CheckpointReader):
     of this. on_failure: what a failed background save does beside the warning: "raise" at the next `save`, `wait` or
     `close`, or "warn" and nothing more. warn: called with one line of text, on rank 0 (where host memory is short, on
     the rank concerned), and from the writing thread where a background save has failed. timeout_s: seconds one rank
-    waits for another within a save or load.
+    waits for another within a save or load. upload: where checkpoints are copied to in the background; `on_upload` is called
+    with step and seconds of each one that is whole there, on rank 0.
 
     A checkpoint is deleted only once the one just saved was read back from storage and found as it was written, and one that
     is damaged does not count among those to keep: the newest that is known to be whole is never deleted.
@@ -73,6 +75,8 @@ class CheckpointStore(CheckpointReader):
         on_failure: Literal["raise", "warn"] = "raise",
         warn: Callable[[str], None] = logger.warning,
         timeout_s: float = 1800.0,
+        upload: UploadAddress | None = None,
+        on_upload: Callable[[int, float], None] = lambda step, seconds: None,
     ) -> None:
         if keep_last < 1 or (keep_every is not None and keep_every < 1):
             raise CheckpointError(
@@ -92,6 +96,12 @@ class CheckpointStore(CheckpointReader):
         self._lock: RunLock | None = None
         self._closed = False
         self._ranks.on_first(self._take_over_directory)
+        self._upload = upload
+        self._uploader: Uploader | None = None
+        if upload is not None:
+            self._uploader = Uploader(
+                upload, root, self._ranks, keep_last=keep_last, keep_every=keep_every, warn=warn, tell=on_upload
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -99,6 +109,9 @@ class CheckpointStore(CheckpointReader):
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # After a failure other ranks may never upload their part: whoever begins the run again must not wait for it.
+        if self._uploader is not None and kind is not None and not issubclass(kind, Interrupted):
+            self._uploader.stop()
         self.close()
 
     def save(self, step: int, tensors: SavedTensors, state: dict[str, Any], asynchronous: bool = False) -> SaveHandle:
@@ -158,9 +171,32 @@ class CheckpointStore(CheckpointReader):
             # Whatever the wait raised: a store that keeps its lock would keep the next run out.
             self._closed = True
             self._thread.shutdown()
+            if self._uploader is not None:
+                self._uploader.close()
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
+
+    def fetch_newer(self) -> int | None:
+        """Copy the newest whole checkpoint at the address of uploads here, if it is newer than all whole ones here.
+
+        Return its step, None where there is none. Where the store does not answer that is a warning on rank 0.
+        """
+        newest = self.newest()
+        than = -1 if newest is None else newest.step
+        return self._ranks.from_first(lambda: self._fetch_newer(than))
+
+    def _fetch_newer(self, than: int) -> int | None:
+        if self._upload is None:
+            return None
+        try:
+            return self._upload.fetch_newer(self.root, than, self._warn)
+        except DataError as error:
+            # What is here counts; without any, a run that begins anew would hide the checkpoints that are there.
+            if than < 0:
+                raise CheckpointError(f"checkpoint.upload={self._upload.address}: {error}") from error
+            self._warn(f"whether {self._upload.address} has a newer checkpoint is not known: {error}")
+            return None
 
     def set_aside(self, checkpoints: Sequence[Checkpoint]) -> Sequence[str]:
         """Take checkpoints out of the listing whose weights give no finite step; return their new names."""
@@ -197,10 +233,19 @@ class CheckpointStore(CheckpointReader):
         try:
             if error is None:
                 self._keep_wanted(save)
+                self._begin_upload(save.handle.step)
         finally:
             # Whoever waits must not wait for ever, even where a warning could not be written.
             save.handle.finish(error)
         return error
+
+    def _begin_upload(self, step: int) -> None:
+        if self._uploader is None or not self._whole[step]:
+            return
+        try:
+            self._uploader.add(step)
+        except CheckpointError as error:
+            self._warn_first(f"checkpoint of step {step} is not uploaded: {error}")
 
     def _keep_wanted(self, save: Save) -> None:
         """Leave only the checkpoints to keep. A failure here is no failure of the save, which is on disk."""
@@ -227,7 +272,10 @@ class CheckpointStore(CheckpointReader):
             known = self._whole.get(checkpoint.step)
             return folders.is_whole(checkpoint) if known is None else known
 
-        return folders.find_old(self.root, keep_last=self._keep_last, keep_every=self._keep_every, counts=counts)
+        old = folders.find_old(self.root, keep_last=self._keep_last, keep_every=self._keep_every, counts=counts)
+        # What is being uploaded stays until it is there.
+        pending = self._uploader.pending() if self._uploader is not None else set()
+        return [checkpoint for checkpoint in old if checkpoint.step not in pending]
 
     def _warn_first(self, text: str) -> None:
         if self._ranks.first:

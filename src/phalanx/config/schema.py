@@ -376,6 +376,16 @@ class Checkpoint(Section):
     """Also keep for good each checkpoint whose step is a multiple of this."""
     asynchronous: bool = True
     """Write in the background; training waits only for the copy of the state."""
+    upload: (
+        Annotated[
+            str,
+            Field(pattern=r"^[A-Za-z0-9+.-]+://[^/\s]\S*$"),
+            Words("an address, such as s3://bucket/runs/a"),
+        ]
+        | None
+    ) = None
+    """Address to which each checkpoint is copied in the background once it is written (`s3://bucket/runs/a`, `gs://...`),
+    and from which a run resumes whose directory has none as new. Keeps as many there as here; null copies nothing."""
     memory_every: PositiveInt | None = None
     """Steps between copies of each rank's state in the memory of its node and of another node, from which ranks that begin
     again in the same layout go on; storage serves where copies are gone. Takes up to five times a node's state of host

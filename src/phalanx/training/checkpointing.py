@@ -126,7 +126,7 @@ def require_checkpoint(model: TrainableModel, run_dir: Path) -> None:
     if training.resume_path is not None:
         if open_checkpoints(weights_path(training.resume)).newest() is None:
             raise _nothing_to_resume(model, training.resume_path)
-    elif training.resume == "must":
+    elif training.resume == "must" and model.run.checkpoint.upload is None:
         raise _nothing_to_resume(model, run_dir / "checkpoints")
     elif training.init_from is not None:
         plan_transfer(model)
@@ -159,6 +159,7 @@ def restore_run(
     """
     run, applied = model.run, step.applied
     resume = run.training.resume
+    store.fetch_newer()
     newest = store.newest()
     present = newest is not None
     if resume == "never" and present:

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint import CheckpointStore, MemoryCopies, RankGroup, RunLock
+from phalanx.checkpoint import CheckpointStore, MemoryCopies, RankGroup, RunLock, UploadAddress
+from phalanx.checkpoint.folders import list_published
 from phalanx.config.families import sizes_of
 from phalanx.config.schema import Run
 from phalanx.errors import Interrupted
@@ -30,6 +31,7 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.nn.precision import require_products
 from phalanx.node_memory import claim_identity, node_memory_folder
+from phalanx.object_store import StoreUnavailable
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.rank.cost_models import memory_fits
 from phalanx.planner.trace.traced_model import TracedModel
@@ -116,11 +118,12 @@ def _train_on_ranks(
         inputs = model.open_inputs(layout, place.mesh, device, first=ranks.first)
         with closing(inputs.stream):
             require_checkpoint(model, run_dir)
+            upload = _open_upload(run, run_dir)
             directory = RunDirectory(run_dir)
             directory.create()
             with RunLock(run_dir):
                 spared = chosen.microbatch - layout.microbatch
-                _train_in_directory(model, place, directory, inputs, callbacks, heartbeat, until, spared, probe)
+                _train_in_directory(model, place, directory, inputs, callbacks, heartbeat, until, spared, probe, upload)
                 heartbeat.enter("end")
     except Interrupted:
         heartbeat.enter("end")
@@ -152,11 +155,12 @@ def _train_in_directory(
     until: int | None,
     spared: int,
     probe: MemoryProbe | None,
+    upload: UploadAddress | None,
 ) -> None:
     """Build the parts of the run, load what it resumes from, and train, in a run directory that no other process has.
 
     spared: samples by which micro-batches are smaller than the run file says, since memory ran out before. probe: chooses
-    them before the first step.
+    them before the first step. upload: where checkpoints are copied to.
     """
     trainer: Trainer | None = None
 
@@ -172,7 +176,7 @@ def _train_in_directory(
     explained = explain_failures(place.ranks, place.stage_words, directory.path, name_moment, save_memory)
     with explained, ExitStack() as opened:
         opened.callback(directory.close)
-        parts, restored = _build_parts(model, place, directory, inputs, callbacks, heartbeat, spared, opened)
+        parts, restored = _build_parts(model, place, directory, inputs, callbacks, heartbeat, spared, opened, upload)
         parts = replace(parts, probe=probe)
         parts.step.report_to(heartbeat)
         heartbeat.begin(restored.step)
@@ -191,6 +195,7 @@ def _build_parts(
     heartbeat: Heartbeat,
     spared: int,
     opened: ExitStack,
+    upload: UploadAddress | None,
 ) -> tuple[RunParts, Restored]:
     """Return the parts of the run on this rank, filled from what it resumes from, and that state.
 
@@ -198,7 +203,7 @@ def _build_parts(
     """
     run, ranks, device = model.run, place.ranks, place.device
     attention = _agree_on_attention(model, place)
-    store = opened.enter_context(_open_store(run, directory))
+    store = opened.enter_context(_open_store(run, directory, upload))
     applied = apply_layout(model, place.layout, place.mesh, device, attention)
     step = build_step(model, applied, device)
     copies = _open_copies(run, directory)
@@ -284,7 +289,26 @@ def _agree_on_attention(model: TrainableModel, place: Placement) -> AttentionCho
     return chosen[0]
 
 
-def _open_store(run: Run, directory: RunDirectory) -> CheckpointStore:
+def _open_upload(run: Run, run_dir: Path) -> UploadAddress | None:
+    """Return where checkpoints are copied to. Raises PhalanxError, on all ranks, where the first cannot write there."""
+    address = run.checkpoint.upload
+    if address is None:
+        return None
+    upload = UploadAddress(address, run.remote.timeout_s)
+
+    def check() -> None:
+        try:
+            upload.refuse_unwritable()
+        except StoreUnavailable:
+            # A run that goes on is not kept from it by a store that is down for a while.
+            if not list_published(run_dir / "checkpoints"):
+                raise
+
+    RankGroup.default().on_first(check)
+    return upload
+
+
+def _open_store(run: Run, directory: RunDirectory, upload: UploadAddress | None) -> CheckpointStore:
     return CheckpointStore(
         directory.checkpoints,
         keep_last=run.checkpoint.keep_last,
@@ -293,6 +317,8 @@ def _open_store(run: Run, directory: RunDirectory) -> CheckpointStore:
         on_failure="warn",
         timeout_s=run.training.timeout_s,
         warn=partial(_warn_user, directory),
+        upload=upload,
+        on_upload=lambda step, seconds: directory.event("upload", step, seconds=round(seconds, 3)),
     )
 
 
