@@ -24,6 +24,7 @@ from phalanx.config.section import (
     Layers,
     NonNegativeInt,
     PathText,
+    PositiveInt,
     Section,
     Width,
     Words,
@@ -303,7 +304,7 @@ class RolloutSteps(Section):
     """Steps at the beginning of training."""
     last: Annotated[int, Field(ge=1, le=1000)]
     """Most steps."""
-    every: Annotated[int, Field(ge=1)]
+    every: PositiveInt
     """Optimizer steps after which roll-outs get one step longer."""
 
     @model_validator(mode="after")
