@@ -52,9 +52,11 @@ def test_what_is_trained_is_said_before_the_first_step(tmp_path: Path, capsys: p
 
 
 def test_a_device_bounds_the_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an accelerator would, of whose memory the driver reports so much."""
+    """As an accelerator would, of whose memory the driver reports so much; a step takes 1 MiB of it."""
     data = write_token_folder(tmp_path / "data")
     run = load_run(write_run_file(tmp_path / "run.yaml", data), ["layout.microbatch=auto", "training.steps=5"])
+    monkeypatch.setattr("phalanx.training.safeguards.memory_probe.reset_peak_bytes", lambda _: None)
+    monkeypatch.setattr("phalanx.training.safeguards.memory_probe.peak_bytes", lambda _: 2**20)
     monkeypatch.setattr("phalanx.training.start.memory_bytes", lambda _: 2**40)
     train(run, tmp_path / "large")
     monkeypatch.setattr("phalanx.training.start.memory_bytes", lambda _: 2**20)
