@@ -282,8 +282,12 @@ def verify_checkpoint(path: Path) -> None:
         manifest = text.parse_manifest()
         text.parse_state(manifest)
         folder.check_lengths(manifest)
-        reads = [ChunkRead(record, chunk, []) for record in manifest.tensors for chunk in record.chunks]
-        _read_chunks(folder, manifest, reads)
+        verify_chunks(folder, manifest)
+
+
+def verify_chunks(folder: CheckpointFolder, manifest: Manifest) -> None:
+    """Read every chunk of the data files in a folder, and no more of it. Raises CheckpointDamaged."""
+    _read_chunks(folder, manifest, [ChunkRead(one, chunk, []) for one in manifest.tensors for chunk in one.chunks])
 
 
 def _read_text(path: Path) -> CheckpointText:

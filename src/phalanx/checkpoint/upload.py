@@ -17,8 +17,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from phalanx.checkpoint import folders
 from phalanx.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -26,12 +24,12 @@ from phalanx.checkpoint.manifest import (
     STATE_NAME,
     Manifest,
     compute_checksum,
-    count_bytes,
     parse_manifest,
     parse_step,
     step_name,
 )
 from phalanx.checkpoint.rank_group import RankGroup
+from phalanx.checkpoint.reader import verify_chunks
 from phalanx.errors import CheckpointDamaged, CheckpointError, ConfigError, DataError
 from phalanx.object_store import Store, StoredFile, StoreUnavailable
 
@@ -77,13 +75,15 @@ class UploadAddress:
                 found[step][file] = stored
         return dict(found)
 
-    def read_manifest(self, step: int, objects: dict[str, StoredFile]) -> Manifest:
-        """Return the manifest of a step whose `objects` are there. Raises CheckpointDamaged where they differ from it."""
+    def read_manifest(self, step: int, objects: dict[str, StoredFile]) -> tuple[bytes, Manifest]:
+        """Return the manifest of a step whose `objects` are there, as text and parsed. Raises CheckpointDamaged where they
+        differ from it."""
         where = f"{self.address}/checkpoints/{step_name(step)}"
         try:
             if objects[MANIFEST_NAME].size > MAX_MANIFEST_BYTES:
                 raise ValueError(f"more than {MAX_MANIFEST_BYTES} bytes")
-            manifest = parse_manifest(self.checkpoints.read(f"{step_name(step)}/{MANIFEST_NAME}"))
+            text = self.checkpoints.read(f"{step_name(step)}/{MANIFEST_NAME}")
+            manifest = parse_manifest(text)
         except (KeyError, FileNotFoundError):
             raise CheckpointDamaged(f"{where} has no {MANIFEST_NAME}: it was not uploaded whole") from None
         except ValueError as error:
@@ -96,7 +96,7 @@ class UploadAddress:
                 raise CheckpointDamaged(
                     f"{where}/{name}: {size} bytes expected, found {'nothing' if found is None else found}"
                 )
-        return manifest
+        return text, manifest
 
     def is_whole(self, step: int, objects: dict[str, StoredFile]) -> bool:
         """Return whether the manifest of a step is sound, and every object there and as long as it should be."""
@@ -127,7 +127,7 @@ class UploadAddress:
         return None
 
     def _fetch(self, root: Path, step: int, objects: dict[str, StoredFile]) -> None:
-        manifest = self.read_manifest(step, objects)
+        text, manifest = self.read_manifest(step, objects)
         root.mkdir(parents=True, exist_ok=True)
         folders.begin_folder(root, step)
         folder = folders.writing_folder(root, step)
@@ -136,29 +136,14 @@ class UploadAddress:
                 with (folder / record.name).open("xb") as out:
                     out.writelines(self.checkpoints.stream(f"{step_name(step)}/{record.name}", record.bytes))
                 folders.sync_path(folder / record.name)
-            text = self.checkpoints.read(f"{step_name(step)}/{MANIFEST_NAME}")
             state = self.checkpoints.read(f"{step_name(step)}/{STATE_NAME}")
             folders.CheckpointText(folder.with_suffix(""), text, state).parse_state(manifest)
-            _verify_files(folder, manifest)
+            with folders.CheckpointFolder(folder) as written:
+                verify_chunks(written, manifest)
             folders.publish_folder(root, step, text, state)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-
-
-def _verify_files(path: Path, manifest: Manifest) -> None:
-    """Read every chunk of a folder of data files. Raises CheckpointDamaged."""
-    with folders.CheckpointFolder(path) as folder:
-        for record in manifest.files:
-            file = folder.open_data(record)
-            try:
-                for tensor in manifest.tensors:
-                    for chunk in tensor.chunks:
-                        if chunk.file == record.name:
-                            size = count_bytes(chunk.sizes, tensor.torch_dtype)
-                            file.read_chunk(tensor, chunk, torch.empty(size, dtype=torch.uint8))
-            finally:
-                file.close()
 
 
 class Uploader:
