@@ -22,7 +22,7 @@ from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
 from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, Mixture
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.weather.config import FieldData, Period, RolloutSteps
-from phalanx.families.weather.data.coordinates import HOUR, Float32Array, Grid, TimeAxis, moment_bounds
+from phalanx.families.weather.data.coordinates import HOUR, BoolArray, Float32Array, Grid, TimeAxis, moment_bounds
 from phalanx.families.weather.data.field_statistics import FieldStatistics
 from phalanx.families.weather.data.field_store import FieldStore, hash_of
 from phalanx.families.weather.data.field_survey import Survey
@@ -143,29 +143,8 @@ def find_windows(
     missing = survey.empty if data.missing == "mask" else survey.incomplete
     if data.missing == "refuse":
         _refuse_missing(store, survey, frames)
-    tolerance = round(data.time_tolerance_hours * HOUR)
-    seconds = store.times.seconds[frames]
-    # By time and not by counting frames: a hole then costs samples and cannot shift one.
-    found = np.stack([store.times.nearest(seconds + lead * HOUR, tolerance) for lead in leads], axis=1)
-    found = np.where((found >= frames[0]) & (found <= frames[-1]) & (found != frames[:, None]), found, -1)
-    for column, lead in enumerate(leads):
-        if not (found[:, column] >= 0).any():
-            raise DataError(
-                f"lead time {lead} h fits no two frames of data.splits.{split} in {store.path}, whose frames are "
-                f"{store.times.step / HOUR:g} h apart over {(seconds[-1] - seconds[0]) / HOUR:g} h"
-            )
-    states_NT = state_frames(data, store.times, frames)
-    # As targets: what an input is made of lies in the split too.
-    has_states = (states_NT >= frames[0]).all(axis=1)
-    if not has_states.any():
-        raise DataError(
-            f"data.history={data.history} states {data.state_hours} h apart fit no frames of data.splits.{split} in "
-            f"{store.path}, whose frames are {store.times.step / HOUR:g} h apart over "
-            f"{(seconds[-1] - seconds[0]) / HOUR:g} h; set data.history_hours to a multiple of that"
-        )
-    # Where there is no older state, -1 looks up the last frame; the first condition leaves that out.
-    damaged = np.asarray(missing[:, inputs].any(axis=1))
-    whole_input = ~damaged[states_NT].any(axis=1) | ~has_states
+    found = _find_targets(data, store, split, frames, leads)
+    has_states, whole_input = _find_inputs(data, store, split, frames, np.asarray(missing[:, inputs].any(axis=1)))
     # With masks a target counts where any variable has values, unless one was never written: no mask knows of that. Without
     # masks all variables must be whole.
     how_many = missing[:, outputs].sum(axis=1)
@@ -173,8 +152,9 @@ def find_windows(
     bad = (how_many == len(outputs)) | unwritten if data.missing == "mask" else how_many > 0
     # Where there is no target, -1 looks up the last frame; the first condition leaves that out.
     usable = (found >= 0) & ~bad[found]
-    kept = has_states & whole_input & (usable.all(axis=1) if every_lead else usable.any(axis=1))
-    if every_lead and not usable.all(axis=1).any():
+    has_targets = usable.all(axis=1) if every_lead else usable.any(axis=1)
+    kept = has_states & whole_input & has_targets
+    if every_lead and not has_targets.any():
         raise DataError(
             f"data.rollout_steps={len(leads)}: no frame of data.splits.{split} in {store.path} has a whole target after "
             f"each of so many steps of {leads[0]} h; take fewer steps"
@@ -198,6 +178,54 @@ def find_windows(
             store.place(chosen[column], int(frames[row]))
             for row, column in zip(rows[:_SHOWN].tolist(), columns[:_SHOWN].tolist(), strict=True)
         ),
+    )
+
+
+def _find_inputs(
+    data: FieldData, store: FieldStore, split: SplitName, frames: Int64Array, damaged: BoolArray
+) -> tuple[BoolArray, BoolArray]:
+    """Return for each of a split's `frames` whether it has all the states that the model reads, and whether these are whole.
+
+    damaged: whether values of an input variable are missing, for each frame of the store. Where there are not all states,
+    nothing is said to be missing of them. Raises DataError where no frame has them all.
+    """
+    states_NT = state_frames(data, store.times, frames)
+    # As targets: what an input is made of lies in the split too.
+    has_states = np.asarray((states_NT >= frames[0]).all(axis=1))
+    if not has_states.any():
+        raise DataError(
+            f"data.history={data.history} states {data.state_hours} h apart fit no frames of data.splits.{split} in "
+            f"{_describe_frames(store, frames)}; set data.history_hours to a multiple of that"
+        )
+    # Where there is no older state, -1 looks up the last frame; the first condition leaves that out.
+    return has_states, ~damaged[states_NT].any(axis=1) | ~has_states
+
+
+def _find_targets(
+    data: FieldData, store: FieldStore, split: SplitName, frames: Int64Array, leads: Sequence[int]
+) -> Int64Array:
+    """Return the frames [N, L] of a split that lie each lead time after each of its `frames`, -1 where there is none.
+
+    Raises DataError for a lead time that fits no two of them.
+    """
+    tolerance = round(data.time_tolerance_hours * HOUR)
+    seconds = store.times.seconds[frames]
+    # By time and not by counting frames: a hole then costs samples and cannot shift one.
+    found = np.stack([store.times.nearest(seconds + lead * HOUR, tolerance) for lead in leads], axis=1)
+    found = np.where((found >= frames[0]) & (found <= frames[-1]) & (found != frames[:, None]), found, -1)
+    for column, lead in enumerate(leads):
+        if not (found[:, column] >= 0).any():
+            raise DataError(
+                f"lead time {lead} h fits no two frames of data.splits.{split} in {_describe_frames(store, frames)}"
+            )
+    return found
+
+
+def _describe_frames(store: FieldStore, frames: Int64Array) -> str:
+    seconds = store.times.seconds[frames]
+    return (
+        f"{store.path}, whose frames are {store.times.step / HOUR:g} h apart over "
+        f"{(seconds[-1] - seconds[0]) / HOUR:g} h"
     )
 
 
