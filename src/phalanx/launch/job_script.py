@@ -326,14 +326,18 @@ def _longest_seconds(partition: Partition, nodes: int) -> int:
     )
 
 
-def _header_lines(machine: Machine, job: Job) -> Iterator[str]:
+def _title_lines(machine: Machine, title: str, command: str) -> Iterator[str]:
+    """Yield how a script begins. title: what it is. command: which subcommand wrote it."""
     yield "#!/bin/bash"
-    yield _comment_line(
-        f"Training on {machine.about}: {job.nodes * machine.node.devices} ranks, one for each {machine.node.device}."
-    )
-    yield "# Written by phalanx launch. Reasons name their sources:"
-    for document, title in machine.documents.items():
-        yield _comment_line(f"[{document}] {title}")
+    yield _comment_line(f"{title}, one for each {machine.node.device}.")
+    yield f"# Written by phalanx {command}. Reasons name their sources:"
+    for document, name in machine.documents.items():
+        yield _comment_line(f"[{document}] {name}")
+
+
+def _header_lines(machine: Machine, job: Job) -> Iterator[str]:
+    ranks = job.nodes * machine.node.devices
+    yield from _title_lines(machine, f"Training on {machine.about}: {ranks} ranks", "launch")
     # The name becomes part of the name of the log (%x).
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", job.run.name.removesuffix(".yaml")) or "run"
     yield f"#SBATCH --job-name=phalanx-{name}"
@@ -353,13 +357,7 @@ def _header_lines(machine: Machine, job: Job) -> Iterator[str]:
 
 def _array_header(machine: Machine, job: Job, array: JobArray) -> Iterator[str]:
     ranks = job.nodes * machine.node.devices
-    yield "#!/bin/bash"
-    yield _comment_line(
-        f"{array.tasks} trials on {machine.about}: {ranks} ranks each, one for each {machine.node.device}."
-    )
-    yield "# Written by phalanx tune. Reasons name their sources:"
-    for document, title in machine.documents.items():
-        yield _comment_line(f"[{document}] {title}")
+    yield from _title_lines(machine, f"{array.tasks} trials on {machine.about}: {ranks} ranks each", "tune")
     yield f"#SBATCH --job-name={array.name}"
     yield f"#SBATCH --array=0-{array.tasks - 1}"
     yield from _resource_lines(machine, job)

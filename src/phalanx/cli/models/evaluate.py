@@ -16,7 +16,7 @@ from phalanx.families.language.evaluation.icl_tasks import load_tasks
 from phalanx.families.language.evaluation.in_context import HarnessScore, score_tasks
 from phalanx.families.language.evaluation.load_weights import LoadedModel, load_for_inference
 from phalanx.formatting import format_number
-from phalanx.layout.mesh import leave_process_group
+from phalanx.layout.mesh import Ranks, leave_process_group
 from phalanx.nn.precision import find_number_format
 from phalanx.report.page_sections import SCORE_COLUMNS
 from phalanx.report.table import Column
@@ -44,9 +44,7 @@ def run_evaluate(asked: EvaluateArguments) -> None:
     for name in ("shots", "questions"):
         if getattr(asked, name) is not None:
             raise ConfigError(f"--{name} is for --tasks and --harness; leave it out to score held-out text")
-    dtype = find_number_format(asked.precision, "--precision")
-    ranks, device = start_or_join_ranks(asked.nproc, asked.device)
-    loaded = load_for_inference(asked.checkpoint, device, dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema)
+    ranks, loaded = _load_on_ranks(asked)
     start = time.perf_counter()
     with make_progress_bar() as bar:
         task = bar.add_task(asked.split, visible=ranks.first)
@@ -84,6 +82,13 @@ def run_evaluate(asked: EvaluateArguments) -> None:
         _print_scores(loaded, scores)
 
 
+def _load_on_ranks(asked: EvaluateArguments) -> tuple[Ranks, LoadedModel]:
+    """Start or join the ranks that share the work; return them, and the whole model, which each of them holds."""
+    dtype = find_number_format(asked.precision, "--precision")
+    ranks, device = start_or_join_ranks(asked.nproc, asked.device)
+    return ranks, load_for_inference(asked.checkpoint, device, dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema)
+
+
 def _print_scores(loaded: LoadedModel, scores: Scores) -> None:
     whole = scores.samples == scores.samples_in_all
     part = "every token" if whole else f"{scores.samples:,} of {scores.samples_in_all:,} samples"
@@ -106,9 +111,7 @@ def _print_scores(loaded: LoadedModel, scores: Scores) -> None:
 
 def _run_tasks(asked: EvaluateArguments) -> None:
     tasks = load_tasks(asked.tasks or [], asked.shots)
-    ranks, device = start_or_join_ranks(asked.nproc, asked.device)
-    dtype = find_number_format(asked.precision, "--precision")
-    loaded = load_for_inference(asked.checkpoint, device, dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema)
+    ranks, loaded = _load_on_ranks(asked)
     start = time.perf_counter()
     with make_progress_bar() as bar:
         task = bar.add_task("tasks", visible=ranks.first)
@@ -138,9 +141,7 @@ def _run_harness(asked: EvaluateArguments, names: list[str]) -> None:
         if error.name is None or error.name.partition(".")[0] != "lm_eval":
             raise
         raise ConfigError('--harness needs lm-evaluation-harness: pip install "phalanx-train[harness]"') from error
-    ranks, device = start_or_join_ranks(asked.nproc, asked.device)
-    dtype = find_number_format(asked.precision, "--precision")
-    loaded = load_for_inference(asked.checkpoint, device, dtype=dtype, tokenizer=asked.tokenizer, ema=asked.ema)
+    ranks, loaded = _load_on_ranks(asked)
     start = time.perf_counter()
     scores = score_harness_tasks(
         loaded,
