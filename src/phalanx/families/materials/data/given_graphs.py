@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from phalanx.errors import DataError
 from phalanx.families.materials.config import GivenGraphs, GraphSource
+from phalanx.families.materials.data.array_files import Int64Array
 from phalanx.families.materials.data.labels import FloatArray, Label
 from phalanx.families.materials.data.neighbours import Edges
 from phalanx.families.materials.data.structure_files import RaggedArrays, Wanted
@@ -114,16 +115,8 @@ def _levels_of(wanted: Wanted) -> dict[str, str]:
     return found if wanted.group_by is None else found | {wanted.group_by: "graphs"}
 
 
-def convert_graph(
-    raw: RawStructure, labels: Sequence[Label], source: GraphSource, given: GivenGraphs, longest: float
-) -> tuple[Structure, Edges]:
-    """Check a graph and return it with its edges, ordered by target, then source.
-
-    longest: length that no edge may exceed, where nodes have positions. Raises DataError naming file and graph for an edge
-    that leads to no node or to its own, features that are absent, differ in shape or are no numbers, and labels that are
-    absent unless that is allowed.
-    """
-    nodes, edges_E2 = len(raw.species), np.asarray(raw.edges, dtype=np.int64)
+def _check_edges(raw: RawStructure, source: GraphSource, nodes: int, edges_E2: Int64Array) -> None:
+    """Raise DataError for a graph without nodes or edges, and for an edge that leads to no node or to its own."""
     if nodes == 0:
         raise raw.wrong("it has no nodes")
     if not len(edges_E2) and source.no_edges == "refuse":
@@ -140,6 +133,19 @@ def convert_graph(
     loops = np.flatnonzero(edges_E2[:, 0] == edges_E2[:, 1])
     if loops.size:
         raise raw.wrong(f"edge {int(loops[0])} leads from node {edges_E2[loops[0], 0]} to itself; leave it out")
+
+
+def convert_graph(
+    raw: RawStructure, labels: Sequence[Label], source: GraphSource, given: GivenGraphs, longest: float
+) -> tuple[Structure, Edges]:
+    """Check a graph and return it with its edges, ordered by target, then source.
+
+    longest: length that no edge may exceed, where nodes have positions. Raises DataError naming file and graph for an edge
+    that leads to no node or to its own, features that are absent, differ in shape or are no numbers, and labels that are
+    absent unless that is allowed.
+    """
+    nodes, edges_E2 = len(raw.species), np.asarray(raw.edges, dtype=np.int64)
+    _check_edges(raw, source, nodes, edges_E2)
     # Messages to one node lie together, as those that `find_edges` finds do.
     order_E = np.lexsort((edges_E2[:, 0], edges_E2[:, 1]))
     edges_E2 = edges_E2[order_E]
