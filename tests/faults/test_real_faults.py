@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -314,6 +314,21 @@ def test_five_restarts_in_a_row_come_up(run_file: Path, undisturbed: dict[str, t
     )
 
 
+def start_rank(
+    run_file: Path, run_dir: Path, place: dict[str, str], *words: str, inside: Sequence[str] = ()
+) -> subprocess.Popen[str]:
+    """Start one of two ranks, as a launcher would. inside: words before the command."""
+    command = [*inside, sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(run_dir)]
+    return subprocess.Popen(
+        [*command, "layout.dp_shard=2", *words],
+        env=environment(run_file, place),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_five_restarts_in_a_row_on_one_port_come_up(
     run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -327,16 +342,8 @@ def test_five_restarts_in_a_row_on_one_port_come_up(
         slow = fault_words(kind="slow", rank=1, step=1, seconds=0.2)
         for rank in (0, 1):
             place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
-            command = [sys.executable, "-m", "phalanx", "train", str(run_file), "--run-dir", str(run_dir)]
-            process = subprocess.Popen(
-                [*command, "layout.dp_shard=2", f"training.steps={STEPS}", *([] if step == STEPS else [slow])],
-                env=environment(run_file, place | meeting),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            ranks.append(process)
+            words = (f"training.steps={STEPS}", *([] if step == STEPS else [slow]))
+            ranks.append(start_rank(run_file, run_dir, place | meeting, *words))
         if step == STEPS:
             for process in ranks:
                 code, errors = finish(process)
@@ -754,16 +761,8 @@ def start_on_hosts(hosts: list[str], run_file: Path, run_dir: Path, *words: str)
         name, device = host.split()
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         meeting = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511", "GLOO_SOCKET_IFNAME": device}
-        command = ["ip", "netns", "exec", name, sys.executable, "-m", "phalanx", "train", str(run_file)]
-        process = subprocess.Popen(
-            [*command, "--run-dir", str(run_dir), "layout.dp_shard=2", *words],
-            env=environment(run_file, place | meeting),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
+        inside = ["ip", "netns", "exec", name]
+        started.append(start_rank(run_file, run_dir, place | meeting, *words, inside=inside))
     return started
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,6 +29,7 @@ from phalanx.planner.plan.remedies import find_remedies
 from phalanx.planner.trace.traced_model import TracedModel
 
 _MOST_BYTES = 100_000
+RecordT = TypeVar("RecordT", bound=BaseModel)
 
 
 class MemoryLimit(BaseModel):
@@ -94,18 +95,19 @@ def heed_memory_limit(run_dir: Path, layout: ResolvedLayout) -> ResolvedLayout:
 
     Raises PhalanxError for a memory.json that Phalanx cannot have written.
     """
-    limit = RankGroup.default().from_first(lambda: _read_limit(run_dir / MEMORY_FILE))
+    limit = RankGroup.default().from_first(lambda: read_record(run_dir / MEMORY_FILE, MemoryLimit))
     if limit is None or limit.layout != name_layout(layout) or limit.microbatch >= layout.microbatch:
         return layout
     return replace(layout, microbatch=limit.microbatch)
 
 
-def _read_limit(path: Path) -> MemoryLimit | None:
+def read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
+    """Return what a small file of a run directory holds; None where there is none. Raises PhalanxError for a damaged one."""
     if not path.is_file() or path.is_symlink():
         return None
     try:
         with path.open("rb") as file:
-            return MemoryLimit.model_validate_json(file.read(_MOST_BYTES))
+            return kind.model_validate_json(file.read(_MOST_BYTES))
     except (OSError, ValidationError) as error:
         raise PhalanxError(f"{path} is damaged; remove it") from error
 

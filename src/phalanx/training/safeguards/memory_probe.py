@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from phalanx.checkpoint import RankGroup
 from phalanx.data.batch_stream import Batch
-from phalanx.errors import PhalanxError
 from phalanx.families.family import BoundModel
 from phalanx.files import write_atomically
 from phalanx.hardware.device import peak_bytes, reset_peak_bytes
@@ -27,13 +26,12 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.rank.cost_models import SeenMemory, memory_fits
 from phalanx.torch_compat.common import is_rocm
 from phalanx.training.logs import RunLog
-from phalanx.training.safeguards.memory_limit import name_layout
+from phalanx.training.safeguards.memory_limit import name_layout, read_record
 from phalanx.training.step import StepLimits, TrainStep
 
 PROBE_FILE = "microbatch.json"
 """File of a run directory: the micro-batch that was found, and where."""
 _NO_UPDATE = StepLimits(grad_norm=-1.0)
-_MOST_BYTES = 100_000
 _GIB = 2**30
 
 
@@ -54,20 +52,10 @@ def recall_microbatch(run_dir: Path, layout: ResolvedLayout, capacity: int) -> R
 
     capacity: bytes of a device's memory. Raises PhalanxError for a microbatch.json that Phalanx cannot have written.
     """
-    found = RankGroup.default().from_first(lambda: _read_found(run_dir / PROBE_FILE))
+    found = RankGroup.default().from_first(lambda: read_record(run_dir / PROBE_FILE, FoundMicrobatch))
     if found is None or (found.layout, found.capacity) != (name_layout(layout), capacity):
         return None
     return replace(layout, microbatch=found.microbatch)
-
-
-def _read_found(path: Path) -> FoundMicrobatch | None:
-    if not path.is_file() or path.is_symlink():
-        return None
-    try:
-        with path.open("rb") as file:
-            return FoundMicrobatch.model_validate_json(file.read(_MOST_BYTES))
-    except (OSError, ValidationError) as error:
-        raise PhalanxError(f"{path} is damaged; remove it") from error
 
 
 class MemoryProbe:
