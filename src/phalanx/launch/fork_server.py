@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.launch.parent import interrupts_deferred, interrupts_ignored
+from phalanx.torch_compat.groups import run_gloo_in_order
 
 PRELOADED = (
     "torch",
@@ -105,6 +106,7 @@ def _run_rank(
     torch.set_num_threads(threads)
     # A rank that a signal ends prints its stack on standard error.
     faulthandler.enable()
+    run_gloo_in_order()
     try:
         dist.init_process_group(
             "gloo",

@@ -29,7 +29,7 @@ from phalanx.layout.spec import (
     SINGLE_STAGE,
     ResolvedLayout,
 )
-from phalanx.torch_compat.groups import new_group
+from phalanx.torch_compat.groups import new_group, run_gloo_in_order
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ def join_process_group(
     backend = "gloo"
     if device.type != "cpu":
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    run_gloo_in_order()
     with _explain_meeting(ranks):
         # No device is bound to the group: with one, a new group has to be made by all ranks of the run, not by its members.
         dist.init_process_group(

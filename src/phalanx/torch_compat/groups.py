@@ -1,4 +1,4 @@
-"""Process groups that only their members make, under names that all members agree on.
+"""Process groups that only their members make, under names that all members agree on; and gloo's threads.
 
 PyTorch names such a group after its ranks and the number of groups that the calling rank is in. Where members are in
 different numbers of groups (the two ends of a pipeline share one more), they wait for each other under different names, for
@@ -9,13 +9,41 @@ in this file alone.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+
+class _GlooInOrder(dist.ProcessGroupGloo):
+    """A gloo group with one thread, which does its collectives one after the other."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        # The type stubs know them under other names.
+        options: Any = getattr(dist.ProcessGroupGloo, "_Options")()  # noqa: B009
+        # As PyTorch chooses them.
+        names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        devices = [dist.ProcessGroupGloo.create_device(interface=name) for name in names]
+        options._devices = devices or [dist.ProcessGroupGloo.create_default_device()]
+        options._timeout = timeout
+        options._threads = 1
+        super().__init__(store, rank, size, options)
+
+
+def run_gloo_in_order() -> None:
+    """Have gloo groups of this process do one collective at a time. Call before the first process group is made.
+
+    By default a group has two threads, and each writes the name of what it has done to one string of the group, without a
+    lock (`lastCompletedWorkName` in `ProcessGroupGloo::runLoop`, PyTorch 2.13). Where both are done at once and one of the
+    names is long, one thread writes to memory that the other has freed: a rank of a long run then aborts in `malloc`.
+    """
+    distributed_c10d.ProcessGroupGloo = _GlooInOrder  # type: ignore[misc]
 
 
 class _Made:
