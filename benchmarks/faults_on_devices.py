@@ -5,9 +5,9 @@
 Parts (rows of the fault table in benchmarks/results/faults): `chaos` (random faults over NCCL, ranks forked of a process
 that has loaded PyTorch, compile caches cold and then warm), `bitflip` (two replicas), `slow` (a rank whose device comes
 late), `device` (an assertion in a kernel, one that does not end, kernels that slow one rank down), `links` (the same steps
-without peer access), `spike` (bf16), `memory` (ten times out of memory on a full device), `checkpoint` (the share of one of
-eight ranks of an 8B model) and `cost` (hashes and heartbeats of a 1B model). Parts that share the devices run side by side;
-no part outlives its limit.
+without peer access), `reshard` (parameters that go through layouts), `replay` (a step done again), `spike` (bf16), `memory`
+(ten times out of memory on a full device), `checkpoint` (the share of one of eight ranks of an 8B model) and `cost` (hashes
+and heartbeats of a 1B model). Parts that share the devices run side by side; no part outlives its limit.
 Writes OUT.json after each part. --small tries the script itself on a CPU.
 """
 
@@ -30,6 +30,9 @@ from typing import Any
 
 import torch
 
+from phalanx.chaos.run import compare_ends
+from phalanx.checkpoint.reader import read_tensors
+from phalanx.training.safeguards.step_replay import FAULT_CLASS
 from token_data import write_token_folder
 
 SMALL_RUN = """
@@ -217,6 +220,59 @@ def links(bench: Bench) -> dict[str, Any]:
     return {"steps": [len(one) for one in losses], "largest_difference": max(apart, default=None), "losses": losses}
 
 
+def reshard(bench: Bench) -> dict[str, Any]:
+    """Take parameters from two shards to one device, two of tensor parallelism, two stages and back to shards (G05).
+
+    A learning rate of 1e-38 changes no bit of a parameter, so that each place has a step to do and a checkpoint to write.
+    """
+    places = (
+        (2, "dp_shard=2"),
+        (1, "dp_shard=1"),
+        (2, "tp=2", "dp_shard=1"),
+        (2, "pp=2", "dp_shard=1"),
+        (2, "dp_shard=2"),
+    )
+    small = ["model.n_layers=2"] if bench.small else []
+    codes, checkpoints = [], []
+    for number, (ranks, *layout) in enumerate(places):
+        step = 10 + number
+        still = [] if number == 0 else ["optimizer.lr=1e-38"]
+        code, _, _ = bench.train(
+            "reshard", ranks, *layout, *still, *small, "--until", str(step), "training.compile=false",
+            "checkpoint.keep_last=10", limit_s=50,
+        )  # fmt: skip
+        codes.append(code)
+        checkpoints.append(bench.folder / "reshard" / "checkpoints" / f"step-{step:08d}")
+    first, *others = [read_tensors(path, "model.") for path in checkpoints]
+    equal = [
+        tensors.keys() == first.keys() and all(same_bits(tensors[name], first[name]) for name in first)
+        for tensors in others
+    ]
+    moved = [sum(not same_bits(x, torch.zeros_like(x)) for x in tensors.values()) for tensors in (first, *others)]
+    return {"places": places, "codes": codes, "tensors": moved, "same_bits_as_first": equal}
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same bits."""
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+
+
+def replay(bench: Bench) -> dict[str, Any]:
+    """Multiply the gradients of one step by 10,000 once, and have it done again, beside a run without (G07)."""
+    steps = 45 if bench.small else 70
+    words = ("layout.dp_shard=2", "training.compile=false", f"training.steps={steps}", "safeguards.replay=true")
+    marker = bench.folder / "replay.marker"
+    fault = fault_callbacks({"kind": "spike", "marker": str(marker), "step": 41, "rank": 0})
+    for name, more in (("replay-none", ()), ("replay", (fault,))):
+        code, _, said = bench.train(name, 2, *words, *more, limit_s=60)
+    same, apart = compare_ends(bench.folder / "replay", bench.folder / "replay-none")
+    seconds = {row["step"]: row["step_seconds"] for row in bench.read("replay", "metrics.jsonl")}
+    return {"code": code, "same_bits": same, "apart": apart, "happened": marker.exists(),
+            "events": [row for row in bench.read("replay") if row["kind"] == FAULT_CLASS],
+            "step_s": seconds.get(41), "median_s": statistics.median(list(seconds.values())[5:] or [0.0]),
+            "said": said.splitlines()[-20:]}  # fmt: skip
+
+
 def spikes(bench: Bench) -> dict[str, Any]:
     """Multiply the gradients of one step of a bf16 run by 10,000, with each policy, beside a run without."""
     found: dict[str, Any] = {}
@@ -341,12 +397,19 @@ PARTS: dict[str, Part] = {
     "slow": slow_ranks,
     "device": device_faults,
     "links": links,
+    "reshard": reshard,
+    "replay": replay,
     "spike": spikes,
     "memory": memory_events,
     "checkpoint": checkpoint_stall,
     "cost": safeguard_cost,
 }
-WAVES = (("chaos", "bitflip", "device", "links", "spike"), ("memory", "checkpoint"), ("slow",), ("cost",))
+WAVES = (
+    ("chaos", "bitflip", "device", "links", "reshard", "replay", "spike"),
+    ("memory", "checkpoint"),
+    ("slow",),
+    ("cost",),
+)
 """Parts that run side by side: the first measure no step, and of the second each has a device of its own."""
 
 
