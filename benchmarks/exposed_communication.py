@@ -1,9 +1,9 @@
-"""How much of a step's communication nothing ran beside, from a profile of the step.
+"""How much of a step's communication nothing ran beside, and how often the host waited, from a profile of the step.
 
     python benchmarks/exposed_communication.py runs/RUN/profile/TRACE.json ...
 
 prints it for traces that `training.profile` wrote, in all and for each kind of kernel that communicates. NCCL's SendRecv is
-the exchange of an all-to-all.
+the exchange of an all-to-all. Calls in which the host waits for the device are listed where the trace has the host's calls.
 """
 
 from __future__ import annotations
@@ -71,6 +71,37 @@ def communication_in(trace: Path) -> dict[str, float]:
     }
 
 
+def host_waits(trace: Path) -> list[dict[str, Any]]:
+    """Return the calls of a trace in which the host waits for the device, in order.
+
+    Each with milliseconds from the first kernel to its beginning, its length, and the operation that it was made in: the
+    innermost one that the trace has on the same thread.
+    """
+    events = json.loads(trace.read_text())["traceEvents"]
+    first = min((e["ts"] for e in events if e.get("cat") == "kernel"), default=0.0)
+    operations = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation") and "dur" in e]
+    found = []
+    for call in sorted((e for e in events if _WAIT.search(e["name"]) and e.get("cat") == "cuda_runtime"), key=_begin):
+        around = [e for e in operations if e["tid"] == call["tid"] and e["ts"] <= call["ts"] <= e["ts"] + e["dur"]]
+        found.append(
+            {
+                "call": call["name"],
+                "at_ms": round((call["ts"] - first) / 1e3, 3),
+                "ms": round(call["dur"] / 1e3, 3),
+                "within": max(around, key=_begin)["name"] if around else None,
+            }
+        )
+    return found
+
+
+_WAIT = re.compile(r"^(cuda|hip)\w*Synchronize$")
+
+
+def _begin(event: dict[str, Any]) -> float:
+    begin: float = event["ts"]
+    return begin
+
+
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     joined: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
@@ -86,11 +117,13 @@ def _length(spans: list[tuple[float, float]]) -> float:
 
 
 def main() -> None:
-    """Print the figures of traces as JSON, one line each."""
+    """Print the figures of traces and the host's waits as JSON, one line each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path, nargs="+")
     for trace in parser.parse_args().traces:
         print(json.dumps({"trace": trace.name, **{name: round(ms, 2) for name, ms in communication_in(trace).items()}}))
+        for wait in host_waits(trace):
+            print(json.dumps(wait))
 
 
 if __name__ == "__main__":
