@@ -2,9 +2,9 @@
 
     python benchmarks/restart_phases.py --out benchmarks/results/faults/restart --kinds kill,hang --count 6
 
-Trains a small run on two ranks under the supervisor, strikes it with faults drawn from a seed, prints the seconds of each
-restart as soon as it has trained two steps, and writes those of all phases to OUT.json, beside the processor's seconds of
-the slowest rank. Ends after --seconds with what it has by then. --small runs on a CPU.
+Trains a small run on two ranks, or --ranks, under the supervisor, strikes it with faults drawn from a seed, prints the
+seconds of each restart as soon as it has trained two steps, and writes those of all phases to OUT.json, beside the
+processor's seconds of the slowest rank. Ends after --seconds with what it has by then. --small runs on a CPU.
 """
 
 from __future__ import annotations
@@ -91,7 +91,15 @@ def _process_began() -> float:
 
 
 def measure_restarts(
-    bench: Bench, kinds: tuple[str, ...], count: int, seed: int, threads: int, seconds: float, words: list[str]
+    bench: Bench,
+    kinds: tuple[str, ...],
+    count: int,
+    seed: int,
+    threads: int,
+    seconds: float,
+    words: list[str],
+    *,
+    ranks: int,
 ) -> dict[str, Any]:
     """Train once with `count` faults for at most `seconds`; return the seconds of each phase of each restart."""
     described = bench.folder / "restart_phases-1.0.dist-info"
@@ -101,17 +109,17 @@ def measure_restarts(
     steps = 20 * (count + 1)
     beside = bench.folder / "beside"
     beside.mkdir()
-    planned = draw_faults(kinds, ranks=2, steps=steps, every=10, count=count, first=1, seed=seed)
+    planned = draw_faults(kinds, ranks=ranks, steps=steps, every=10, count=count, first=1, seed=seed)
     schedule = beside / "schedule.json"
     schedule.write_text(json.dumps([asdict(fault) for fault in planned]))
     callbacks = [
         {"name": "chaos", "options": {"schedule": str(schedule)}},
         {"name": "phase_clock", "options": {"folder": str(beside)}},
     ]
-    follower = RestartFollower(planned, beside, bench.folder / "restarts" / FAULT_LOG)
+    follower = RestartFollower(planned, beside, bench.folder / "restarts" / FAULT_LOG, ranks)
     with follower:
         code, took, said = bench.train(
-            "restarts", 2, "layout.dp_shard=2", f"training.steps={steps}", "restart.max=100", *words,
+            "restarts", ranks, f"layout.dp_shard={ranks}", f"training.steps={steps}", "restart.max=100", *words,
             f"training.callbacks={json.dumps(callbacks)}", limit_s=seconds, more={"OMP_NUM_THREADS": str(threads)},
         )  # fmt: skip
     # A run that is cut off at once has no log.
@@ -123,11 +131,11 @@ def measure_restarts(
 class RestartFollower:
     """Prints a line for each restart of a run while the run goes on: a run that is cut off has shown what it did by then."""
 
-    def __init__(self, planned: Sequence[PlannedFault], beside: Path, fault_log: Path) -> None:
+    def __init__(self, planned: Sequence[PlannedFault], beside: Path, fault_log: Path, ranks: int) -> None:
         self.rows: list[dict[str, Any]] = []
         """Of each fault that happened, in order; whole where training went on after it."""
         self._left = list(planned)
-        self._beside, self._fault_log = beside, fault_log
+        self._beside, self._fault_log, self._ranks = beside, fault_log, ranks
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow)
 
@@ -147,7 +155,7 @@ class RestartFollower:
         """Print and keep what can be told of the faults that happened; with `only_whole` until the first that lasts."""
         while self._left and self._left[0].marker_file(self._beside).exists():
             row = self._describe(self._left[0])
-            if only_whole and (row.get("training_s") is None or row["ranks"] < 2):
+            if only_whole and (row.get("training_s") is None or row["ranks"] < self._ranks):
                 return
             self._left.pop(0)
             self.rows.append(row)
@@ -199,6 +207,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="result file, without its suffix")
     parser.add_argument("--kinds", default="kill,hang,stop,abort", help="kinds of faults to draw from")
     parser.add_argument("--count", type=int, default=6)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=150.0, help="most for all of it")
     parser.add_argument("--threads", type=int, default=4, help="OMP_NUM_THREADS of each rank")
@@ -218,6 +227,7 @@ def main() -> None:
             arguments.threads,
             arguments.seconds,
             arguments.words,
+            ranks=arguments.ranks,
         )
     device = "CPU" if arguments.small else torch.cuda.get_device_name()
     result = {"command": " ".join(sys.argv), "torch": torch.__version__, "device": device, **found}
