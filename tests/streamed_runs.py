@@ -60,9 +60,6 @@ class StreamedStage(Stage):
     def __init__(self, part: Decoder, share: SequenceShare) -> None:
         super().__init__(part, 0, share, SEED, LENGTH)
 
-    def example_input(self, samples: int) -> Tensor:
-        return torch.empty((samples, self.length), dtype=torch.int64)
-
     def forward(self, tokens_BS: Tensor, targets_BS: Tensor, samples_B: Tensor) -> Tensor:  # type: ignore[override]
         positions = self.share.positions(tokens_BS.shape[1], tokens_BS.device)
         dropout = None

@@ -30,6 +30,13 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     # Whose every step learns, with gradients through all of them.
     "through": {**SIZE, "n_layers": 1, "history": 2},
+    # Whose steps take turns on two grids, one with rows on the poles and patches that reach beyond it.
+    "grids": {
+        **SIZE,
+        "n_layers": 2,
+        "prediction": "change",
+        "grids": [{"name": "coarse", "n_lat": 3, "n_lon": 7, "first_latitude": -90.0, "last_latitude": 90.0}],
+    },
     "orbit": {
         **SIZE,
         # Whose last patches reach beyond the grid.
@@ -92,7 +99,7 @@ def run_of(model: str, world: int, precision: str = "fp64", **layout: Any) -> We
         {
             "model": {"family": "weather", **fields},
             "data": {
-                "sources": ["nowhere"],
+                "sources": ["nowhere", *({"path": "there", "grid": grid["name"]} for grid in fields.get("grids", []))],
                 "inputs": inputs,
                 "outputs": fields.get("outputs", inputs),
                 "forcings": ["insolation"] if "insolation" in fields["variables"] else [],
@@ -114,6 +121,8 @@ FEWER: dict[str, list[dict[str, Any]]] = {
     "rollout": [CHOSEN[4][0], CHOSEN[4][1], {"tp": 4, "dp_shard": 1}],
     # Later steps' gradients come back over tp: with gathered and with streamed weights, summed at once or step by step.
     "through": [CHOSEN[4][0], CHOSEN[4][1], CHOSEN[4][3], {"tp": 1, "dp_shard": 4, "zero": 1}],
+    # Shapes that change from step to step matter to what splits tokens, and to pipelines.
+    "grids": [CHOSEN[4][0], {"tp": 2, "pp": 2, "dp_shard": 1, "schedule": "1f1b"}, CHOSEN[4][9]],
     # Single precision changes bounds, not layouts: one of each way to hold weights, and a pipeline.
     "fp32": [CHOSEN[4][0], CHOSEN[4][1], {"tp": 2, "pp": 2, "dp_shard": 1, "schedule": "zbv"}],
 }

@@ -25,7 +25,9 @@ def most_buffers(schedule: str) -> tuple[int, int]:
     run = run.model_copy(update={"layout": run.layout.model_copy(update=fields)})
     applied = laid_out(run, resolve_layout(bind(run), 2), Groups())
     assert applied.pipeline is not None
-    schedule_object = applied.pipeline._schedule
+    # Made as the first step runs.
+    backward(run, applied)
+    (schedule_object,) = applied.pipeline._schedules.values()
     stages = getattr(schedule_object, "_stages", None) or [schedule_object._stage]  # type: ignore[union-attr]
     most = [0, 0]
 

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from fnmatch import fnmatchcase
 from typing import ClassVar, Self
 
+from phalanx.config.check import batch_sizes
 from phalanx.config.families import sizes_of
 from phalanx.config.model import Model
 from phalanx.config.schema import Run
@@ -171,6 +172,14 @@ class BoundModel(DeclaredModel):
     def active_parameter_count(self) -> int:
         """Return the parameters that compute a position; by default all of them."""
         return self.parameter_count()
+
+    def positions_through(self, step: int) -> int:
+        """Return the positions of all samples of the first `step` optimizer steps; by default samples have as many."""
+        return batch_sizes(self.run).samples_through(step) * self.positions().count
+
+    def relative_flops(self, step: int) -> float:
+        """Return the FLOPs of a sample of optimizer step `step` over `flops_per_sample`; by default all cost the same."""
+        return 1.0
 
     @abstractmethod
     def flops_per_sample(self) -> float:

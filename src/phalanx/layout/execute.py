@@ -16,6 +16,7 @@ from phalanx.layout.apply import ParallelModel
 from phalanx.layout.data_parallel.gradients import local_gradient, sum_gradients
 from phalanx.layout.layout_model import TrainingPass
 from phalanx.layout.mesh import Axis
+from phalanx.layout.pipeline import SampleShape
 
 
 class Executor:
@@ -28,8 +29,8 @@ class Executor:
         self.heartbeat: Heartbeat = SILENT
         """Told of each micro-batch's passes."""
         # Without a pipeline no rank waits for another one's compiler, so nothing is gained by compiling beforehand.
-        self._cold = {"train", "evaluate"} if applied.compiled and applied.pipeline is not None else set()
-        """Kinds of pass whose programs are still to be compiled."""
+        self._warm: set[tuple[str, SampleShape]] = set()
+        """Kinds of pass, and shapes of samples, whose programs a pipeline has compiled."""
 
     def cut(self, batch: Batch, microbatches: int) -> Batch:
         """Return what of a batch in host memory this rank needs on its device; see `Stage.cut`."""
@@ -47,16 +48,14 @@ class Executor:
             if not stage.training:
                 stage.train()
         training = TrainingPass(step, scale, adds_gradients=not self.applied.gradients_followed)
-        if "train" in self._cold:
-            # Blocks compile on all ranks at once, by one micro-batch. Its gradients are formed too, so that backward
-            # programs are compiled; they mean nothing, and go.
-            assert self.applied.pipeline is not None
-            self._cold.remove("train")
-            first = next(iter(batch.split(self.layout.accumulation)))
-            self.applied.pipeline.warm_up(*first.inputs(), first.sample_indices, training)
-            self.discard_gradients()
         if self.applied.pipeline is not None:
             x, inputs = batch.inputs()
+            if self._is_cold("train", x, inputs):
+                # Blocks compile on all ranks at once, by one micro-batch. Its gradients are formed too, so that backward
+                # programs are compiled; they mean nothing, and go.
+                first = next(iter(batch.split(self.layout.accumulation)))
+                self.applied.pipeline.warm_up(*first.inputs(), first.sample_indices, training)
+                self.discard_gradients()
             # A schedule mixes the passes of many micro-batches.
             self.heartbeat.enter("forward")
             total = self.applied.pipeline.forward_backward(x, inputs, batch.sample_indices, training)
@@ -84,10 +83,22 @@ class Executor:
         if pipeline is None:
             result: Tensor = self.applied.stages[0](x, sample_indices_B, **inputs)
             return result
-        if "evaluate" in self._cold:
-            self._cold.remove("evaluate")
+        if self._is_cold("evaluate", x, inputs):
             pipeline.warm_up(x, inputs, sample_indices_B, training=None)
         return pipeline.infer(x, inputs, sample_indices_B)
+
+    def _is_cold(self, kind: str, x: Tensor, inputs: dict[str, Any]) -> bool:
+        """Return whether ranks of a pipeline have yet to compile their programs for samples of this shape, and take note.
+
+        kind: of pass. Without a pipeline no rank waits for another one's compiler, so nothing is gained by compiling
+        beforehand.
+        """
+        if not self.applied.compiled or self.applied.pipeline is None:
+            return False
+        program = kind, self.applied.pipeline.sample_shape(x, inputs)
+        cold = program not in self._warm
+        self._warm.add(program)
+        return cold
 
     def discard_gradients(self) -> None:
         """Drop whatever passes since the last step have left: they are to be done again, or were none of training."""

@@ -199,6 +199,8 @@ class Stage(nn.Module, ABC):
     """Whether parameters are gathered and freed all together: the forward pass then contains a backward pass of its own."""
     recomputes: bool = False
     """Whether the chunk itself sees to `layout.recompute`."""
+    sample_shapes: int = 1
+    """Shapes that samples come in, a step at a time; blocks are compiled for each apart."""
     rows_are_positions: bool = True
     """Whether blocks give [B, S, D], rows of samples at their positions."""
 
@@ -216,7 +218,7 @@ class Stage(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Tensor
+        self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Any
     ) -> Tensor:
         """Return the summed losses of this rank's targets, [tasks], or hidden activations [B, S/(cp*tp), D].
 
@@ -236,13 +238,15 @@ class Stage(nn.Module, ABC):
         """
         return [lambda: self(x, sample_indices_B, training=training, **inputs)]
 
-    @abstractmethod
-    def example_input(self, samples: int) -> Tensor:
-        """Return what the first stage takes, without content, on the device of the moment."""
+    def sample_length(self, inputs: dict[str, Any]) -> int:
+        """Return the positions of a sample of a micro-batch, from what the batch gives every stage; by default of all as
+        many."""
+        return self.length
 
-    def hidden_shape(self, samples: int) -> torch.Size:
-        """Return the shape of the activations between stages, [B, S/(cp*tp), D]."""
-        rows = self.length // (self.share.cp.size * self.share.tp.size)
+    def hidden_shape(self, samples: int, length: int | None = None) -> torch.Size:
+        """Return the shape of the activations between stages, [B, S/(cp*tp), D]. length: positions of a sample; None is
+        the usual number."""
+        rows = (length or self.length) // (self.share.cp.size * self.share.tp.size)
         return torch.Size((samples, rows, self.part.config.d_model))
 
     def cut(self, batch: Batch, microbatches: int) -> Batch:

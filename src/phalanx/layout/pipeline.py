@@ -15,6 +15,10 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import TORCH_SCHEDULES, rank_of_stage
 from phalanx.torch_compat.pipeline_stage import LeanStage, gather_stages_once
 
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+SampleShape = tuple[int, torch.Size, torch.dtype]
+"""Positions of a sample; shape and number format of what the first stage takes of it."""
+
 
 class Pipeline:
     """Runs the stages of this rank together with those of the other pipeline ranks."""
@@ -26,20 +30,8 @@ class Pipeline:
         self.pp = pp
         self.device = device
         self._scale: Tensor | float = 1.0
-        schedule = get_schedule_class(TORCH_SCHEDULES[layout.schedule])
-        # With shapes given, stages need no round of messages to ask each other for them.
-        built = [self._torch_stage(stage) for stage in stages]
-        # Losses are sums: no division by the number of micro-batches.
-        options = {"n_microbatches": layout.accumulation, "loss_fn": self._loss, "scale_grads": False}
-        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
-        if issubclass(schedule, PipelineScheduleSingle):
-            self._schedule = schedule(built[0], **options)
-        else:
-            several: PipelineScheduleMulti = schedule(built, **options)
-            # PyTorch's schedules would gather a stage's parameters again for every micro-batch.
-            if not layout.reshard_after_forward:
-                gather_stages_once(several)
-            self._schedule = several
+        self._schedules: dict[SampleShape, Schedule] = {}
+        """Made when samples of a shape first come: on every rank in the same step."""
 
     def forward_backward(
         self, x: Tensor, inputs: dict[str, Any], sample_indices_B: Tensor, training: TrainingPass
@@ -54,7 +46,10 @@ class Pipeline:
         losses: list[Tensor] = []
         first = [x] if any(stage.part.part.first for stage in self.stages) else []
         called_with = {"sample_indices_B": sample_indices_B, "training": training, **inputs}
-        self._schedule.step(*first, target=sample_indices_B, losses=losses, return_outputs=False, **called_with)
+        shape = self.sample_shape(x, inputs)
+        if shape not in self._schedules:
+            self._schedules[shape] = self._make_schedule(x, shape)
+        self._schedules[shape].step(*first, target=sample_indices_B, losses=losses, return_outputs=False, **called_with)
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         # The schedule holds the scaled losses; a sum of one micro-batch's losses is exact to scale back.
         for loss in losses:
@@ -73,7 +68,7 @@ class Pipeline:
             given = x
             if not stage.part.part.first:
                 # Shapes and formats matter to the compiler, values do not.
-                shape = stage.hidden_shape(len(sample_indices_B))
+                shape = stage.hidden_shape(len(sample_indices_B), stage.sample_length(inputs))
                 given = torch.zeros(shape, dtype=stage.part.dtype, device=self.device, requires_grad=True)
             output = stage(given, sample_indices_B, training=training, **inputs)
             if torch.is_grad_enabled():
@@ -96,19 +91,40 @@ class Pipeline:
                     dist.send(x.contiguous(), self.pp.ranks[here], group=self.pp.group)
                 elif self.pp.rank == here:
                     assert receiver is not None
-                    x = torch.empty(
-                        receiver.hidden_shape(len(sample_indices_B)), dtype=receiver.part.dtype, device=self.device
-                    )
+                    shape = receiver.hidden_shape(len(sample_indices_B), receiver.sample_length(inputs))
+                    x = torch.empty(shape, dtype=receiver.part.dtype, device=self.device)
                     dist.recv(x, self.pp.ranks[before], group=self.pp.group)
             if index in mine:
                 x = mine[index](x, sample_indices_B, **inputs)
         return x if self.layout.n_stages - 1 in mine else None
 
-    def _torch_stage(self, stage: Stage) -> LeanStage:
+    def sample_shape(self, x: Tensor, inputs: dict[str, Any]) -> SampleShape:
+        """Return what tells samples of different shapes apart. x, inputs: see `Stage`."""
+        return self.stages[0].sample_length(inputs), x.shape[1:], x.dtype
+
+    def _make_schedule(self, x: Tensor, shape: SampleShape) -> Schedule:
+        """Return the schedule that runs micro-batches of samples of this shape, of which x are some."""
+        layout, schedule = self.layout, get_schedule_class(TORCH_SCHEDULES[self.layout.schedule])
+        # With shapes given, stages need no round of messages to ask each other for them.
+        built = [self._torch_stage(stage, x, shape[0]) for stage in self.stages]
+        # Losses are sums: no division by the number of micro-batches.
+        options = {"n_microbatches": layout.accumulation, "loss_fn": self._loss, "scale_grads": False}
+        if issubclass(schedule, PipelineScheduleSingle):
+            single: PipelineScheduleSingle = schedule(built[0], **options)
+            return single
+        several: PipelineScheduleMulti = schedule(built, **options)
+        # PyTorch's schedules would gather a stage's parameters again for every micro-batch.
+        if not layout.reshard_after_forward:
+            gather_stages_once(several)
+        return several
+
+    def _torch_stage(self, stage: Stage, x: Tensor, length: int) -> LeanStage:
+        """Return a stage as PyTorch's schedules take it. x: samples as the first stage takes them. length: positions of
+        each."""
         samples = self.layout.microbatch
-        hidden = torch.empty(stage.hidden_shape(samples), dtype=stage.part.dtype, device="meta", requires_grad=True)
-        with torch.device("meta"):
-            first = stage.example_input(samples)
+        shape = stage.hidden_shape(samples, length)
+        hidden = torch.empty(shape, dtype=stage.part.dtype, device="meta", requires_grad=True)
+        first = torch.empty((samples, *x.shape[1:]), dtype=x.dtype, device="meta")
         # Losses are added up in at least float32.
         loss = torch.empty(
             1, dtype=torch.promote_types(stage.part.dtype, torch.float32), device="meta", requires_grad=True

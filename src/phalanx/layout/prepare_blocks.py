@@ -33,6 +33,8 @@ _ATTENTION = {
 }
 _MATMUL = {torch.ops.aten.mm.default: 0, torch.ops.aten.addmm.default: 1}
 """Matmul operations and the position of their [N, in] argument."""
+_PASSES = 4
+"""Programs of a block for samples of one shape at most, as of training and of evaluation."""
 _TRANSPOSED = (SCALED_PRODUCT, BLOCK_PRODUCT)
 """Products of 8-bit numbers, whose second argument is [out, in]."""
 
@@ -107,13 +109,15 @@ def compiles_blocks(model: LayoutModel, layout: ResolvedLayout, device: torch.de
 
 def compile_stage(stage: Stage) -> None:
     """Compile each block of `stage` by itself, and its loss if it has one; equal blocks share one compiled program."""
-    compile_blocks(stage.part.blocks, stage.part.dtype)
+    compile_blocks(stage.part.blocks, stage.part.dtype, stage.sample_shapes)
     if stage.part.part.last:
         stage.compile_loss()
 
 
-def compile_blocks(blocks: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Compile each block by itself when it first runs. dtype: of its activations."""
+def compile_blocks(blocks: Iterable[nn.Module], dtype: torch.dtype, shapes: int = 1) -> None:
+    """Compile each block by itself when it first runs. dtype: of its activations. shapes: that these come in."""
     compat.keep_float32_products()
+    compat.allow_programs(_PASSES * shapes)
     for block in blocks:
-        block.compile(options=compat.compile_options(dtype))
+        # Of a second shape PyTorch would make one program for all shapes, whose kernels know no sizes.
+        block.compile(options=compat.compile_options(dtype), dynamic=False if shapes > 1 else None)

@@ -72,13 +72,19 @@ def resample_grid(before: tuple[int, int], after: tuple[int, int]) -> Resize:
     begin as waves that do not go round the globe (the published ClimaX code resizes its table in the same way).
     """
 
-    rows, columns = (_line_matrix(*sizes) for sizes in zip(before, after, strict=True))
-
     def interpolate(stored: Tensor, initial: Tensor) -> Tensor:
-        grid_HWD = stored.to(torch.float64).unflatten(0, before)
-        return torch.einsum("gh,vw,hwd->gvd", rows, columns, grid_HWD).flatten(0, 1).to(initial.dtype)
+        return interpolate_grid(stored.to(torch.float64), before, after).to(initial.dtype)
 
     return Resize(f"grid {before[0]}x{before[1]} -> {after[0]}x{after[1]}, interpolated", interpolate)
+
+
+def interpolate_grid(table: Tensor, before: tuple[int, int], after: tuple[int, int]) -> Tensor:
+    """Return a table [rows * columns, D] of grid `before` on grid `after`, as `resample_grid` does; with gradients.
+
+    By products of matrices, whose gradients are sums in one order: those of `torch.nn.functional.interpolate` are not.
+    """
+    rows, columns = (_line_matrix(*sizes).to(table.device, table.dtype) for sizes in zip(before, after, strict=True))
+    return torch.einsum("gh,vw,hwd->gvd", rows, columns, table.unflatten(0, before)).flatten(0, 1)
 
 
 def resample_patches(before: int, after: int, dim: int, *, reads: bool) -> Resize:

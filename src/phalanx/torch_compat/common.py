@@ -142,6 +142,11 @@ def compile_options(dtype: torch.dtype) -> dict[str, Any] | None:
     return {option: False}
 
 
+def allow_programs(count: int) -> None:
+    """Let the compiler make up to `count` programs of one function, where it would make fewer and then run it uncompiled."""
+    torch._dynamo.config.recompile_limit = max(count, torch._dynamo.config.recompile_limit)
+
+
 def keep_float32_products() -> None:
     """Hide the compiler's advice to round products of 32-bit numbers: they are of all their bits, by choice."""
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication available")

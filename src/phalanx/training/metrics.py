@@ -159,9 +159,9 @@ class StepMeter:
         note: told, once, that the peak measured at the start was too low. noise: of gradients, where it is measured. energy:
         counts that of some ranks; None where nothing does.
         """
+        self.model = model
         self.sizes = batch_sizes(model.run)
-        self.positions = model.positions().count
-        self.flops_per_token = trained_flops_per_sample(model) / model.positions().count
+        self.flops_per_sample = trained_flops_per_sample(model)
         self.world_size = layout.world_size
         mixture = model.experts()
         self.experts = 0 if mixture is None else mixture.count
@@ -184,8 +184,10 @@ class StepMeter:
     ) -> StepMetrics:
         """Return the metrics of one step that took `seconds`, those spent waiting for data and checkpoint included."""
         # Waiting counts: a rate without it would hide slow data and slow checkpoints.
-        rate = self.sizes.of_step(step) * self.positions / seconds
-        tflops = rate * self.flops_per_token / self.world_size / 1e12
+        seen = self.model.positions_through(step)
+        rate = (seen - self.model.positions_through(step - 1)) / seconds
+        flops = self.sizes.of_step(step) * self.flops_per_sample * self.model.relative_flops(step)
+        tflops = flops / seconds / self.world_size / 1e12
         if self.peaks.measured is not None and tflops > self.peaks.measured:
             # A device that reaches this rate in a step can reach it: what was measured at the start was too low.
             if not self._told_of_peak:
@@ -205,7 +207,7 @@ class StepMeter:
             loss=result.loss,
             grad_norm=result.grad_norm,
             lr=lr,
-            tokens=self.sizes.samples_through(step) * self.positions,
+            tokens=seen,
             step_seconds=seconds,
             tokens_per_second=rate,
             model_tflops=tflops,

@@ -93,13 +93,13 @@ def test_a_token_is_the_sum_of_what_its_states_give() -> None:
     one = random_forecaster(small(variables=["temperature_850"]))
     fields = random_fields(config, 2, 3)
     rows = torch.arange(config.n_tokens)
-    whole = model.embedding.tokens(fields, rows)
+    whole = model.embedding.tokens(fields, rows, model.config)
     weight = model.embedding.patches.weight.detach()
     parts = []
     for age in range(3):
         one.load_state_dict({**model.state_dict(), "embedding.patches.weight": weight[..., 4 * age : 4 * age + 4]})
-        parts.append(one.embedding.tokens(fields[:, age : age + 1], rows))
-    still = one.embedding.tokens(torch.zeros_like(fields[:, :1]), rows)
+        parts.append(one.embedding.tokens(fields[:, age : age + 1], rows, one.config))
+    still = one.embedding.tokens(torch.zeros_like(fields[:, :1]), rows, one.config)
     # The offset is in every part.
     torch.testing.assert_close(whole, sum(parts) - 2 * still)
     assert not torch.allclose(parts[0], parts[1])

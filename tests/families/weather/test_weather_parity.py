@@ -23,6 +23,7 @@ RUNS = [
     (4, "climax", "fp64"),
     (4, "rollout", "fp64"),
     (4, "through", "fp64"),
+    (4, "grids", "fp64"),
     (4, "orbit", "fp32"),
     (8, "orbit", "fp64"),
 ]
@@ -35,7 +36,12 @@ def verify_all(world: int) -> dict[tuple[str, str], list[Verdict]]:
     for _, model, precision in (run for run in RUNS if run[0] == world):
         run = run_of(model, world, precision)
         verifier = Verifier(
-            bind(run, VerifiableModel), torch.device("cpu"), steps=1, activations=precision == "fp64", groups=groups
+            bind(run, VerifiableModel),
+            torch.device("cpu"),
+            # A step for each grid.
+            steps=len(run.grid_weights),
+            activations=precision == "fp64",
+            groups=groups,
         )
         verdicts[model, precision] = [verifier.verify(layout) for layout in cases(model, world, precision)]
     return verdicts
@@ -71,8 +77,8 @@ def test_every_kind_of_layout_is_among_them(verdicts: dict[tuple[int, str, str],
 def test_verdicts_cover_every_parameter_and_module(verdicts: dict[tuple[int, str, str], list[Verdict]]) -> None:
     for (_, model, precision), found in verdicts.items():
         names = {check.name for check in found[0].checks if check.what == "gradient"}
-        assert len(names) == {"climax": 70, "rollout": 46, "through": 34, "orbit": 90}[model]
-        blocks = [f"blocks.{n}" for n in range({"rollout": 2, "through": 1}.get(model, 4))]
+        assert len(names) == {"climax": 70, "rollout": 46, "through": 34, "orbit": 90, "grids": 46}[model]
+        blocks = [f"blocks.{n}" for n in range({"rollout": 2, "through": 1, "grids": 2}.get(model, 4))]
         inner = ("attention_norm", "attention", "mlp_norm", "mlp")
         modules = {*blocks, *(f"{block}.{name}" for block in blocks for name in inner)}
         watched = {check.name for check in found[0].checks if check.what == "activations"}

@@ -272,10 +272,6 @@ class BlockStage(Stage):
         # Not a view, which FSDP2 warns of.
         return torch.stack((loss,))
 
-    def example_input(self, samples: int) -> Tensor:
-        """Return samples."""
-        return torch.empty((samples, self.length, *self.inputs.shape), dtype=self.inputs.dtype)
-
 
 def evaluation_fields(loss: float, samples: int) -> dict[str, float]:
     """Return what an evaluation writes down: the mean loss a target, and over how many samples."""

@@ -71,10 +71,6 @@ class LanguageStage(Stage):
             return compat.all_reduce(joined_2BS, self.share.cp.group_name)
         return torch.stack((self.part.loss(hidden, targets).total,))
 
-    def example_input(self, samples: int) -> Tensor:
-        """Return token ids."""
-        return torch.empty((samples, self.length), dtype=torch.int64)
-
     def finish_step(self, skip: Tensor, sum_over_ranks: Callable[[Tensor], Tensor]) -> Tensor | None:
         """Move the selection biases of routers by what experts got of the whole global batch; return what all of them did.
 

@@ -94,10 +94,6 @@ class MaterialsStage(Stage):
         """See `Stage`."""
         return set(self.part.head.branch_parameters()) if self.keeps_branches else set()
 
-    def example_input(self, samples: int) -> Tensor:
-        """Return one atom a structure."""
-        return torch.empty(samples, dtype=torch.int64)
-
 
 class MaterialsLayout(LayoutModel):
     """See `layout.layout_model.LayoutModel`."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from phalanx.config.families import Family
 from phalanx.config.model import BlockModel
@@ -46,6 +47,25 @@ Forcing = Literal["insolation", "cos_local_time", "sin_local_time", "cos_julian_
 """Fields that are known for every time, under the names of anemoi-datasets; see `data.forcings`."""
 
 
+_SAME_BOUNDS = 0.01
+"""Degrees by which grids of one model may end apart: files round the latitudes of their rows."""
+
+
+class ModelGrid(Section):
+    """A grid beside the model's own, on which some of the data lie: its patches have the same edge."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """Name that sources of the data call it by."""
+    n_lat: Width
+    """Rows of the grid."""
+    n_lon: Width
+    """Columns of the grid."""
+    first_latitude: Latitude | None = None
+    """Latitude of the first row's points in degrees; null, with last_latitude, is a grid whose cells span the globe."""
+    last_latitude: Latitude | None = None
+    """Latitude of the last row's points in degrees."""
+
+
 class WeatherModel(BlockModel):
     """One Vision Transformer over gridded fields. Presets (`model.preset`) fill every field but a few."""
 
@@ -70,6 +90,11 @@ class WeatherModel(BlockModel):
     """Latitude of the first row's points in degrees; null, with last_latitude, is a grid whose cells span the globe."""
     last_latitude: Latitude | None = None
     """Latitude of the last row's points in degrees."""
+    grids: Annotated[
+        tuple[ModelGrid, ...], BeforeValidator(_tuple_from_list), Words("a list of mappings with name, n_lat and n_lon")
+    ] = ()
+    """Further grids, each with a name for data.sources.N.grid. The same parameters compute on all of them: the table of
+    learned positions is that of the grid above, and interpolated for others."""
     variables: Names
     """Variables the model has parameters for; pressure levels as in temperature_850 (hPa)."""
     inputs: Names | None = None
@@ -151,6 +176,35 @@ class WeatherModel(BlockModel):
         return self
 
     @model_validator(mode="after")
+    def _grids_fit(self) -> WeatherModel:
+        _no_repeats("grids", tuple(grid.name for grid in self.grids))
+        for grid in self.grids:
+            try:
+                other = self._with_grid(grid)
+            except ValidationError as error:
+                # As the same fields of the model are refused.
+                raise ValueError(
+                    f"grids, {grid.name}: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
+                ) from None
+            mine, theirs = self.latitude_bounds, other.latitude_bounds
+            if max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) > _SAME_BOUNDS:
+                raise ValueError(
+                    f"grids, {grid.name}: its rows span {theirs[0]:g} to {theirs[1]:g} degrees, those of the model "
+                    f"{mine[0]:g} to {mine[1]:g}; places of one model lie on one part of the globe, in one order"
+                )
+        return self
+
+    def with_grids(self, grids: Sequence[ModelGrid]) -> WeatherModel:
+        """Return the model with these further grids alone, checked. Raises ValidationError."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self).model_validate({**fields, "grids": tuple(grids)})
+
+    def _with_grid(self, grid: ModelGrid) -> WeatherModel:
+        """Return the model with this grid in the place of its own, checked. Raises ValidationError."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self).model_validate({**fields, **grid.model_dump(exclude={"name"}), "grids": ()})
+
+    @model_validator(mode="after")
     def _variables_fit(self) -> WeatherModel:
         _no_repeats("variables", self.variables)
         for field, names in (("inputs", self.input_names), ("outputs", self.output_names)):
@@ -221,6 +275,34 @@ class WeatherModel(BlockModel):
     def n_tokens(self) -> int:
         """Return the tokens of a sample between blocks: `aggregation_queries` a patch."""
         return self.n_locations * self.aggregation_queries
+
+    @property
+    def latitude_bounds(self) -> tuple[float, float]:
+        """Return the latitudes at which the cells of the first and of the last row end, in degrees; at most the poles."""
+        if self.first_latitude is None or self.last_latitude is None:
+            return -90.0, 90.0
+        half = (self.last_latitude - self.first_latitude) / (self.n_lat - 1) / 2
+        first, last = self.first_latitude - half, self.last_latitude + half
+        return min(max(first, -90.0), 90.0), min(max(last, -90.0), 90.0)
+
+    def on_grid(self, grid: ModelGrid | None) -> WeatherModel:
+        """Return what describes the model's fields, patches and tokens on `grid`; None means its own.
+
+        Its parameters are those of the model: a learned table of positions keeps the model's own grid.
+        """
+        if grid is None:
+            return self
+        if grid not in self._on_grids:
+            self._on_grids[grid] = self._with_grid(grid)
+        return self._on_grids[grid]
+
+    @cached_property
+    def _on_grids(self) -> dict[ModelGrid, WeatherModel]:
+        return {}
+
+    def grid_named(self, name: str | None) -> ModelGrid | None:
+        """Return one of the further grids by its name, None for None, which is the model's own. Raises KeyError."""
+        return None if name is None else {grid.name: grid for grid in self.grids}[name]
 
     @property
     def random_drops(self) -> bool:
@@ -360,6 +442,8 @@ class FieldSource(Section):
     variables: Annotated[list[str], Field(min_length=1)] | None = None
     """Variables of the run that this source has, at least one that is read and one that is predicted; null means all. Of
     the others nothing is learnt from it."""
+    grid: str | None = None
+    """Name of the grid, among model.grids, that its fields lie on; null is the model's own."""
     static_path: PathText | None = None
     """File of the static fields, where they lie apart; null looks for them beside the variables."""
     time_dim: str | None = None
@@ -382,8 +466,8 @@ class FieldData(Section):
         Field(min_length=1),
         Words("a list of at least one, each a path or a mapping with path and weight"),
     ]
-    """Where the fields come from; a plain path stands for a source of weight 1. All have one grid, and each some of the
-    run's variables."""
+    """Where the fields come from; a plain path stands for a source of weight 1. Each has some of the run's variables, on the
+    model's grid or on one of model.grids; an optimizer step takes its samples from sources of one grid."""
     inputs: Annotated[list[str], Field(min_length=1)]
     """Variables the model reads, as in z500 (z at the 500 hPa level) or 2m_temperature."""
     outputs: Annotated[list[str], Field(min_length=1)] | None = None
@@ -545,6 +629,7 @@ class WeatherRun(Run):
                 f"the data and {theirs} in the model",
                 f"data.{field} in the order of {where}, with files' own names under data.sources",
             )
+        yield from self._find_unknown_grids()
         if data.history != model.history:
             yield Problem(
                 ("data", "history"),
@@ -574,6 +659,36 @@ class WeatherRun(Run):
                 f"training.attention={self.training.attention} is for causal attention, which model.family=weather has not",
                 "training.attention=auto",
             )
+
+    def _find_unknown_grids(self) -> Iterator[Problem]:
+        known = [grid.name for grid in self.model.grids]
+        for number, source in enumerate(self.data.sources):
+            if source.grid is not None and source.grid not in known:
+                there = ", ".join(known) or "none"
+                yield Problem(
+                    ("data", "sources", number, "grid"),
+                    f"source {source.path} lies on grid {source.grid}, which model.grids does not name; it names {there}",
+                    "one of these, or null for the model's own grid",
+                )
+
+    @property
+    def grid_weights(self) -> dict[ModelGrid | None, float]:
+        """Return the grids that sources lie on, in the order of the sources, with the sum of their sources' weights."""
+        found: dict[ModelGrid | None, float] = {}
+        for source in self.data.sources:
+            grid = self.model.grid_named(source.grid)
+            found[grid] = found.get(grid, 0.0) + source.weight
+        return found
+
+    @property
+    def largest_grid(self) -> ModelGrid | None:
+        """Return that of the grids in use whose samples have the most tokens."""
+        return max(self.grid_weights, key=lambda grid: self.model.on_grid(grid).n_tokens)
+
+    @property
+    def largest_model(self) -> WeatherModel:
+        """Return the model on `largest_grid`."""
+        return self.model.on_grid(self.largest_grid)
 
     @property
     def data_names(self) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.families.weather.config import WeatherModel, WeatherRun
+from phalanx.families.weather.config import ModelGrid, WeatherModel, WeatherRun
 from phalanx.families.weather.declare import DeclaredWeather
 from phalanx.families.weather.layout import WeatherStage, share_embedding
 from phalanx.families.weather.model.forecaster import AttentionCore, Forecaster
@@ -52,7 +54,7 @@ class WeatherParts(DeclaredWeather, PartTracer):
         share_embedding(part, share.tp)
         for block in part.blocks:
             block.attention.attend = _META_ATTENTION[self.setting.attention]
-        return WeatherStage(part.to(dtype), 0, share, seed=0)
+        return WeatherStage(part.to(dtype), 0, share, seed=0, grid=self._grid)
 
     def whole_part(self, part: ModelChunk) -> nn.Module:
         """See `PartTracer`."""
@@ -61,7 +63,7 @@ class WeatherParts(DeclaredWeather, PartTracer):
 
     def example_batch(self, name: PartName, stage: Stage, samples: int) -> dict[str, Tensor]:
         """See `PartTracer`."""
-        model = self.model
+        model = self.model.on_grid(self._grid)
         fields, targets = (
             torch.empty((samples, count, model.n_lat, model.n_lon), device="meta")
             for count in (model.history * len(model.input_names), len(model.output_names))
@@ -78,6 +80,12 @@ class WeatherParts(DeclaredWeather, PartTracer):
             "targets_BVHW": targets,
         }
 
+    @property
+    def _grid(self) -> ModelGrid | None:
+        """Return the first grid of the model whose samples have as many tokens as the setting says."""
+        grids = (None, *self.model.grids)
+        return next(grid for grid in grids if self.model.on_grid(grid).n_tokens == self.setting.length)
+
     def random_drops(self) -> bool:
         """See `PartTracer`."""
         return self.model.random_drops
@@ -88,6 +96,17 @@ class WeatherTracing(TracedModel):
 
     run: WeatherRun
     tracer = WeatherParts
+    planned_grid: ModelGrid | Literal["largest"] | None = "largest"
+    """Grid of the samples that costs are those of; None is the model's own."""
+
+    def sample_shapes(self) -> list[tuple[Self, float]]:
+        """See `TracedModel`: grids take turns."""
+        weights, found = self.run.grid_weights, []
+        for grid, weight in weights.items():
+            one = self.rebind(self.run)
+            one.planned_grid = grid
+            found.append((one, weight / sum(weights.values())))
+        return found
 
     def gathered_setting(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
         """See `TracedModel`. Raises ConfigError for roll-outs, whose earlier steps are in the costs of no part."""
@@ -99,13 +118,18 @@ class WeatherTracing(TracedModel):
             )
         return Setting(
             model=self.run.model,
-            length=self.run.model.n_tokens,
+            length=self._planned_model.n_tokens,
             tp=layout.tp,
             recompute=layout.recompute,
             precision=self.run.layout.precision,
             attention=attention,
             compile=compiled,
         )
+
+    @property
+    def _planned_model(self) -> WeatherModel:
+        grid = self.planned_grid
+        return self.run.largest_model if grid == "largest" else self.run.model.on_grid(grid)
 
     def _rollout_cost(self) -> float:
         """Return the passes of the longest roll-out over those of a single step, in time; a backward pass is two forward."""
@@ -122,6 +146,6 @@ class WeatherTracing(TracedModel):
 
     def sample_bytes(self) -> int:
         """Return the bytes of whole fields and targets, float32, which every rank reads."""
-        model = self.run.model
+        model = self._planned_model
         fields = model.history * len(model.input_names) + len(model.output_names)
         return 4 * model.n_lat * model.n_lon * fields

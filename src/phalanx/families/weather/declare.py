@@ -83,10 +83,15 @@ class DeclaredWeather(DeclaredModel):
 
     def split_counts(self) -> list[SplitCount]:
         """Return what a tensor-parallel degree must divide. Rows between blocks are sharded in whole locations."""
+        grids = (
+            SplitCount(f"the patches of model.grids, {grid.name}", self.model.on_grid(grid).n_locations)
+            for grid in self.model.grids
+        )
         return [
             SplitCount("model.n_heads", self.model.n_heads),
             SplitCount("model.d_ff", self.model.ff_size),
             SplitCount("the patches of model.n_lat x model.n_lon", self.model.n_locations),
+            *grids,
         ]
 
     def block_costs(self) -> tuple[float, float]:

@@ -34,7 +34,7 @@ from phalanx.families.weather.evaluation.forecast_split import (
     load_forecaster,
     spread_rows,
 )
-from phalanx.families.weather.inputs import require_grid
+from phalanx.families.weather.inputs import grid_of_data
 
 _BATCH = 8
 """Inputs that are forecast from at a time."""
@@ -123,7 +123,7 @@ def build_forecasts(
                 f"{member.path} reaches lead times of {reached} hours, {members[0].path} of {wanted}; members need the same"
             )
     fields = FieldSet(loaded[0].run.data)
-    require_grid(loaded[0].run, fields.grid)
+    grid = grid_of_data(loaded[0].run, fields.grid)
 
     # The seed orders samples of training alone; splits are scored in the order of time.
     readers = {split: fields.reader(split, seed=0, leads=list(steps[0])) for split in _SPLITS}
@@ -135,7 +135,9 @@ def build_forecasts(
         # Every so many-th batch: ranks then have forecasts of all seasons, and as many batches give or take one.
         mine = batch_rows(chosen, _BATCH)[share.rank :: share.ranks]
         for done, (index, rows) in enumerate(mine, 1):
-            each = [forecasts_of(one.model, reader, index, rows, own) for one, own in zip(loaded, steps, strict=True)]
+            each = [
+                forecasts_of(one.model, reader, index, rows, own, grid) for one, own in zip(loaded, steps, strict=True)
+            ]
             # Members advance together, a lead time at a time, so that forecasts of all lead times need not be kept.
             for together in zip(*each, strict=True):
                 scores.add(reader, together[0][0], torch.stack([forecast for _, forecast in together], dim=1))

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch import Tensor
 
 from phalanx.config.check import batch_sizes
 from phalanx.config.model import Model
 from phalanx.errors import DataError
-from phalanx.families.weather.config import WeatherModel, WeatherRun
+from phalanx.families.weather.config import ModelGrid, WeatherModel, WeatherRun
 from phalanx.families.weather.data.coordinates import Grid
-from phalanx.families.weather.data.field_samples import Cases, FieldBatchStream, FieldReader
+from phalanx.families.weather.data.field_samples import Cases, FieldBatchStream, FieldReader, GridReader
 from phalanx.families.weather.data.field_statistics import Climatology, FieldStatistics
+from phalanx.families.weather.data.grid_turns import GridTurns
 from phalanx.families.weather.data.open_fields import FieldSet, require_fields
 from phalanx.families.weather.evaluation.compare_forecasts import (
     Comparison,
@@ -65,10 +67,12 @@ class WeatherInputs(TrainableModel):
         """See `TrainableModel`."""
         run = self.run
         fields = FieldSet(run.data)
-        require_grid(run, fields.grid)
-        reader = fields.reader("train", seed=run.training.seed)
+        require_grids(run, fields.grids)
+        readers = _by_grid(run, fields.readers("train", seed=run.training.seed))
         if first:
-            _report_left_out(reader)
+            _report_left_out(readers.values())
+        # Samples of one grid, the model's own, are numbered as they always were.
+        reader = readers[None] if list(readers) == [None] else GridReader(readers, GridTurns.of_run(run))
         # Pinned memory is what a device copies from while it computes.
         stream = FieldBatchStream(
             reader,
@@ -78,17 +82,19 @@ class WeatherInputs(TrainableModel):
             prefetch=run.data.prefetch,
             pin_memory=device.type != "cpu",
         )
-        held_out = climatologies = without = None
+        held_out: list[HeldOut] = []
         if run.data.splits.validation is not None:
-            held_out = fields.reader("validation", seed=run.training.seed)
-            climatologies, without = known_climatologies(fields, held_out, _CLIMATOLOGY_BYTES)
+            for grid, one in _by_grid(run, fields.readers("validation", seed=run.training.seed)).items():
+                held_out.append(HeldOut(grid, one, *known_climatologies(fields, one, _CLIMATOLOGY_BYTES)))
             if first:
-                _report_left_out(held_out)
+                _report_left_out(one.reader for one in held_out)
+        starts = sum(len(source.windows.starts) for one in readers.values() for source in one.sources)
+        on_grids = f" on {len(readers)} grids" if len(readers) > 1 else ""
         return FieldInputs(
             stream,
-            FieldEvaluator(run, held_out, climatologies, without, device),
+            FieldEvaluator(run, held_out, device),
             Verification([fields] if first else []),
-            in_words=f"{sum(len(source.windows.starts) for source in reader.sources):,} frames to start from",
+            in_words=f"{starts:,} frames{on_grids} to start from",
             statistics=fields.statistics,
         )
 
@@ -163,29 +169,94 @@ def _evaluation_fields(loss: float, forecasts: int, rows: Sequence[ScoreRow]) ->
     }
 
 
-def _report_left_out(reader: FieldReader) -> None:
+def _by_grid(run: WeatherRun, readers: Mapping[str | None, FieldReader]) -> dict[ModelGrid | None, FieldReader]:
+    return {run.model.grid_named(name): reader for name, reader in readers.items()}
+
+
+def _report_left_out(readers: Iterable[FieldReader]) -> None:
     """Write a line to stderr for each source with frames that have missing values."""
-    for source in reader.sources:
+    for source in (source for reader in readers for source in reader.sources):
         if source.windows.places:
             write_stderr(f"{source.store.path}: {source.windows.report()}")
 
 
-def require_grid(run: WeatherRun, grid: Grid) -> None:
-    """Raise DataError where the data lie on another grid than the model's."""
-    model = run.model
+def require_grids(run: WeatherRun, grids: Mapping[str | None, Grid]) -> None:
+    """Raise DataError where data lie on other grids than the run file says, or these are not of one part of the globe.
+
+    grids: of the data, by the names that the run file gives them.
+    """
+    for name, grid in grids.items():
+        require_grid(run, grid, name)
+    (first_name, first), *others = grids.items()
+    for name, grid in others:
+        mine, theirs = first.longitude_bounds, grid.longitude_bounds
+        # By what a column is wide at most: files of one region are cut between columns.
+        slack = max(360 / one.shape[1] if one.wraps else float(np.diff(one.longitudes).max()) for one in (first, grid))
+        if max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) > slack:
+            raise DataError(
+                f"sources on {_named(name)} span {theirs[0]:g} to {theirs[1]:g} degrees of longitude, those on "
+                f"{_named(first_name)} {mine[0]:g} to {mine[1]:g}; places of one model lie on one part of the globe"
+            )
+
+
+def _named(grid: str | None) -> str:
+    return "the model's own grid" if grid is None else f"grid {grid}"
+
+
+def require_grid(run: WeatherRun, grid: Grid, name: str | None = None) -> None:
+    """Raise DataError where the data lie on another grid than the model's, or that of `model.grids` called `name`."""
+    model = run.model.on_grid(run.model.grid_named(name))
+    where = "model" if name is None else f"model.grids, {name}:"
+    dot = "." if name is None else " "
     if grid.shape != (model.n_lat, model.n_lon):
         raise DataError(
-            f"model.n_lat={model.n_lat} and model.n_lon={model.n_lon}, but the data have {grid.shape[0]} x {grid.shape[1]} "
-            f"points; set model.n_lat={grid.shape[0]} model.n_lon={grid.shape[1]}"
+            f"{where}{dot}n_lat={model.n_lat} and {where}{dot}n_lon={model.n_lon}, but the data have {grid.shape[0]} x "
+            f"{grid.shape[1]} points; set {where}{dot}n_lat={grid.shape[0]} {where}{dot}n_lon={grid.shape[1]}, or name "
+            "their grid among model.grids and under the source"
         )
     expected = row_latitudes(model, torch.device("cpu")).numpy()
     if np.abs(expected - grid.latitudes).max() > _TOLERANCE:
         ends = float(grid.latitudes[0]), float(grid.latitudes[-1])
         raise DataError(
             f"the model's rows lie from {expected[0]:g} to {expected[-1]:g} degrees of latitude in even steps, those of the "
-            f"data, south to north, from {ends[0]:g} to {ends[1]:g}; set model.first_latitude={ends[0]:g} "
-            f"model.last_latitude={ends[1]:g}, or regrid data whose rows are not evenly spaced"
+            f"data, south to north, from {ends[0]:g} to {ends[1]:g}; set {where}{dot}first_latitude={ends[0]:g} "
+            f"{where}{dot}last_latitude={ends[1]:g}, or regrid data whose rows are not evenly spaced"
         )
+
+
+def grid_of_data(run: WeatherRun, grid: Grid) -> ModelGrid | None:
+    """Return which grid forecasts from data on `grid` are made on: the model's own (None), one that the run file names, or
+    that of the data. Raises DataError where rows are not evenly spaced, or lie on another part of the globe.
+    """
+    for known in (None, *run.model.grids):
+        try:
+            require_grid(run, grid, None if known is None else known.name)
+        except DataError:
+            continue
+        return known
+    ends = float(grid.latitudes[0]), float(grid.latitudes[-1])
+    try:
+        found = ModelGrid(
+            name="data", n_lat=grid.shape[0], n_lon=grid.shape[1], first_latitude=ends[0], last_latitude=ends[1]
+        )
+        tried = run.model_copy(update={"model": run.model.with_grids([found])})
+    except ValidationError as error:
+        raise DataError(f"the data's grid: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+    require_grid(tried, grid, "data")
+    write_stderr(f"forecasts on a grid of {grid.shape[0]} x {grid.shape[1]} points, which the model was not trained on")
+    return found
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The validation split of the sources on one grid."""
+
+    grid: ModelGrid | None
+    """None is the model's own."""
+    reader: FieldReader
+    climatologies: dict[int, Climatology] | None
+    without: str | None
+    """Reason why there are no climatologies; None where there are."""
 
 
 @dataclass(frozen=True)
@@ -193,21 +264,40 @@ class FieldEvaluator:
     """Forecasts the same held-out cases again and again."""
 
     run: WeatherRun
-    reader: FieldReader | None
-    """The validation split; None where the run has none."""
-    climatologies: dict[int, Climatology] | None
-    without: str | None
-    """Reason why there are no climatologies; None where there are."""
+    held_out: Sequence[HeldOut]
+    """By grid; empty where the run has no validation split."""
     device: torch.device
 
     def evaluate(self, executor: Executor) -> list[Finding]:
-        """Score about `evaluation.samples` forecasts at most, spread over the split, each start with all its lead times."""
-        if self.reader is None:
+        """Score about `evaluation.samples` forecasts at most, spread over grids, sources and the split, each start with all
+        its lead times."""
+        if not self.held_out:
             return []
-        mesh = executor.mesh
-        comparison = Comparison(self.reader, self.climatologies, self.device)
+        losses, forecasts, whole = 0.0, 0, None
+        for one in self.held_out:
+            loss, count, comparison = self._score(executor, one)
+            # Grids count by their forecasts, not by their points: a finer one says nothing more of a model.
+            losses, forecasts = losses + loss * count, forecasts + count
+            if whole is None:
+                whole = comparison
+            else:
+                whole.merge(comparison)
+        assert whole is not None
+        loss, rows = losses / forecasts, whole.rows()
+        fields = _evaluation_fields(loss, forecasts, rows)
+        without = next((one.without for one in self.held_out if one.without is not None), None)
+        if without is not None:
+            fields["without_climatology"] = without
+        return [Finding("evaluation", fields, f"held-out loss {loss:.5f}; {skill_in_words(rows)}")]
+
+    def _score(self, executor: Executor, held_out: HeldOut) -> tuple[float, int, Comparison]:
+        """Return the mean loss of forecasts on one grid, their number and their scores, of all ranks together."""
+        mesh, reader = executor.mesh, held_out.reader
+        # Of grids without a climatology nothing else has one either: scores are means over all forecasts.
+        known = all(one.climatologies is not None for one in self.held_out)
+        comparison = Comparison(reader, held_out.climatologies if known else None, self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        cases = spread_cases(self.reader, self.run.evaluation.samples)
+        cases = spread_cases(reader, max(1, self.run.evaluation.samples // len(self.held_out)))
         size = executor.layout.microbatch
         for first in range(0, len(cases), size * executor.layout.data_ranks):
             # As many micro-batches as every other rank, all of one size: a sharded model needs all ranks, a pipeline equal
@@ -215,7 +305,7 @@ class FieldEvaluator:
             numbers = first + mesh.data_rank * size + np.arange(size)
             real = int((numbers < len(cases)).sum())
             mine = cases.take(np.minimum(numbers, len(cases) - 1))
-            batch = self.reader.read_cases(mine).to(self.device)
+            batch = replace(reader.read_cases(mine), grid=held_out.grid).to(self.device)
             x, inputs = batch.inputs()
             # Without targets the last stage gives fields in place of a loss.
             targets = inputs.pop("targets_BVHW")[:real]
@@ -223,21 +313,18 @@ class FieldEvaluator:
             # Ranks of `tp` hold the same fields: one of them scores them.
             if predicted is None or mesh.tp.rank or not real:
                 continue
-            sums += torch.stack((self._loss(predicted[:real], targets), (~targets.isnan()).sum().double()))
-            comparison.add(mine.take(slice(real)), self.reader.denormalise(predicted[:real].float()))
+            loss = self._loss(predicted[:real], targets, held_out.grid)
+            sums += torch.stack((loss, (~targets.isnan()).sum().double()))
+            comparison.add(mine.take(slice(real)), reader.denormalise(predicted[:real].float()))
         comparison.all_reduce()
         if mesh.world is not None:
             dist.all_reduce(sums, group=mesh.world)
         # Sum over count of all ranks: they score unequal numbers of targets.
-        loss, rows = float(sums[0] / sums[1]), comparison.rows()
-        fields = _evaluation_fields(loss, len(cases), rows)
-        if self.without is not None:
-            fields["without_climatology"] = self.without
-        return [Finding("evaluation", fields, f"held-out loss {loss:.5f}; {skill_in_words(rows)}")]
+        return float(sums[0] / sums[1]), len(cases), comparison
 
-    def _loss(self, predicted_BVHW: Tensor, targets_BVHW: Tensor) -> Tensor:
+    def _loss(self, predicted_BVHW: Tensor, targets_BVHW: Tensor, grid: ModelGrid | None) -> Tensor:
         """Return the summed loss as training forms it, float64 [], of normalised fields."""
-        model = self.run.model
+        model = self.run.model.on_grid(grid)
         weights = None if model.loss_weights is None else torch.tensor(model.loss_weights, device=self.device)
         weight_HW = row_weights(model, self.device)[:, None].expand(-1, model.n_lon)
         # Rows stand for locations, columns for the points of a patch.

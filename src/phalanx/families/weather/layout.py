@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.counter_random import DropoutContext
-from phalanx.families.weather.config import WeatherRun
+from phalanx.families.weather.config import ModelGrid, WeatherModel, WeatherRun
 from phalanx.families.weather.data.field_samples import FieldBatch
 from phalanx.families.weather.model.field_embedding import FieldEmbedding
 from phalanx.families.weather.model.forecaster import Forecaster
@@ -48,11 +48,23 @@ class WeatherStage(Stage):
     loss_is_whole = False
 
     def __init__(
-        self, part: Forecaster, index: int, share: SequenceShare, seed: int, rollout: RollOut | None = None
+        self,
+        part: Forecaster,
+        index: int,
+        share: SequenceShare,
+        seed: int,
+        rollout: RollOut | None = None,
+        grid: ModelGrid | None = None,
     ) -> None:
-        """rollout: None for single steps."""
-        super().__init__(part, index, share, seed, part.config.n_tokens)
+        """rollout: None for single steps. grid: that of micro-batches which name none; None is the model's own."""
+        super().__init__(part, index, share, seed, part.config.on_grid(grid).n_tokens)
         self.rollout = rollout
+        self.grid = grid
+
+    def sample_length(self, inputs: dict[str, Any]) -> int:
+        """See `Stage`: grids differ in their patches."""
+        tokens: int = self.part.config.on_grid(inputs.get("grid", self.grid)).n_tokens
+        return tokens
 
     def training_passes(
         self, x: Tensor, sample_indices_B: Tensor, training: TrainingPass, inputs: dict[str, Any]
@@ -70,12 +82,13 @@ class WeatherStage(Stage):
         forcings = inputs.get("forcings_BKTFHW")
         # Steps are joined in the precision of their sums: gradients would lose it else.
         states = [x.to(torch.promote_types(self.part.dtype, torch.float32))]
+        grid = inputs.get("grid", self.grid)
 
         @torch.no_grad()
         def forecast_states() -> None:
             for number in range(last):
                 start = states[number]
-                predicted = self(start, sample_indices_B, training=training, fields_BVHW=start)
+                predicted = self(start, sample_indices_B, training=training, grid=grid, fields_BVHW=start)
                 states.append(self._follow(start, predicted, forcings, number))
 
         def learn_step(number: int) -> Tensor:
@@ -88,27 +101,34 @@ class WeatherStage(Stage):
                 given["gradient_BVHW"] = gradient
             # What the first step reads was measured, and has no step before it.
             start = states[number].requires_grad_(number > 0)
-            losses: Tensor = self(start, sample_indices_B, training=training, fields_BVHW=start, **given)
+            losses: Tensor = self(start, sample_indices_B, training=training, grid=grid, fields_BVHW=start, **given)
             return losses
 
         return [partial(learn_step, number) for number in range(last, -1, -1)]
 
     def forward(
-        self, x: Tensor, sample_indices_B: Tensor, *, training: TrainingPass | None = None, **inputs: Tensor
+        self,
+        x: Tensor,
+        sample_indices_B: Tensor,
+        *,
+        training: TrainingPass | None = None,
+        grid: ModelGrid | None = None,
+        **inputs: Tensor,
     ) -> Tensor:
-        """See `Stage`. x: fields [B, V, H, W] in the first stage.
+        """See `Stage`. x: fields [B, V, H, W] in the first stage. grid: that of the fields; None as of all others.
 
         inputs: lead_hours_B, fields_BVHW for the last stage, targets_BVHW, without which the last stage gives whole
         predicted fields [B, V, H, W] on every rank of `tp`, and forcings_BKTFHW where a roll-out has any. Without
         lead_hours_B it is one step of a roll-out, then with gradient_BVHW, the gradient of the steps behind it by their
         first inputs.
         """
-        positions = self.share.positions(self.length, x.device)
+        grid = grid or self.grid
+        positions = self.share.positions(self.part.config.on_grid(grid).n_tokens, x.device)
         if self.rollout is not None:
             if "lead_hours_B" in inputs:
                 # Only the last step learns: earlier ones are forecasts, and keep nothing for a backward pass.
                 forcings = inputs.get("forcings_BKTFHW")
-                x = self._forecast_until_last_step(x, inputs["lead_hours_B"], positions, self.rollout, forcings)
+                x = self._forecast_until_last_step(x, inputs["lead_hours_B"], positions, self.rollout, forcings, grid)
                 inputs = {**inputs, "fields_BVHW": x}
             hours_B = torch.full((len(x),), float(self.rollout.hours), device=x.device)
             inputs = {**inputs, "lead_hours_B": hours_B}
@@ -116,21 +136,21 @@ class WeatherStage(Stage):
         if self.part.config.random_drops and training is not None:
             width = self.part.config.d_model
             dropout = DropoutContext.of_step(self.seed, training.step, sample_indices_B, positions.rows_S, width)
-        hidden: Tensor = self.part.hidden(x, positions, lead_hours_B=inputs["lead_hours_B"], dropout=dropout)
+        hidden: Tensor = self.part.hidden(x, positions, lead_hours_B=inputs["lead_hours_B"], dropout=dropout, grid=grid)
         if not self.part.part.last:
             return hidden
         targets, fields = inputs.get("targets_BVHW"), inputs["fields_BVHW"]
         if targets is None:
-            return self._predict_fields(hidden, positions, fields)
+            return self._predict_fields(hidden, positions, fields, grid)
         gradient = inputs.get("gradient_BVHW")
         loss: Tensor
         if gradient is None:
-            loss = self.part.head(hidden, targets, positions.rows_S, fields_BVHW=fields)
+            loss = self.part.head(hidden, targets, positions.rows_S, fields_BVHW=fields, grid=grid)
             return loss
-        patches = self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields)
-        loss = self.part.head.loss(patches, targets, positions.rows_S)
+        patches = self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields, grid=grid)
+        loss = self.part.head.loss(patches, targets, positions.rows_S, grid)
         # Without the forcings of the step behind: what was not predicted leads back to no parameter.
-        following = self.part.next_inputs(x, self._join_patches(patches))
+        following = self.part.next_inputs(x, self._join_patches(patches, grid))
         return _add_gradient(loss, following, gradient)
 
     @torch.no_grad()
@@ -141,6 +161,7 @@ class WeatherStage(Stage):
         positions: Positions,
         rollout: RollOut,
         forcings_BKTFHW: Tensor | None,
+        grid: ModelGrid | None,
     ) -> Tensor:
         """Forecast from fields x [B, V, H, W], without dropout, the fields from which one step leads to the lead times.
 
@@ -149,19 +170,22 @@ class WeatherStage(Stage):
         hours_B = torch.full_like(lead_hours_B, rollout.hours)
         # As many steps on every rank, whatever the lead times of its samples: a sharded model needs all ranks.
         for done in range(1, rollout.most_steps):
-            hidden = self.part.hidden(x, positions, lead_hours_B=hours_B)
-            following = self._follow(x, self._predict_fields(hidden, positions, x), forcings_BKTFHW, done - 1)
+            hidden = self.part.hidden(x, positions, lead_hours_B=hours_B, grid=grid)
+            following = self._follow(x, self._predict_fields(hidden, positions, x, grid), forcings_BKTFHW, done - 1)
             continued_B = lead_hours_B > (done + 0.5) * rollout.hours
             x = torch.where(continued_B[:, None, None, None], following, x)
         return x
 
-    def _predict_fields(self, hidden: Tensor, positions: Positions, fields_BVHW: Tensor) -> Tensor:
+    def _predict_fields(
+        self, hidden: Tensor, positions: Positions, fields_BVHW: Tensor, grid: ModelGrid | None
+    ) -> Tensor:
         """Return whole predicted fields [B, V, H, W], on every rank of `tp`."""
-        return self._join_patches(self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields_BVHW))
+        patches = self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields_BVHW, grid=grid)
+        return self._join_patches(patches, grid)
 
-    def _join_patches(self, patches_BLVP: Tensor) -> Tensor:
+    def _join_patches(self, patches_BLVP: Tensor, grid: ModelGrid | None) -> Tensor:
         """Return whole fields [B, V, H, W] of the patches of all ranks of `tp`."""
-        return fields_of(gather_parts(patches_BLVP, self.share.tp, _LOCATIONS), self.part.config)
+        return fields_of(gather_parts(patches_BLVP, self.share.tp, _LOCATIONS), self.part.config.on_grid(grid))
 
     def _follow(self, x: Tensor, predicted_BVHW: Tensor, forcings_BKTFHW: Tensor | None, number: int) -> Tensor:
         """Return the inputs of the step behind step `number` (from 0) of a roll-out, whose inputs were x."""
@@ -170,11 +194,6 @@ class WeatherStage(Stage):
             return following
         forced: Tensor = self.part.with_forcings(following, forcings_BKTFHW[:, number])
         return forced
-
-    def example_input(self, samples: int) -> Tensor:
-        """Return input fields without content."""
-        config = self.part.config
-        return torch.empty((samples, config.history * len(config.input_names), config.n_lat, config.n_lon))
 
 
 class _AddGradient(torch.autograd.Function):
@@ -203,9 +222,9 @@ def _add_gradient(losses: Tensor, tensor: Tensor, gradient: Tensor) -> Tensor:
 class SplitFieldEmbedding(FieldEmbedding):
     """Each rank aggregates all locations under its heads; the sums over heads are scattered to this rank's rows."""
 
-    def needed_rows(self, positions: Positions) -> Tensor:
+    def needed_rows(self, positions: Positions, on_grid: WeatherModel) -> Tensor:
         """Return all rows."""
-        return torch.arange(self.config.n_tokens, device=positions.rows_S.device)
+        return torch.arange(on_grid.n_tokens, device=positions.rows_S.device)
 
 
 def share_embedding(part: Forecaster, tp: Axis) -> None:
@@ -237,11 +256,13 @@ class WeatherLayout(LayoutModel):
         run = self.run
         step = run.data.rollout_hours
         rollout = None if step is None else RollOut(step, run.data.steps_to_leads)
-        return WeatherStage(forecaster, index, building.share, run.training.seed, rollout), splits
+        stage = WeatherStage(forecaster, index, building.share, run.training.seed, rollout)
+        stage.sample_shapes = len(run.grid_weights)
+        return stage, splits
 
     def example_batch(self, samples: int, device: torch.device) -> FieldBatch:
-        """Return fields, targets and lead times without content."""
-        model, data = self.run.model, self.run.data
+        """Return fields, targets and lead times without content, on the largest of the grids in use."""
+        data, model = self.run.data, self.run.largest_model
         # The longest roll-outs, where these grow.
         steps = () if data.rollout_steps is None else (data.rollout_steps.last,)
         inputs, forcings, outputs = (
@@ -253,13 +274,14 @@ class WeatherLayout(LayoutModel):
             )
         )
         hours, year, day = torch.zeros((3, samples), device=device).unbind()
-        return FieldBatch(inputs, forcings, outputs, hours, year, day, torch.arange(samples, device=device))
+        grid = self.run.largest_grid
+        return FieldBatch(inputs, forcings, outputs, hours, year, day, torch.arange(samples, device=device), grid)
 
     def choose_attention(self, layout: ResolvedLayout, device: torch.device) -> AttentionChoice:
         """Return the kernel that the run file names, or the fastest of those that PyTorch brings."""
         run = self.run
         if run.training.attention != "auto":
             return AttentionChoice(run.training.attention)
-        model = run.model
+        model = run.largest_model
         shape = (layout.microbatch, model.n_tokens, model.n_heads // layout.tp, model.head_size)
         return choose_whole_attention(shape, self.precision.compute_dtype, device)

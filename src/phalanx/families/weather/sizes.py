@@ -31,8 +31,13 @@ def in_words(model: WeatherModel) -> str:
     inputs = f"{len(model.input_names)} variables" + (f" of {model.history} states" if model.history > 1 else "")
     return (
         f"{model.n_layers} layers x {model.d_model}, {model.n_heads} heads, {inputs} in and "
-        f"{len(model.output_names)} out, grid {model.n_lat} x {model.n_lon} in patches of {model.patch_size}"
+        f"{len(model.output_names)} out, grid {_grids_in_words(model)} in patches of {model.patch_size}"
     )
+
+
+def _grids_in_words(model: WeatherModel) -> str:
+    others = [f"{grid.n_lat} x {grid.n_lon}" for grid in model.grids]
+    return ", ".join([f"{model.n_lat} x {model.n_lon}", *others])
 
 
 def embedding_parameters(model: WeatherModel) -> int:

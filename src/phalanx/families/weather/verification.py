@@ -26,8 +26,10 @@ class WeatherVerification(VerifiableModel):
     run: WeatherRun
 
     def samples(self, step: int, first: int, count: int, global_batch: int) -> FieldBatch:
-        """Return random fields, with uneven targets and lead times."""
-        model = self.run.model
+        """Return random fields, with uneven targets and lead times; steps take the grids in use in turn."""
+        grids = list(self.run.grid_weights)
+        grid = grids[(step - 1) % len(grids)]
+        model = self.run.model.on_grid(grid)
         numbers = torch.arange(first, first + count) + (step - 1) * global_batch
         inputs, outputs = model.history * len(model.input_names), len(model.output_names)
         data = self.run.data
@@ -55,6 +57,7 @@ class WeatherVerification(VerifiableModel):
             time_of_year=torch.zeros(count),
             time_of_day=torch.zeros(count),
             sample_indices=numbers,
+            grid=grid,
         )
 
     def reduced(self, world_size: int) -> dict[str, dict[str, Any]]:
@@ -97,6 +100,14 @@ class WeatherVerification(VerifiableModel):
             "aggregation_groups": min(model.aggregation_groups, 2, len(inputs)),
             "aggregation_queries": min(model.aggregation_queries, 2),
         }
+        # Of other patches each: two rows fewer, or one more.
+        changes["grids"] = [
+            {"name": grid.name, "n_lat": (4 if number % 2 else 2) * patch, "n_lon": 2 * heads * patch}
+            for number, grid in enumerate(model.grids)
+        ]
+        if model.grids:
+            # Small grids end apart, by half a row each: all of them are made global.
+            changes |= {"first_latitude": None, "last_latitude": None}
         for field in ("change_scales", "loss_weights"):
             numbers = getattr(model, field)
             if numbers is not None:

@@ -23,7 +23,7 @@ from phalanx.planner.schedule.table import Pass, schedule_table
 from phalanx.planner.time.part_time import in_training, part_times
 from phalanx.planner.time.pipeline_time import PipelineModel, bound_pipelines, simulate_pipelines, stage_times
 from phalanx.planner.time.profile import NamedProfile
-from phalanx.planner.time.step_time import StepBreakdown
+from phalanx.planner.time.step_time import StepBreakdown, StepTimes
 from phalanx.planner.time.timing import our_framework, step_times, steps_of_run
 from phalanx.planner.trace.traced_model import TracedModel
 
@@ -171,7 +171,12 @@ class CostModels:
         if not len(layouts):
             return Times(np.zeros(0), {name: np.zeros(0) for name in STEP_COMPONENTS.values()}, np.zeros(0))
         profile, constants = self.profile.profile, self._constants
-        found = step_times(model, layouts, self.machine, profile, constants=constants, pipelines=pipelines)
+        # Steps of samples of several shapes take turns: their mean is what a run takes.
+        each = [
+            share * step_times(one, layouts, self.machine, profile, constants=constants, pipelines=pipelines).seconds
+            for one, share in model.sample_shapes()
+        ]
+        found = StepTimes(np.sum(each, axis=0))
         causes = {name: found.of(component) for component, name in STEP_COMPONENTS.items()}
         return Times(found.total, causes, np.full(len(layouts), estimate_spread(self.profile)))
 

@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -220,6 +220,13 @@ class TracedModel(LayoutModel):
             setting = replace(setting, ep=layout.ep, expert_tp=layout.expert_tp, casts_experts=apart)
             setting = replace(setting, ep_chunks=layout.ep_chunks, ep_node=layout.ep_node)
         return setting.apart() if layout.splits_backward else setting
+
+    def sample_shapes(self) -> list[tuple[Self, float]]:
+        """Return this model as it runs on samples of each shape, with the share of optimizer steps that have such samples.
+
+        By default all samples are alike. What is asked of this model itself is of the largest.
+        """
+        return [(self, 1.0)]
 
     def expert_load(self, layout: ResolvedLayout) -> Fraction:
         """Return the rows that arrive at the busiest rank of `ep` over those that leave it; by default as many."""

@@ -99,7 +99,7 @@ def test_keeps_no_token_of_a_variable() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        embedding.tokens(fields, torch.arange(24)).sum().backward()
+        embedding.tokens(fields, torch.arange(24), embedding.config).sum().backward()
     heads, points, stack = 2, 4, 2 * 24 * 39 * 64
     assert max(kept) == 2 * 24 * heads * 39 * (points + 1) < stack / 6
 

@@ -60,6 +60,14 @@ class Grid:
         # Rounded coordinates may come short of the whole circle, but not by a column.
         return bool(abs(step * columns - 360) < min(360 * _TOLERANCE, step / 2))
 
+    @property
+    def longitude_bounds(self) -> tuple[float, float]:
+        """Return the longitudes at which the outer columns' cells end, in degrees; 0 and 360 of a whole circle."""
+        if self.wraps or len(self.longitudes) < 2:
+            return 0.0, 360.0
+        west, east = self.longitudes[:2], self.longitudes[-2:]
+        return float(west[0] - (west[1] - west[0]) / 2), float(east[1] + (east[1] - east[0]) / 2)
+
     def difference(self, other: Grid) -> str | None:
         """Return the first way in which `other` is another grid, in words; None where it is the same."""
         if self.shape != other.shape:

@@ -8,9 +8,9 @@ never by counting frames, so a hole in the time axis costs samples and cannot sh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -21,12 +21,13 @@ from phalanx.counter_random import stable_key, stream_key, uniform_values
 from phalanx.data.batch_stream import ReadAheadStream, TensorBatch
 from phalanx.data.sample_order import ORDER_VERSION, EpochShuffle, Int64Array, Mixture
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.weather.config import FieldData, Period, RolloutSteps
+from phalanx.families.weather.config import FieldData, ModelGrid, Period, RolloutSteps
 from phalanx.families.weather.data.coordinates import HOUR, BoolArray, Float32Array, Grid, TimeAxis, moment_bounds
 from phalanx.families.weather.data.field_statistics import FieldStatistics
 from phalanx.families.weather.data.field_store import FieldStore, hash_of
 from phalanx.families.weather.data.field_survey import Survey
 from phalanx.families.weather.data.forcings import forcing_fields
+from phalanx.families.weather.data.grid_turns import GridTurns
 
 SplitName = Literal["train", "validation", "test"]
 _SHOWN = 5
@@ -260,6 +261,8 @@ class SplitSource:
     weight: float
     fingerprint: str
     """Checksum of the content of the store."""
+    number: int = 0
+    """Place among the sources of the run."""
 
 
 @dataclass(frozen=True)
@@ -318,11 +321,12 @@ class FieldReader:
         self._mixture = Mixture([source.weight for source in self.sources])
         split = self.sources[0].windows.split
         self._orders = [
-            EpochShuffle(len(source.windows.starts), stable_key("fields", split, seed, index))
-            for index, source in enumerate(self.sources)
+            EpochShuffle(len(source.windows.starts), stable_key("fields", split, seed, source.number))
+            for source in self.sources
         ]
         # A stream of its own, so that another lead time changes nothing else of the order.
-        self._lead_key = stream_key("lead time", split, seed)
+        first = self.sources[0].number
+        self._lead_key = stream_key("lead time", split, seed, *([first] if first else []))
         contents = [
             (source.fingerprint, hash_of(source.windows.starts.tobytes(), source.windows.targets.tobytes()))
             for source in self.sources
@@ -537,24 +541,54 @@ class FieldBatch(TensorBatch):
     """float32 [B]: part of the day, in UTC, that has passed at the input, from 0 to 1."""
     sample_indices: Tensor
     """int64 [B]: global sample numbers."""
+    grid: ModelGrid | None = None
+    """Grid of all its samples; None is the model's own."""
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in super()._tensors().items() if name != "grid"}
 
     def target_counts(self) -> Tensor:
         """Return the number of target values that are there, int64 [1]."""
         return (~self.targets.isnan()).sum().reshape(1)
 
     def inputs(self) -> tuple[Tensor, dict[str, Any]]:
-        """Return the fields for the first stage; for every stage targets, lead times, the fields that changes add to, and
-        the forcings of a roll-out where there are any."""
-        others = {"fields_BVHW": self.fields, "targets_BVHW": self.targets, "lead_hours_B": self.lead_hours}
+        """Return the fields for the first stage; for every stage targets, lead times, the fields that changes add to, the
+        forcings of a roll-out where there are any, and the grid where it is not the model's own."""
+        others: dict[str, Any] = {
+            "fields_BVHW": self.fields,
+            "targets_BVHW": self.targets,
+            "lead_hours_B": self.lead_hours,
+        }
         if self.forcings.numel():
             others["forcings_BKTFHW"] = self.forcings
+        if self.grid is not None:
+            others["grid"] = self.grid
         return self.fields, others
+
+
+class GridReader:
+    """Reads samples of sources on several grids: those of an optimizer step are of one."""
+
+    def __init__(self, readers: Mapping[ModelGrid | None, FieldReader], turns: GridTurns) -> None:
+        """readers: of the sources on each grid of `turns`."""
+        self.readers = readers
+        self.turns = turns
+        grids = [(repr(grid), reader.fingerprint) for grid, reader in readers.items()]
+        self.fingerprint = hash_of(ORDER_VERSION, grids, turns.mixture.weights)
+
+    def read(self, numbers: Int64Array, step: int = 1) -> FieldBatch:
+        """Read the samples with these global numbers, int64 [B], all of them of optimizer step `step`."""
+        turns, grid = self.turns, self.turns.grid_of(step)
+        # A grid's samples are numbered by themselves: its sources keep their shares whatever other grids there are.
+        before = turns.samples_through(step - 1)[turns.grids.index(grid)] - turns.sizes.samples_through(step - 1)
+        batch = self.readers[grid].read(numbers + before, step)
+        return replace(batch, sample_indices=torch.from_numpy(numbers.copy()), grid=grid)
 
 
 class FieldBatchStream(ReadAheadStream[FieldBatch]):
     """This rank's share of each global batch of fields, step after step, read ahead in the background."""
 
-    _reader: FieldReader
+    _reader: FieldReader | GridReader
 
     def read(self, numbers: Int64Array, step: int) -> FieldBatch:
         """See `ReadAheadStream`: roll-outs that are trained through grow."""

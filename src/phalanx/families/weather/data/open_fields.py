@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.errors import DataError
+from phalanx.errors import ConfigError, DataError
 from phalanx.families.weather.config import FieldData, FieldSource
 from phalanx.families.weather.data import require_package
 from phalanx.families.weather.data.climax_store import ClimaxStore, is_climax
@@ -68,8 +68,9 @@ class FieldSet:
         # One cache for all sources: the run file bounds the memory of all together.
         cache = BlockCache(data.cache_mb * 2**20)
         self.stores = [open_store(source, self.variables, data.static, cache) for source in data.sources]
-        for store in self.stores:
-            require_same_grid(self.stores[0].path, self.grid, store.path, store.grid)
+        for store, source in zip(self.stores, data.sources, strict=True):
+            first = self.stores[self.sources_on(source.grid)[0]]
+            require_same_grid(first.path, first.grid, store.path, store.grid)
             require_whole_axis(store, skip_gaps=data.gaps == "skip", tolerance_hours=data.time_tolerance_hours)
             for name, field_HW in zip(store.statics, store.read_static(), strict=True):
                 unknown = int((~np.isfinite(field_HW)).sum())
@@ -89,15 +90,46 @@ class FieldSet:
         self.statistics = self._find_statistics()
 
     @property
+    def grids(self) -> dict[str | None, Grid]:
+        """Return the grids of the sources by the names that the run file gives them, in the order of the sources."""
+        names = dict.fromkeys(source.grid for source in self.data.sources)
+        return {name: self.stores[self.sources_on(name)[0]].grid for name in names}
+
+    @property
     def grid(self) -> Grid:
-        """Return the grid of all sources."""
-        return self.stores[0].grid
+        """Return the grid of all sources. Raises ConfigError where they have several."""
+        return self.grids[self._only_grid()]
+
+    def _only_grid(self) -> str | None:
+        """Return the name of the grid of all sources. Raises ConfigError where they have several."""
+        names = list(self.grids)
+        if len(names) > 1:
+            named = " and ".join(name or "the model's own" for name in names[:2])
+            raise ConfigError(
+                f"data.sources lie on several grids, among them {named}; name sources of one, as in "
+                f'data.sources=["{self.data.sources[0].path}"]'
+            )
+        return names[0]
+
+    def sources_on(self, grid: str | None) -> list[int]:
+        """Return the numbers of the sources on the grid that the run file names so."""
+        return [number for number, source in enumerate(self.data.sources) if source.grid == grid]
 
     def reader(self, split: SplitName, *, seed: int, leads: Sequence[int] | None = None) -> FieldReader:
-        """Return a reader of a split. leads: hours, where others than those of the run are wanted.
+        """Return a reader of a split of sources on one grid. leads: hours, where others than those of the run are wanted.
 
-        Of the training split these are by default those of the steps of roll-outs that are trained through, if any are.
-        Raises ConfigError where the run has no such split, DataError where it holds no sample.
+        Raises ConfigError where the run has no such split or several grids, DataError where the split holds no sample.
+        """
+        return self._reader_on(self._only_grid(), split, seed, leads)
+
+    def readers(self, split: SplitName, *, seed: int) -> dict[str | None, FieldReader]:
+        """Return a reader of a split for each grid, by the name that the run file gives it. Raises as `reader` does."""
+        return {name: self._reader_on(name, split, seed, None) for name in self.grids}
+
+    def _reader_on(self, grid: str | None, split: SplitName, seed: int, leads: Sequence[int] | None) -> FieldReader:
+        """Return a reader of the sources on one grid.
+
+        leads: of the training split by default those of the steps of roll-outs that are trained through, if any are.
         """
         # Ascending, as the columns of windows are.
         hours = self.data.leads if leads is None else sorted(set(leads))
@@ -119,11 +151,13 @@ class FieldSet:
                     store,
                     find_windows(self.data, store, survey, split, hours, every_lead=through is not None),
                     source.weight,
-                    content,
+                    contents[number],
+                    number,
                 )
-                for store, survey, source, content in zip(
-                    self.stores, self.surveys, self.data.sources, contents, strict=True
+                for number, (store, survey, source) in enumerate(
+                    zip(self.stores, self.surveys, self.data.sources, strict=True)
                 )
+                if source.grid == grid
             ],
             self.data,
             statistics=self.statistics,
@@ -193,9 +227,13 @@ class FieldSet:
         """Return the statistics of the training frames of a source, for comparison with those of others."""
         store, frames = self.stores[source], self._train[source]
         names = [str(store.path)] * len(self.variables)
-        survey = self.surveys[source]
+        survey, first = self.surveys[source], self.stores[0].grid.latitudes
+        profile = survey.whole_profile()
+        if len(first) != len(store.grid.latitudes):
+            # Compared row by row with that of the first source.
+            profile = np.stack([np.interp(first, store.grid.latitudes, row) for row in profile])
         days = frozenset(store.times.days_of_year[frames].tolist())
-        return SourceSummary(names, survey.moments(frames), survey.whole_profile(), days)
+        return SourceSummary(names, survey.moments(frames), profile, days)
 
 
 def _read_survey(store: FieldStore, source: FieldSource) -> Survey:

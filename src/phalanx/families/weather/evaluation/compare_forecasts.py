@@ -95,6 +95,12 @@ class Comparison:
         for scores in (self._model, self._persistence, self._climatology):
             scores.all_reduce()
 
+    def merge(self, other: Comparison) -> None:
+        """Add forecasts that another comparison scored, on another grid perhaps: scores are means over forecasts."""
+        mine, theirs = ((one._model, one._persistence, one._climatology) for one in (self, other))
+        for scores, more in zip(mine, theirs, strict=True):
+            scores.merge(more)
+
     def rows(self) -> list[ScoreRow]:
         """Return one row for each lead time and variable."""
         known = self.climatologies is not None
@@ -129,7 +135,7 @@ def known_climatologies(
     size = sum(len(source.store.times) * source.store.frame_bytes for source in reader.sources)
     if most_bytes is not None and size > most_bytes:
         return None, f"its sources hold {size / 2**30:.0f} GiB, too much to average now; phalanx forecast does"
-    found = {index: fields.climatology(index) for index in range(len(reader.sources))}
+    found = {index: fields.climatology(source.number) for index, source in enumerate(reader.sources)}
     try:
         for index, source in enumerate(reader.sources):
             frames = source.windows.frames

@@ -17,7 +17,7 @@ from phalanx.families.weather.data.field_store import BlockCache, FieldStore
 from phalanx.families.weather.data.open_fields import open_store
 from phalanx.families.weather.evaluation.forecast_file import FileLayout, open_forecast_file, require_forecast_path
 from phalanx.families.weather.evaluation.forecast_split import LoadedForecaster, lead_steps, roll_out
-from phalanx.families.weather.inputs import require_grid
+from phalanx.families.weather.inputs import grid_of_data
 
 
 def forecast_from(
@@ -39,7 +39,7 @@ def forecast_from(
     require_forecast_path(out, ranks=1)
     steps = lead_steps(run, hours, step_hours)
     store = _open_inputs(run)
-    require_grid(run, store.grid)
+    grid = grid_of_data(run, store.grid)
     frames = []
     for time in times:
         first, last = moment_bounds(time, store.times.calendar)
@@ -70,7 +70,7 @@ def forecast_from(
     with open_forecast_file(out, layout, f"{loaded.where}, step {loaded.step}") as file:
         # One at a time: there are few.
         for number, start in enumerate(starts):
-            for column, forecast in enumerate(roll_out(loaded.model, reader, 0, np.array([start]), steps)):
+            for column, forecast in enumerate(roll_out(loaded.model, reader, 0, np.array([start]), steps, grid)):
                 file.write(np.array([number]), column, forecast)
             progress(number + 1, len(starts))
     return steps

@@ -106,6 +106,10 @@ class _ScoreSums:
             # Sums and counts, not means: ranks score unequal numbers of forecasts.
             dist.all_reduce(self._sums)
 
+    def merge(self, other: _ScoreSums) -> None:
+        """Add the sums of other forecasts of the same variables and lead times."""
+        self._sums += other._sums
+
     def _add_values(self, values: dict[str, Tensor], there_BVHW: Tensor, lead_hours_B: Tensor) -> None:
         """Add values [B, V] of forecasts; one of which no point is there does not count."""
         leads = torch.tensor(self.lead_hours, device=self._sums.device)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.families.weather.config import WeatherRun
+from phalanx.families.weather.config import ModelGrid, WeatherRun
 from phalanx.families.weather.data.coordinates import Float32Array, Grid
 from phalanx.families.weather.data.field_samples import Cases, FieldReader, SplitName, Windows
 from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.evaluation.compare_forecasts import Comparison, ScoreRow, known_climatologies
 from phalanx.families.weather.evaluation.forecast_file import FileLayout, ForecastFile, open_forecast_file
-from phalanx.families.weather.inputs import STATISTICS, require_grid
+from phalanx.families.weather.inputs import STATISTICS, grid_of_data
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.hardware.device import require_cpu_format
 from phalanx.nn.precision import PRECISIONS
@@ -137,7 +137,7 @@ def forecast_split(
     """
     run = loaded.run
     fields = FieldSet(run.data)
-    require_grid(run, fields.grid)
+    grid = grid_of_data(run, fields.grid)
     steps = lead_steps(run, hours, step_hours)
     reader = fields.reader(split, seed=run.training.seed, leads=list(steps))
     climatologies, without = known_climatologies(fields, reader)
@@ -153,7 +153,7 @@ def forecast_split(
         )
         for index, rows in batch_rows(mine, _BATCH):
             starting = reader.sources[index].windows.starts[rows]
-            for column, forecast in enumerate(roll_out(loaded.model, reader, index, starting, steps)):
+            for column, forecast in enumerate(roll_out(loaded.model, reader, index, starting, steps, grid)):
                 if file is not None:
                     file.write(np.searchsorted(chosen[index], rows), column, forecast)
                 cases, known = known_cases(reader, index, rows, column)
@@ -243,9 +243,17 @@ def plan_steps(trained: Sequence[int], hours: int, followed: int | None = None) 
 
 @torch.no_grad()
 def roll_out(
-    model: Forecaster, reader: FieldReader, source: int, starts: Int64Array, steps: dict[int, tuple[int, ...]]
+    model: Forecaster,
+    reader: FieldReader,
+    source: int,
+    starts: Int64Array,
+    steps: dict[int, tuple[int, ...]],
+    grid: ModelGrid | None = None,
 ) -> Iterator[Tensor]:
-    """Yield for each lead time the forecasts [n, V_out, H, W] from these input frames, in the units of the fields."""
+    """Yield for each lead time the forecasts [n, V_out, H, W] from these input frames, in the units of the fields.
+
+    grid: that of the data, as `inputs.grid_of_data` finds it.
+    """
     device = next(model.parameters()).device
     # Longer lead times begin where shorter ones ended, so every step is computed once.
     states: dict[tuple[int, ...], Tensor] = {(): reader.read_states(source, starts).to(device)}
@@ -259,7 +267,7 @@ def roll_out(
         before = states[parts[:-1]]
         forcings = reader.read_forcings(source, starts, sum(parts)).to(device)
         lead = torch.full((len(starts),), float(parts[-1]), device=device)
-        predicted = model.forecast(model.with_forcings(before, forcings), lead)
+        predicted = model.forecast(model.with_forcings(before, forcings), lead, grid)
         if can_follow:
             states[parts] = model.next_inputs(before, predicted)
         return predicted
@@ -282,12 +290,17 @@ def known_cases(reader: FieldReader, source: int, rows: Int64Array, column: int)
 
 
 def forecasts_of(
-    model: Forecaster, reader: FieldReader, source: int, rows: Int64Array, steps: dict[int, tuple[int, ...]]
+    model: Forecaster,
+    reader: FieldReader,
+    source: int,
+    rows: Int64Array,
+    steps: dict[int, tuple[int, ...]],
+    grid: ModelGrid | None = None,
 ) -> Iterator[tuple[Cases, Tensor]]:
     """Yield for each lead time the cases of these inputs that have a truth, and their forecasts in the units of the
     fields."""
     starts = reader.sources[source].windows.starts[rows]
-    for column, forecast in enumerate(roll_out(model, reader, source, starts, steps)):
+    for column, forecast in enumerate(roll_out(model, reader, source, starts, steps, grid)):
         cases, known = known_cases(reader, source, rows, column)
         if len(cases):
             yield cases, forecast[torch.from_numpy(known).to(forecast.device)]

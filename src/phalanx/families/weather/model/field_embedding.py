@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.counter_random import CounterDropout, DropoutContext
-from phalanx.families.weather.config import WeatherModel
+from phalanx.families.weather.config import ModelGrid, WeatherModel
 from phalanx.families.weather.model.grid_features import (
     patch_places,
     patches_of,
@@ -25,6 +25,7 @@ from phalanx.families.weather.model.grid_features import (
 from phalanx.families.weather.sizes import FEATURES, group_sizes
 from phalanx.nn.layers import Linear
 from phalanx.nn.positions import Positions
+from phalanx.nn.resizing import interpolate_grid
 
 LEAD_HOURS = 1.0, 1000.0
 """Shortest and longest wave of the lead time, in hours."""
@@ -81,17 +82,23 @@ class FieldEmbedding(nn.Module):
         self.dropout = CounterDropout(config.dropout, site=0)
 
     def forward(
-        self, fields_BVHW: Tensor, lead_hours_B: Tensor, positions: Positions, dropout: DropoutContext | None = None
+        self,
+        fields_BVHW: Tensor,
+        lead_hours_B: Tensor,
+        positions: Positions,
+        dropout: DropoutContext | None = None,
+        grid: ModelGrid | None = None,
     ) -> Tensor:
         """Embed fields as tokens [B, S, D] in the model's activation format, of the rows `positions.rows_S`.
 
         fields: finite and normalised, in the order of `config.input_names`, of the newest of `config.history` states,
         then of the one before it. lead_hours: hours from the newest to what is predicted. rows: whole locations, whose
-        tokens follow one another.
+        tokens follow one another. grid: that of the fields; None is the model's own.
         """
-        x_BSD = self.tokens(fields_BVHW, self.needed_rows(positions))
+        on_grid = self.config.on_grid(grid)
+        x_BSD = self.tokens(fields_BVHW, self.needed_rows(positions, on_grid), on_grid)
         rows_S = positions.rows_S
-        x_BSD = x_BSD + self.places(rows_S // self.config.aggregation_queries)
+        x_BSD = x_BSD + self.places(rows_S // self.config.aggregation_queries, on_grid)
         # The same for every location: how far ahead the whole field is predicted.
         fourier = self.config.lead_embedding == "fourier"
         lead = wave_features(lead_hours_B, *LEAD_HOURS) if fourier else lead_hours_B[:, None] / 100.0
@@ -99,19 +106,22 @@ class FieldEmbedding(nn.Module):
         dropped: Tensor = self.dropout(x_BSD, dropout)
         return dropped
 
-    def needed_rows(self, positions: Positions) -> Tensor:
-        """Return the rows that `tokens` starts from: those that come out, unless ranks exchange rows on the way."""
+    def needed_rows(self, positions: Positions, on_grid: WeatherModel) -> Tensor:
+        """Return the rows that `tokens` starts from: those that come out, unless ranks exchange rows on the way.
+
+        on_grid: the model on the grid of the fields.
+        """
         return positions.rows_S
 
-    def tokens(self, fields_BVHW: Tensor, rows_S: Tensor) -> Tensor:
-        """Return aggregated tokens [B, S, D] of these rows, without place and lead time."""
+    def tokens(self, fields_BVHW: Tensor, rows_S: Tensor, on_grid: WeatherModel) -> Tensor:
+        """Return aggregated tokens [B, S, D] of these rows, without place and lead time. on_grid: see `needed_rows`."""
         config = self.config
         patches_BLVP = patches_of(fields_BVHW.to(self.dtype), config.patch_size)
         # A variable's token is the sum of what its states give: all their points are one patch.
         if config.history > 1:
             patches_BLVP = patches_BLVP.unflatten(2, (config.history, -1)).transpose(2, 3).flatten(3)
         # Where tokens are sharded over ranks, only their own locations are aggregated.
-        if len(rows_S) != config.n_tokens:
+        if len(rows_S) != on_grid.n_tokens:
             locations = rows_S[:: config.aggregation_queries] // config.aggregation_queries
             patches_BLVP = patches_BLVP.index_select(1, locations)
         weight_VDP, offset_VD = self.variable_maps([config.variables.index(name) for name in config.input_names])
@@ -138,12 +148,17 @@ class FieldEmbedding(nn.Module):
             offset_VD = offset_VD + self.level(torch.where(on_level_V[:, None], waves, 0.0).to(self.dtype))
         return weight_VDP, offset_VD
 
-    def places(self, locations_S: Tensor) -> Tensor:
-        """Return the embedding of these locations, [S, D]."""
+    def places(self, locations_S: Tensor, on_grid: WeatherModel) -> Tensor:
+        """Return the embedding of these locations, [S, D]. on_grid: see `needed_rows`."""
         if self.positions is not None:
-            return self.positions.index_select(0, locations_S).to(self.dtype)
+            table_LD: Tensor = self.positions
+            before, after = ((one.patch_rows, one.patch_columns) for one in (self.config, on_grid))
+            # Interpolated before rounding, as `training.init_from` would do it once for all.
+            if before != after:
+                table_LD = interpolate_grid(table_LD, before, after)
+            return table_LD.index_select(0, locations_S).to(self.dtype)
         assert self.place is not None
-        places_S4 = patch_places(self.config, locations_S.device).index_select(0, locations_S)
+        places_S4 = patch_places(on_grid, locations_S.device).index_select(0, locations_S)
         waves = (wave_features(places_S4[:, :3], *DISTANCES).flatten(1), wave_features(places_S4[:, 3], *AREAS))
         embedded: Tensor = self.place(torch.cat(waves, dim=1).to(self.dtype))
         return embedded

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.families.weather.config import WeatherModel
+from phalanx.families.weather.config import ModelGrid, WeatherModel
 from phalanx.families.weather.model.grid_features import (
     outputs_among_inputs,
     patches_of,
@@ -57,25 +57,33 @@ class FieldHead(nn.Module):
         rows_S: Tensor | None = None,
         *,
         fields_BVHW: Tensor | None = None,
+        grid: ModelGrid | None = None,
     ) -> Tensor:
         """Return the summed loss [1] of these rows' patches; without targets the predicted fields, see `states`.
 
         x: tokens behind the last block, of the rows `rows_S` of every sample (whole locations; None means all). targets:
         [B, V, H, W] of `config.output_names`, whole fields, NaN where there is none. fields: the inputs, needed where the
-        model predicts changes.
+        model predicts changes. grid: that of the fields; None is the model's own.
         """
-        predicted_BLVP = self.states(x_BSD, rows_S, fields_BVHW=fields_BVHW)
-        return predicted_BLVP if targets_BVHW is None else self.loss(predicted_BLVP, targets_BVHW, rows_S)
+        predicted_BLVP = self.states(x_BSD, rows_S, fields_BVHW=fields_BVHW, grid=grid)
+        return predicted_BLVP if targets_BVHW is None else self.loss(predicted_BLVP, targets_BVHW, rows_S, grid)
 
-    def loss(self, predicted_BLVP: Tensor, targets_BVHW: Tensor, rows_S: Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        predicted_BLVP: Tensor,
+        targets_BVHW: Tensor,
+        rows_S: Tensor | None = None,
+        grid: ModelGrid | None = None,
+    ) -> Tensor:
         """Return the summed loss [1] of what `states` gave; arguments as of `forward`."""
+        on_grid = self.config.on_grid(grid)
         size, device = self.config.patch_size, predicted_BLVP.device
         # Beyond the grid there is nothing to predict.
-        targets_BLVP = self._located(patches_of(targets_BVHW, size, beyond=torch.nan), rows_S, 1)
-        row_H = row_weights(self.config, device)
-        weight_HW = row_H[:, None].expand(-1, self.config.n_lon)
+        targets_BLVP = self._located(patches_of(targets_BVHW, size, beyond=torch.nan), rows_S, 1, on_grid)
+        row_H = row_weights(on_grid, device)
+        weight_HW = row_H[:, None].expand(-1, on_grid.n_lon)
         # Weights are patched as targets are, so that each point keeps its own.
-        weight_LP = self._located(patches_of(weight_HW[None, None], size)[0, :, 0], rows_S, 0)
+        weight_LP = self._located(patches_of(weight_HW[None, None], size)[0, :, 0], rows_S, 0, on_grid)
         weights = self.config.loss_weights
         weight_V = None if weights is None else torch.tensor(weights, device=device)
         return squared_error_sum(predicted_BLVP, targets_BLVP, weight_LP, weight_V)
@@ -90,7 +98,14 @@ class FieldHead(nn.Module):
         out: Tensor = self.output(per_location)
         return out
 
-    def states(self, x_BSD: Tensor, rows_S: Tensor | None = None, *, fields_BVHW: Tensor | None = None) -> Tensor:
+    def states(
+        self,
+        x_BSD: Tensor,
+        rows_S: Tensor | None = None,
+        *,
+        fields_BVHW: Tensor | None = None,
+        grid: ModelGrid | None = None,
+    ) -> Tensor:
         """Return the predicted fields of each location, [B, L, V, P] in at least float32; arguments as of `forward`."""
         # In at least float32: a small change of a large field survives no bfloat16 sum.
         patches_BLVP = self.patches(x_BSD)
@@ -103,15 +118,16 @@ class FieldHead(nn.Module):
             scale_V = torch.tensor(self.config.change_scales, dtype=patches_BLVP.dtype, device=patches_BLVP.device)
             patches_BLVP = patches_BLVP * scale_V[:, None]
         before_BVHW = take_places(fields_BVHW, outputs_among_inputs(self.config), 1)
-        before_BLVP = self._located(patches_of(before_BVHW, self.config.patch_size), rows_S, 1)
+        before_BLVP = patches_of(before_BVHW, self.config.patch_size)
+        before_BLVP = self._located(before_BLVP, rows_S, 1, self.config.on_grid(grid))
         return before_BLVP.to(patches_BLVP.dtype) + patches_BLVP
 
-    def _located(self, patches: Tensor, rows_S: Tensor | None, dim: int) -> Tensor:
-        """Return the patches of these rows' locations along `dim`."""
+    def _located(self, patches: Tensor, rows_S: Tensor | None, dim: int, on_grid: WeatherModel) -> Tensor:
+        """Return the patches of these rows' locations along `dim`. on_grid: the model on their grid."""
         # All rows in order: indexing would only copy.
-        if rows_S is None or len(rows_S) == self.config.n_tokens:
+        if rows_S is None or len(rows_S) == on_grid.n_tokens:
             return patches
-        tokens = self.config.aggregation_queries
+        tokens = on_grid.aggregation_queries
         return patches.index_select(dim, rows_S[::tokens] // tokens)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.counter_random import CounterDropout, DropoutContext, mix_bits
-from phalanx.families.weather.config import WeatherModel
+from phalanx.families.weather.config import ModelGrid, WeatherModel
 from phalanx.families.weather.model.field_embedding import FieldEmbedding
 from phalanx.families.weather.model.field_head import FieldHead
 from phalanx.families.weather.model.grid_features import fields_of, outputs_among_inputs
@@ -53,11 +53,12 @@ class Forecaster(nn.Module):
         *,
         lead_hours_B: Tensor,
         dropout: DropoutContext | None = None,
+        grid: ModelGrid | None = None,
     ) -> Tensor:
-        """Return the summed loss [1]; see `FieldHead`."""
-        positions = self.all_positions(fields_BVHW.device)
-        hidden = self.hidden(fields_BVHW, positions, lead_hours_B=lead_hours_B, dropout=dropout)
-        loss: Tensor = self.head(hidden, targets_BVHW, positions.rows_S, fields_BVHW=fields_BVHW)
+        """Return the summed loss [1]; see `FieldHead`. grid: that of the fields; None is the model's own."""
+        positions = self.all_positions(fields_BVHW.device, grid)
+        hidden = self.hidden(fields_BVHW, positions, lead_hours_B=lead_hours_B, dropout=dropout, grid=grid)
+        loss: Tensor = self.head(hidden, targets_BVHW, positions.rows_S, fields_BVHW=fields_BVHW, grid=grid)
         return loss
 
     def hidden(
@@ -67,14 +68,18 @@ class Forecaster(nn.Module):
         *,
         lead_hours_B: Tensor,
         dropout: DropoutContext | None = None,
+        grid: ModelGrid | None = None,
     ) -> Tensor:
         """Return the activations behind the last block of this model chunk, [B, S, D].
 
         inputs: fields [B, V, H, W] of `config.input_names`, finite and normalised, of several states as `FieldEmbedding`
         takes them; or activations where the part does not hold the embedding. positions: the tokens computed here; `rows_S`
-        are whole locations. lead_hours: from the inputs to what is predicted.
+        are whole locations. lead_hours: from the inputs to what is predicted. grid: that of the fields; None is the
+        model's own.
         """
-        x_BSD = self.embedding(inputs, lead_hours_B, positions, dropout) if self.part.first else inputs
+        x_BSD = inputs
+        if self.part.first:
+            x_BSD = self.embedding(inputs, lead_hours_B, positions, dropout, grid=grid)
         for number, block in zip(self.part.blocks, self.blocks, strict=True):
             # Numbered over the whole model, so that a chunk drops what the whole model would.
             at_layer = None if dropout is None else dropout.at_layer(number)
@@ -82,11 +87,15 @@ class Forecaster(nn.Module):
         return x_BSD
 
     @torch.no_grad()
-    def forecast(self, fields_BVHW: Tensor, lead_hours_B: Tensor) -> Tensor:
-        """Return fields [B, V, H, W] of `config.output_names` predicted for `lead_hours_B` hours on; dropout is off."""
-        hidden = self.hidden(fields_BVHW, self.all_positions(fields_BVHW.device), lead_hours_B=lead_hours_B)
-        patches_BLVP = self.head(hidden, None, fields_BVHW=fields_BVHW)
-        return fields_of(patches_BLVP, self.config)
+    def forecast(self, fields_BVHW: Tensor, lead_hours_B: Tensor, grid: ModelGrid | None = None) -> Tensor:
+        """Return fields [B, V, H, W] of `config.output_names` predicted for `lead_hours_B` hours on; dropout is off.
+
+        grid: that of the fields; None is the model's own.
+        """
+        positions = self.all_positions(fields_BVHW.device, grid)
+        hidden = self.hidden(fields_BVHW, positions, lead_hours_B=lead_hours_B, grid=grid)
+        patches_BLVP = self.head(hidden, None, fields_BVHW=fields_BVHW, grid=grid)
+        return fields_of(patches_BLVP, self.config.on_grid(grid))
 
     def next_inputs(self, fields_BVHW: Tensor, predicted_BVHW: Tensor) -> Tensor:
         """Return the inputs of the next step of a roll-out: the predicted fields as the newest state, and the states before
@@ -107,9 +116,9 @@ class Forecaster(nn.Module):
         states_BTVHW = fields_BVHW.unflatten(1, (self.config.history, -1))
         return torch.cat((states_BTVHW[:, :, :-count], forcings_BTFHW.to(fields_BVHW.dtype)), dim=2).flatten(1, 2)
 
-    def all_positions(self, device: torch.device) -> Positions:
-        """Return all tokens of a sample."""
-        rows_S = torch.arange(self.config.n_tokens, device=device)
+    def all_positions(self, device: torch.device, grid: ModelGrid | None = None) -> Positions:
+        """Return all tokens of a sample on `grid`; None is the model's own."""
+        rows_S = torch.arange(self.config.on_grid(grid).n_tokens, device=device)
         return Positions(rows_S, rows_S)
 
 
