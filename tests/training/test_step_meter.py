@@ -20,7 +20,7 @@ from token_data import write_run_file, write_token_folder
 def test_no_step_is_faster_than_the_measured_peak(tmp_path: Path) -> None:
     run = load_run(write_run_file(tmp_path / "run.yaml", tmp_path), [])
     meter = StepMeter(bind(run), resolve_layout(bind(run), 1), torch.device("cpu"), Peaks(None, 1.0))
-    flops = meter.sizes.final * meter.positions * meter.flops_per_token
+    flops = meter.sizes.final * meter.flops_per_sample
 
     def mfu(tflops: float) -> float | None:
         result = StepResult(loss=1.0, grad_norm=1.0, updated=True)

@@ -26,6 +26,10 @@ class VerifiableModel(LayoutModel):
         They are a function of their numbers alone, so that all layouts read the same ones.
         """
 
+    def least_steps(self) -> int:
+        """Return the optimizer steps of which some have samples of every shape; by default 1."""
+        return 1
+
     def branch_samples(self, step: int, layout: ResolvedLayout, rank: int) -> Batch:
         """Return those of the same samples that data-parallel rank `rank` reads where sub-groups hold task heads.
 

@@ -148,6 +148,7 @@ def verify_run(run: Run, options: Options) -> Outcome:
     Raises ConfigError before anything starts when a layout is not legal, and PhalanxError when ranks fail or hang.
     """
     model = bind(run, VerifiableModel)
+    options = replace(options, steps=max(options.steps, model.least_steps()))
     ranks = ranks_from_environment()
     launched = ranks.world_size > 1
     world = ranks.world_size if launched else options.ranks or stated_ranks(run)

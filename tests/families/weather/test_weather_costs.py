@@ -13,12 +13,15 @@ from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.families.weather.config import RolloutSteps, WeatherRun
 from phalanx.families.weather.sizes import block_flops_per_sample
+from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.dryrun.rank_report import RankReport
 from phalanx.planner.dryrun.run_step import dry_run
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.plan.compare_layouts import break_even
+from phalanx.planner.rank.cost_models import CostModels
+from phalanx.planner.time.profile import default_profile
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
 from phalanx.planner.trace.streamed_block import chain_sizes
 from phalanx.planner.trace.traced_model import Setting, TracedModel, bind_planned
@@ -30,6 +33,7 @@ WEATHER: dict[str, Any] = {
     "n_layers": LAYERS, "d_model": 1024, "d_ff": 4096, "n_heads": 16, "qk_norm": True,
     "n_lat": 32, "n_lon": 64, "patch_size": 2, "history": 2,
 }  # fmt: skip
+TWO_GRIDS: dict[str, Any] = {"n_lat": 16, "n_lon": 32, "grids": [{"name": "fine", "n_lat": 32, "n_lon": 64}]}
 TEXT = {
     "model.d_model": 512,
     "model.d_ff": 1408,
@@ -45,18 +49,21 @@ STREAM = {"tp": 2, "dp_shard": 4, "gather": "stream"}
 WEATHER_LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP, full recompute": {"dp_shard": 8, "global_batch": 16, "recompute": "full"},
     "Hybrid-STOP, replicas": {"tp": 2, "dp_shard": 2, "dp_replicate": 2, "global_batch": 8},
+    # Whose larger grid is not that of the model's table: in stages, between which its tokens are sent.
+    "two grids": {"pp": 2, "tp": 2, "dp_shard": 2, "global_batch": 16, "schedule": "1f1b"},
     "streamed": {**STREAM, "global_batch": 4},
     "streamed, full recompute": {**STREAM, "global_batch": 8, "recompute": "full"},
 }
 
 
-def weather_run(**layout: Any) -> WeatherRun:
+def weather_run(grids: bool = False, **layout: Any) -> WeatherRun:
+    """A run on one grid of 32 x 64, or on a smaller one beside it."""
     names = ["temperature_850", "geopotential_500", "2m_temperature"]
     return WeatherRun.model_validate(
         {
-            "model": {"family": "weather", "variables": names, **WEATHER},
+            "model": {"family": "weather", "variables": names, **WEATHER, **(TWO_GRIDS if grids else {})},
             "data": {
-                "sources": ["nowhere"],
+                "sources": ["nowhere", {"path": "there", "weight": 3.0, "grid": "fine"}] if grids else ["nowhere"],
                 "inputs": names,
                 "history": 2,
                 "lead_hours": 24,
@@ -71,7 +78,9 @@ def weather_run(**layout: Any) -> WeatherRun:
 
 @cache
 def planned(name: str) -> tuple[Run, ResolvedLayout]:
-    run: Run = weather_run(**WEATHER_LAYOUTS[name]) if name in WEATHER_LAYOUTS else text_run()
+    run: Run = text_run()
+    if name in WEATHER_LAYOUTS:
+        run = weather_run(grids=name == "two grids", **WEATHER_LAYOUTS[name])
     return run, resolve_layout(bind(run), WORLD)
 
 
@@ -91,7 +100,7 @@ NAMES = [*WEATHER_LAYOUTS, "streamed text"]
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_is_that_of_a_dry_run(name: str) -> None:
     run, layout = planned(name)
-    (modelled,) = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, UNCOMPILED)
+    modelled, *_ = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, UNCOMPILED)
     # Where replicas hold the same shards the model is above the code.
     above = 0.07 if layout.dp_replicate > 1 else 0.025
     ratio = modelled.allocated / dry(name).peak
@@ -118,6 +127,28 @@ def tensor_bytes(part: PartCosts) -> int:
 def bytes_of(name: str, axis: str, *operations: str) -> int:
     traffic = dry(name).traffic
     return sum(t.bytes * t.count for t in traffic if t.axis == axis and t.operation in operations)
+
+
+def test_a_step_takes_the_mean_of_its_grids_and_the_memory_of_the_largest() -> None:
+    machine = load_machine("h200-x4")
+    models = CostModels(machine, default_profile(machine.node.device))
+    both, fine = weather_run(grids=True, global_batch=16), weather_run(global_batch=16)
+    coarse = fine.model_copy(update={"model": fine.model.model_copy(update={"n_lat": 16, "n_lon": 32})})
+    layouts = resolve_layout(bind(fine), 4).table
+    times, memory = {}, {}
+    for name, run in (("both", both), ("fine", fine), ("coarse", coarse)):
+        model = bind(run, TracedModel)
+        times[name], memory[name] = models.times(model, layouts).total[0], models.memory(model, layouts).peak[0]
+    # All but the table of positions, of which both have the coarse grid's: its optimizer's part of a step is small.
+    assert times["both"] == pytest.approx(0.25 * times["coarse"] + 0.75 * times["fine"], rel=1e-3)
+    assert times["coarse"] < 0.5 * times["fine"]
+    assert memory["coarse"] < 0.8 * memory["fine"] and memory["both"] == pytest.approx(memory["fine"], rel=0.01)
+    bound = bind(both)
+    assert bound.positions().count == 512 and "model.grids, fine" in bound.positions().field
+    # Of four steps three are on the fine grid.
+    assert bound.positions_through(4) == 16 * (3 * 512 + 128)
+    shares = sorted(bound.relative_flops(step) for step in range(1, 5))
+    assert sum(shares) == pytest.approx(4) and shares[0] < 0.3 < 1.2 < shares[1] == shares[3]
 
 
 def test_streaming_holds_two_chunks_and_computes_the_forward_pass_twice() -> None:

@@ -60,6 +60,10 @@ class WeatherVerification(VerifiableModel):
             grid=grid,
         )
 
+    def least_steps(self) -> int:
+        """See `VerifiableModel`: a step for each grid."""
+        return len(self.run.grid_weights)
+
     def reduced(self, world_size: int) -> dict[str, dict[str, Any]]:
         """Return small widths, heads, layers and grid, and few variables.
 

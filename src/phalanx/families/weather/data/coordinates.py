@@ -290,7 +290,10 @@ def moment_bounds(moment: str, calendar: str) -> tuple[int, int]:
         after_month = (year, month + 1) if month and month < 12 else (year + 1, 1)
         next_start = cftime.datetime(*(after_month if month else (year + 1, 1)), 1, calendar=calendar)
     except ValueError as error:
-        raise ConfigError(f"{moment} is not a date of the calendar {calendar}: {error}") from None
+        raise ConfigError(
+            f"{moment} is not a date of the calendar {calendar}: {str(error).partition(' provided')[0]}; a period that ends "
+            f"with the month is one of every calendar: {moment[:7]}"
+        ) from None
     first = int(cftime.date2num(start, EPOCH, calendar))
     if minute is not None:
         return first, first + 59

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ def simulate_weather(
     frames, skipped = days * 24 // FRAME_HOURS, spin_up_days * 24 // FRAME_HOURS
     state = disturbed_state(atmosphere, seed)
     found: list[dict[str, Float64Array]] = []
-    grid = OutputGrid(*legendre_functions(TRUNCATION, np.sin(np.deg2rad(LATITUDES))))
+    grid = OutputGrid.of(LATITUDES, len(LONGITUDES))
     # The first weeks still remember the artificial start; they are simulated and left out.
     for frame in range(-skipped, frames):
         if frame >= 0:
@@ -115,20 +116,28 @@ def disturbed_state(atmosphere: Atmosphere, seed: int) -> ComplexArray:
 
 @dataclass(frozen=True)
 class OutputGrid:
-    """The grid of the file, at whose points states are evaluated."""
+    """The grid of a file, at whose points states are evaluated."""
 
+    latitudes: Float64Array
+    """[H], without the poles."""
+    columns: int
     values: Float64Array
     """Legendre functions [M, N, H]."""
     slopes: Float64Array
     """(1 - mu^2) times their derivative by the sine of latitude [M, N, H]."""
 
+    @classmethod
+    def of(cls, latitudes: Float64Array, columns: int) -> Self:
+        """Return the grid of these latitudes in degrees, [H], with so many columns from Greenwich."""
+        return cls(latitudes, columns, *legendre_functions(TRUNCATION, np.sin(np.deg2rad(latitudes))))
+
     def fields_of(self, atmosphere: Atmosphere, state: ComplexArray) -> dict[str, Float64Array]:
         """Return all variables of a state, each [H, W]."""
         stream = atmosphere.stream_function(state)
-        metric = RADIUS * np.cos(np.deg2rad(LATITUDES))[:, None]
-        eastward = -to_grid(stream, self.slopes, len(LONGITUDES)) / metric
-        northward = to_grid(1j * atmosphere.harmonics.zonal * stream, self.values, len(LONGITUDES)) / metric
-        heights = to_grid(atmosphere.geopotential(stream), self.values, len(LONGITUDES))
+        metric = RADIUS * np.cos(np.deg2rad(self.latitudes))[:, None]
+        eastward = -to_grid(stream, self.slopes, self.columns) / metric
+        northward = to_grid(1j * atmosphere.harmonics.zonal * stream, self.values, self.columns) / metric
+        heights = to_grid(atmosphere.geopotential(stream), self.values, self.columns)
         heights += np.array([_MEAN_GEOPOTENTIAL[level] for level in LEVELS])[:, None, None]
         found = {"geopotential_500": heights[1]}
         for upper, lower in ((0, 1), (1, 2)):
