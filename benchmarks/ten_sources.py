@@ -43,8 +43,8 @@ from phalanx.families.weather.data.sample_weather import (
     disturbed_state,
     mountain_heights,
 )
-from phalanx.report.drawing import Plot, Scale, fit_scale, make_line, make_text
 from phalanx.training.start import train
+from transfer_gain import draw_seeds
 
 ROOT = Path(__file__).parents[1]
 GRIDS = {"medium": (24, 48), "fine": (32, 64), "coarse": (16, 32), "wide": (18, 40)}
@@ -70,7 +70,6 @@ SUBSETS = (
 )
 DAYS, SPIN_UP, HELD_OUT_DAYS = 90, 45, 90
 TRAINED_FRAMES, FIRST_HELD_OUT = 48, 100
-SEEDS = (0, 1, 2)
 ALONE = (0, 6, 8)
 """The source that each seed's forecaster of one source is pretrained on."""
 EVALUATIONS = 8
@@ -229,14 +228,14 @@ def run_training(root: Path, name: str, fields: dict[str, Any]) -> list[float]:
     ]
 
 
-def compare(root: Path, pretrain: int, steps: int) -> dict[str, Any]:
+def compare(root: Path, pretrain: int, steps: int, seeds: int) -> dict[str, Any]:
     """Return the curves of all runs by what they began with, one for each seed."""
     sources, held_out = make_sources()
     began = time.process_time()
     files = {source.name: source.write(root / "data") for source in (*sources, held_out)}
     simulated = time.process_time() - began
     curves: dict[str, list[list[float]]] = {"ten": [], "one": [], "scratch": []}
-    for seed, alone in zip(SEEDS, ALONE, strict=True):
+    for seed, alone in enumerate(ALONE[:seeds]):
         for kind, taken in (("ten", sources), ("one", [sources[alone]]), ("scratch", [])):
             before = f"before-{kind}-{seed}"
             if taken:
@@ -249,7 +248,7 @@ def compare(root: Path, pretrain: int, steps: int) -> dict[str, Any]:
         "pretraining_steps": pretrain,
         "steps": steps,
         "samples_per_step": BATCH,
-        "one": [sources[alone].name for alone in ALONE],
+        "one": [sources[alone].name for alone in ALONE[:seeds]],
         "sources": {
             source.name: {
                 "grid": list(source.grid),
@@ -271,35 +270,16 @@ NAMES = {"ten": "pretrained on ten sources", "one": "on one of them", "scratch":
 
 def draw(found: dict[str, Any]) -> str:
     """Return the errors against steps: the mean over seeds, and each seed."""
-    at = [found["steps"] * (number + 1) / EVALUATIONS for number in range(EVALUATIONS)]
-    curves = {kind: np.array(found["curves"][kind]) for kind in NAMES}
-    plot = Plot(
-        Scale(0.0, at[-1] * 1.02), fit_scale(np.concatenate([each.ravel() for each in curves.values()])), left=70
+    curves = {name: np.array(found["curves"][kind]) for kind, name in NAMES.items()}
+    return draw_seeds(
+        curves, found["steps"], "RMSE over persistence's on a held-out source against steps of fine-tuning"
     )
-    plot.label_up()
-    plot.label_across(at, lambda step: f"{step:.0f}")
-    for number, (kind, each) in enumerate(curves.items(), 1):
-        for seed in each:
-            plot.add_line(at, seed.tolist(), f"line-{number} thin")
-        plot.add_curve(at, each.mean(0).tolist(), number)
-        plot.parts.append(make_text(110 + 230 * (number - 1), 22, NAMES[kind]))
-        plot.parts.append(make_line(75 + 230 * (number - 1), 17, 105 + 230 * (number - 1), 17, f"line-{number}"))
-    styles = (
-        "text { font: 15px sans-serif } polyline, line { fill: none; stroke-width: 3 } "
-        ".grid { stroke: #ddd; stroke-width: 1 } .thin { stroke-width: 1; opacity: 0.6 } "
-        ".line-1 { stroke: #06c } .dot-1 { fill: #06c } .line-2 { stroke: #c60 } .dot-2 { fill: #c60 } "
-        ".line-3 { stroke: #999 } .dot-3 { fill: #999 }"
-    )
-    svg = str(plot.finish("RMSE over persistence's on a held-out source against steps of fine-tuning").svg)
-    start = svg.index(">") + 1
-    opening = svg[:start].replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ')
-    return f"{opening}<style>{styles}</style>{svg[start:]}"
 
 
 def main() -> None:
     """Train all runs and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pretrain", type=int, default=800, help="steps of each pretraining")
+    parser.add_argument("--pretrain", type=int, default=2400, help="steps of each pretraining")
     parser.add_argument("--steps", type=int, default=240, help="steps of each fine-tuning")
     parser.add_argument(
         "--work", type=Path, help="folder for data and runs, kept; data that are there are not made again"
@@ -315,7 +295,7 @@ def main() -> None:
         "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
     }
     with tempfile.TemporaryDirectory() as folder:
-        result = {**made, **compare(asked.work or Path(folder), asked.pretrain, asked.steps)}
+        result = {**made, **compare(asked.work or Path(folder), asked.pretrain, asked.steps, asked.seeds)}
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(result, indent=1) + "\n")
     asked.out.with_suffix(".svg").write_text(draw(result))

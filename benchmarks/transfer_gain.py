@@ -275,25 +275,36 @@ def phalanx(*words: object) -> str:
 
 def draw_curves(found: dict[str, Any]) -> str:
     """Return the errors against steps: the mean over seeds, and each seed."""
-    count = len(found["before"]["curve"])
-    at = [found["steps"] * (number + 1) / count for number in range(count)]
-    curves = {kind: np.array([found[f"{kind} {seed}"]["curve"] for seed in SEEDS]) for kind in ("transfer", "scratch")}
+    curves = {name: np.array([found[f"{kind} {seed}"]["curve"] for seed in SEEDS]) for kind, name in NAMES.items()}
+    return draw_seeds(curves, found["steps"], "RMSE over persistence's against training steps")
+
+
+def draw_seeds(curves: dict[str, Any], steps: int, what: str) -> str:
+    """Return curves of evaluations evenly spaced over `steps`: the mean over seeds, and each seed.
+
+    curves: by what they show, [seeds, evaluations]. what: the drawing, for who does not see it.
+    """
     every = np.concatenate([each.ravel() for each in curves.values()])
+    count = next(iter(curves.values())).shape[1]
+    at = [steps * (number + 1) / count for number in range(count)]
     plot = Plot(Scale(0.0, at[-1] * 1.02), fit_scale(every), left=70, top=40)
     plot.label_up()
     plot.label_across(at, lambda step: f"{step:.0f}")
-    for number, (kind, each) in enumerate(curves.items(), 1):
+    wide = 660 // len(curves)
+    for number, (name, each) in enumerate(curves.items()):
         for seed in each:
-            plot.add_line(at, seed.tolist(), f"line-{number} thin")
-        plot.add_curve(at, each.mean(0).tolist(), number)
-        plot.parts.append(make_text(200 + 330 * (number - 1), 22, NAMES[kind]))
-        plot.parts.append(make_line(160 + 330 * (number - 1), 17, 192 + 330 * (number - 1), 17, f"line-{number}"))
+            plot.add_line(at, seed.tolist(), f"line-{number + 1} thin")
+        plot.add_curve(at, each.mean(0).tolist(), number + 1)
+        plot.parts.append(make_text(130 + wide * number, 22, name))
+        plot.parts.append(make_line(90 + wide * number, 17, 122 + wide * number, 17, f"line-{number + 1}"))
+    colours = ("#06c", "#999") if len(curves) == 2 else ("#06c", "#c60", "#999")
     styles = (
         "text { font: 18px sans-serif } polyline, line { fill: none; stroke-width: 3 } "
-        ".grid { stroke: #ddd; stroke-width: 1 } .thin { stroke-width: 1; opacity: 0.6 } .line-1 { stroke: #06c } "
-        ".dot-1 { fill: #06c } .line-2 { stroke: #999 } .dot-2 { fill: #999 }"
+        ".grid { stroke: #ddd; stroke-width: 1 } .thin { stroke-width: 1; opacity: 0.6 }"
     )
-    return _with_styles(str(plot.finish("RMSE over persistence's against training steps").svg), styles)
+    for number, colour in enumerate(colours, 1):
+        styles += f" .line-{number} {{ stroke: {colour} }} .dot-{number} {{ fill: {colour} }}"
+    return _with_styles(str(plot.finish(what).svg), styles)
 
 
 NAMES = {"transfer": "from weights of dry weather", "scratch": "from scratch"}
