@@ -280,6 +280,7 @@ def main() -> None:
     """Train all runs and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pretrain", type=int, default=2400, help="steps of each pretraining")
+    parser.add_argument("--seeds", type=int, default=len(ALONE), help="of training, at most 3")
     parser.add_argument("--steps", type=int, default=240, help="steps of each fine-tuning")
     parser.add_argument(
         "--work", type=Path, help="folder for data and runs, kept; data that are there are not made again"

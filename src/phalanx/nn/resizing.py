@@ -84,7 +84,9 @@ def interpolate_grid(table: Tensor, before: tuple[int, int], after: tuple[int, i
     By products of matrices, whose gradients are sums in one order: those of `torch.nn.functional.interpolate` are not.
     """
     rows, columns = (_line_matrix(*sizes).to(table.device, table.dtype) for sizes in zip(before, after, strict=True))
-    return torch.einsum("gh,vw,hwd->gvd", rows, columns, table.unflatten(0, before)).flatten(0, 1)
+    # One after the other: a single einsum would form the matrix of all places by all places.
+    by_row = torch.einsum("gh,hwd->gwd", rows, table.unflatten(0, before))
+    return torch.einsum("vw,gwd->gvd", columns, by_row).flatten(0, 1)
 
 
 def resample_patches(before: int, after: int, dim: int, *, reads: bool) -> Resize:

@@ -107,7 +107,8 @@ def test_memory_is_that_of_a_dry_run(name: str) -> None:
     assert 0.975 < ratio < 1 + above, (modelled, dry(name).categories)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Of a pipeline a rank has some of the parts.
+@pytest.mark.parametrize("name", [name for name in NAMES if "pp" not in WEATHER_LAYOUTS.get(name, {})])
 def test_what_is_communicated_is_what_a_dry_run_counts(name: str) -> None:
     run, layout = planned(name)
     setting = bind(run, TracedModel).setting_of(layout, attention="cpu", compiled=False)
@@ -132,21 +133,24 @@ def bytes_of(name: str, axis: str, *operations: str) -> int:
 def test_a_step_takes_the_mean_of_its_grids_and_the_memory_of_the_largest() -> None:
     machine = load_machine("h200-x4")
     models = CostModels(machine, default_profile(machine.node.device))
-    both, fine = weather_run(grids=True, global_batch=16), weather_run(global_batch=16)
+    # In micro-batches so large that the host does not decide.
+    sizes = {"global_batch": 256, "microbatch": 64}
+    both, fine = weather_run(grids=True, **sizes), weather_run(**sizes)
     coarse = fine.model_copy(update={"model": fine.model.model_copy(update={"n_lat": 16, "n_lon": 32})})
     layouts = resolve_layout(bind(fine), 4).table
     times, memory = {}, {}
     for name, run in (("both", both), ("fine", fine), ("coarse", coarse)):
         model = bind(run, TracedModel)
         times[name], memory[name] = models.times(model, layouts).total[0], models.memory(model, layouts).peak[0]
-    # All but the table of positions, of which both have the coarse grid's: its optimizer's part of a step is small.
-    assert times["both"] == pytest.approx(0.25 * times["coarse"] + 0.75 * times["fine"], rel=1e-3)
-    assert times["coarse"] < 0.5 * times["fine"]
+    # Beside it the table of positions, that of the coarse grid, is interpolated for the fine one: a few small kernels.
+    mean = 0.25 * times["coarse"] + 0.75 * times["fine"]
+    assert mean < times["both"] < 1.01 * mean
+    assert times["coarse"] < 0.9 * times["fine"]
     assert memory["coarse"] < 0.8 * memory["fine"] and memory["both"] == pytest.approx(memory["fine"], rel=0.01)
     bound = bind(both)
     assert bound.positions().count == 512 and "model.grids, fine" in bound.positions().field
     # Of four steps three are on the fine grid.
-    assert bound.positions_through(4) == 16 * (3 * 512 + 128)
+    assert bound.positions_through(4) == 256 * (3 * 512 + 128)
     shares = sorted(bound.relative_flops(step) for step in range(1, 5))
     assert sum(shares) == pytest.approx(4) and shares[0] < 0.3 < 1.2 < shares[1] == shares[3]
 
