@@ -214,12 +214,15 @@ def fine_tuning(file: Path, steps: int, seed: int, weights: Path | None) -> dict
 
 
 def run_training(root: Path, name: str, fields: dict[str, Any]) -> list[float]:
-    """Train a run anew and return its evaluations: RMSE over persistence's, the mean over variables."""
-    file, folder = root / f"{name}.yaml", root / name
-    # It would go on from an earlier one.
-    shutil.rmtree(folder, ignore_errors=True)
-    file.write_text(yaml.safe_dump(fields))
-    train(load_run(file), folder)
+    """Train a run, unless it was, and return its evaluations: RMSE over persistence's, the mean over variables."""
+    file, folder, text = root / f"{name}.yaml", root / name, yaml.safe_dump(fields)
+    log = folder / "metrics.jsonl"
+    steps = [json.loads(line)["step"] for line in log.read_text().splitlines()] if log.exists() else [0]
+    if steps[-1] != fields["training"]["steps"] or file.read_text() != text:
+        # It would go on from another one.
+        shutil.rmtree(folder, ignore_errors=True)
+        file.write_text(text)
+        train(load_run(file), folder)
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [
         round(float(np.mean([score["rmse"] / score["persistence_rmse"] for score in event["scores"]])), 5)
@@ -261,7 +264,7 @@ def compare(root: Path, pretrain: int, steps: int, seeds: int) -> dict[str, Any]
         },
         "curves": curves,
         "best": {kind: [min(curve) for curve in each] for kind, each in curves.items()},
-        "cpu_seconds": {"simulation": round(simulated), "all": round(time.process_time() - began)},
+        "cpu_seconds": {"simulation": round(simulated), "this call": round(time.process_time() - began)},
     }
 
 
@@ -282,9 +285,7 @@ def main() -> None:
     parser.add_argument("--pretrain", type=int, default=2400, help="steps of each pretraining")
     parser.add_argument("--seeds", type=int, default=len(ALONE), help="of training, at most 3")
     parser.add_argument("--steps", type=int, default=240, help="steps of each fine-tuning")
-    parser.add_argument(
-        "--work", type=Path, help="folder for data and runs, kept; data that are there are not made again"
-    )
+    parser.add_argument("--work", type=Path, help="folder for data and runs, kept; what is there is not made again")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     torch.set_num_threads(1)
@@ -296,7 +297,7 @@ def main() -> None:
         "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
     }
     with tempfile.TemporaryDirectory() as folder:
-        result = {**made, **compare(asked.work or Path(folder), asked.pretrain, asked.steps, asked.seeds)}
+        result = {**made, **compare((asked.work or Path(folder)).resolve(), asked.pretrain, asked.steps, asked.seeds)}
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(result, indent=1) + "\n")
     asked.out.with_suffix(".svg").write_text(draw(result))
