@@ -268,7 +268,7 @@ def compare(root: Path, pretrain: int, steps: int, seeds: int) -> dict[str, Any]
     }
 
 
-NAMES = {"ten": "pretrained on ten sources", "one": "on one of them", "scratch": "from scratch"}
+NAMES = {"ten": "from ten sources", "one": "from one of them", "scratch": "from scratch"}
 
 
 def draw(found: dict[str, Any]) -> str:
