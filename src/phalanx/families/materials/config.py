@@ -69,6 +69,19 @@ class GivenGraphs(Section):
     """Whether nodes have positions (array `pos`), in a unit of length of the source's own."""
 
 
+class ArrayNames(Section):
+    """Names of the arrays of atoms in HDF5 files, where they have others than the known ones; null takes those."""
+
+    positions: str | None = None
+    """Positions: coordinates, conformations, positions, pos or coord."""
+    species: str | None = None
+    """Atomic numbers or symbols of elements: atomic_numbers, species, numbers, nuclear_charges or z."""
+    cell: str | None = None
+    """Lattice vectors as rows: cell or cells."""
+    pbc: str | None = None
+    """Flags of the periodic directions: pbc. Without them, a structure is periodic if its cell is not all zeros."""
+
+
 class SplitFiles(Section):
     """Files that list the structures of each split: whole numbers that count from 0 through the files of the source, as text
     or a JSON list. Structures that none of them lists are left out."""
@@ -88,16 +101,18 @@ class GraphSource(Section):
     """Name of the source: of its folder of prepared shards, and of its branch in a model with branches."""
     path: PathText
     """A file, or a pattern such as `runs/*.extxyz`, of structures."""
-    format: Literal["auto", "npz", "extxyz", "ase", "aselmdb", "qm9_csv", "adios"] = "auto"
-    """Ragged arrays (.npz), extended XYZ, an ASE database (.db), QM9's CSV, or HydraGNN's ADIOS2 (.bp); auto goes by the
-    ending."""
+    format: Literal["auto", "npz", "extxyz", "ase", "aselmdb", "qm9_csv", "adios", "hdf5"] = "auto"
+    """Ragged arrays (.npz), extended XYZ, an ASE database (.db or .aselmdb), QM9's CSV, HydraGNN's ADIOS2 (.bp), or HDF5 as
+    ANI-1x and SPICE come in (.h5 or .hdf5); auto goes by the ending."""
+    arrays: ArrayNames | None = None
+    """Of HDF5 files: names of positions, elements and cells, where they are none of the known ones."""
     weight: Annotated[float, Field(gt=0.0)] | None = None
     """Share of the samples relative to other sources; null means its number of structures: each is read once an epoch."""
     graph: GivenGraphs | None = None
     """Of a source of graphs whose nodes are no atoms and whose edges the files give; a node then stands in the place of an
     atom. null for atoms, whose edges are found."""
     length_unit: str = "A"
-    """Unit of positions and cells."""
+    """Unit of positions and cells. An HDF5 file whose positions have no attribute `units` needs it written."""
     labels: dict[LabelName, _Label] = Field(default_factory=dict)
     """Labels to read: energy, forces, stress, charges (of atoms), dipole; and what a model is told: total_charge and
     multiplicity (2S + 1, unit 1). Without the former, charges say it by their sum, and a structure without charges is
@@ -109,7 +124,8 @@ class GraphSource(Section):
     edge_properties: dict[Name, _Label] = Field(default_factory=dict)
     """Further numbers, one an edge, by the name that a head asks for; of sources with `graph`."""
     group_by: str | None = None
-    """Name in the files of what belongs together: structures of one group fall into one split, over sources too."""
+    """Name in the files of what belongs together: structures of one group fall into one split, over sources too. Of an HDF5
+    file that has no array `group`, that is the name of the group that they stand in."""
     split: SplitFiles | None = None
     """Splits that are given, in place of those drawn by data.validation_fraction and data.test_fraction; null draws them."""
     missing_labels: Literal["refuse", "allow"] = "refuse"
@@ -123,6 +139,12 @@ class GraphSource(Section):
     dispersion: Functional | None = None
     """Functional whose D3 dispersion is taken off the energies, forces and stresses as they are prepared, so that the
     network learns the rest; calculators add it again. null for labels without dispersion, or to learn it."""
+
+    @model_validator(mode="after")
+    def _arrays_fit(self) -> GraphSource:
+        if self.arrays is not None and self.format not in ("auto", "hdf5"):
+            raise ValueError(f"arrays names those of HDF5 files, and format={self.format}; leave arrays out")
+        return self
 
     @model_validator(mode="after")
     def _graph_fits(self) -> GraphSource:

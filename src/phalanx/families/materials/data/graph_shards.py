@@ -313,7 +313,9 @@ class Manifest(Part):
 def settings_of(source: GraphSource, data: GraphData) -> dict[str, Any]:
     """Return what a prepared source depends on besides its files, as plain data."""
     # What is only refused or not changes nothing of what is prepared.
-    unused = {name for name in ("dispersion", "graph", "edge_properties", "split") if not getattr(source, name)}
+    unused = {
+        name for name in ("arrays", "dispersion", "graph", "edge_properties", "split") if not getattr(source, name)
+    }
     kept = source.model_dump(mode="json", exclude={"name", "path", "weight", "charge_sum"} | unused)
     for head in ("labels", *PROPERTY_HEADS):
         for label in kept.get(head, {}).values():

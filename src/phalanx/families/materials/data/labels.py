@@ -212,7 +212,13 @@ def _make_label(source: GraphSource, name: str, given: GraphLabel, kind: Kind, f
             )
     except ValueError as error:
         raise ConfigError(f"data.sources.{source.name}.{field}.{name}: {error}") from None
-    return Label(name, given.key or name, given.column, kind, factor)
+    key = given.key or name
+    if name == "forces" and "grad" in key.lower() and factor > 0 and source.check_units:
+        raise ConfigError(
+            f'data.sources.{source.name}.{field}.{name}: "{key}" is a gradient by its name, and forces are minus it; set '
+            f"factor: -1, or check_units: false if it holds forces"
+        )
+    return Label(name, key, given.column, kind, factor)
 
 
 _FACTOR = re.compile(r"([A-Za-z]+|1)(?:\^(-?[1-9]))?")

@@ -1,6 +1,7 @@
 """Files of structures by format: opened lazily, read structure by structure, damaged ones refused with their place.
 
-Extended XYZ and ASE databases are read by `formats.ase_files`, ADIOS2 by `formats.adios_files`: both need another package.
+Extended XYZ and ASE databases are read by `formats.ase_files`, ADIOS2 by `formats.adios_files`, HDF5 by
+`formats.hdf5_files`: each needs another package.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import numpy as np
 import numpy.lib.format as npy
 import numpy.typing as npt
 
-from phalanx.errors import DataError
-from phalanx.families.materials.config import GivenGraphs, GraphSource
-from phalanx.families.materials.data.labels import FloatArray, Label, labels_of
-from phalanx.families.materials.data.structures import RawStructure
+from phalanx.errors import ConfigError, DataError
+from phalanx.families.materials.config import ArrayNames, GivenGraphs, GraphSource
+from phalanx.families.materials.data.labels import FloatArray, Label, labels_of, length_factor
+from phalanx.families.materials.data.structures import RawStructure, periodic_flags
 
 _FORMATS = {
     "npz": ("phalanx.families.materials.data.structure_files", "NpzFile"),
@@ -39,6 +40,7 @@ _FORMATS = {
     "qm9_csv": ("phalanx.families.materials.data.structure_files", "Qm9Csv"),
     "graphs": ("phalanx.families.materials.data.given_graphs", "GraphFile"),
     "adios": ("phalanx.families.materials.data.formats.adios_files", "AdiosGraphs"),
+    "hdf5": ("phalanx.families.materials.data.formats.hdf5_files", "Hdf5File"),
 }
 """Where each format is read; loaded on demand, since some need a package that others do not."""
 _ENDINGS = {
@@ -49,20 +51,30 @@ _ENDINGS = {
     ".aselmdb": "aselmdb",
     ".csv": "qm9_csv",
     ".bp": "adios",
+    ".h5": "hdf5",
+    ".hdf5": "hdf5",
 }
 
 
 def open_structures(path: Path, source: GraphSource) -> StructureFile:
-    """Open `path` as a file of `source`. Raises DataError for an unknown ending or content of another format."""
+    """Open `path` as a file of `source`.
+
+    Raises DataError for an unknown ending or content of another format, ConfigError for fields that are of another format.
+    """
     kind = _ENDINGS.get(path.suffix) if source.format == "auto" else source.format
     if kind is None:
         raise DataError(
             f"{path}: ending {path.suffix!r} tells no format; set format of source {source.name} to one of "
             f"{', '.join(_FORMATS)}"
         )
+    if source.arrays is not None and kind != "hdf5":
+        raise ConfigError(
+            f"data.sources.{source.name}.arrays names those of HDF5 files, and {path} is {kind}; leave arrays out"
+        )
     module, name = _FORMATS["graphs" if source.graph is not None else kind]
     reader: type[StructureFile] = getattr(importlib.import_module(module), name)
-    return reader(path, Wanted(tuple(labels_of(source)), source.group_by, source.graph))
+    length = length_factor(source) if "length_unit" in source.model_fields_set else None
+    return reader(path, Wanted(tuple(labels_of(source)), source.group_by, source.graph, source.arrays, length))
 
 
 @dataclass(frozen=True)
@@ -73,6 +85,10 @@ class Wanted:
     group_by: str | None
     graph: GivenGraphs | None = None
     """Of graphs whose nodes are no atoms: what stands in the files."""
+    arrays: ArrayNames | None = None
+    """Names that the run file gives to arrays of atoms."""
+    length: float | None = None
+    """Unit of length in angstrom; None where the run file does not say it."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -129,6 +145,21 @@ _UNPACKED_BYTES = 2**30
 """Unpacked size that is read whatever the file's own is."""
 _UNPACKED_TIMES = 20
 """Most times its own size that a larger file may unpack to: coordinates and forces hardly shrink at all."""
+
+
+def check_unpacked(path: Path, unpacked: int, remedy: str) -> None:
+    """Refuse a file that unpacks to `unpacked` bytes, far more than it holds. remedy: what to do if that is meant.
+
+    Raises DataError.
+    """
+    packed = path.stat().st_size
+    if unpacked > max(_UNPACKED_BYTES, _UNPACKED_TIMES * packed):
+        raise DataError(
+            f"{path}: {packed:,} bytes unpack to {unpacked:,}, more than {_UNPACKED_TIMES} times as many; if that is meant, "
+            f"{remedy}"
+        )
+
+
 _BROKEN = (
     OSError,
     ValueError,
@@ -170,13 +201,8 @@ class RaggedArrays(StructureFile):
                 members = {info.filename.removesuffix(".npy"): info for info in stored.infolist()}
                 self._names = list(members)
                 wanted = {name: members[name] for name in (*self.arrays, *self.wanted.keys) if name in members}
-                # What unpacks to far more than the file holds is refused: all of it is held in memory.
-                unpacked, packed = sum(info.file_size for info in wanted.values()), self.path.stat().st_size
-                if unpacked > max(_UNPACKED_BYTES, _UNPACKED_TIMES * packed):
-                    raise DataError(
-                        f"{self.path}: {packed:,} bytes unpack to {unpacked:,}, more than {_UNPACKED_TIMES} times as many; "
-                        "if that is meant, save it with numpy.savez instead of numpy.savez_compressed"
-                    )
+                unpacked = sum(info.file_size for info in wanted.values())
+                check_unpacked(self.path, unpacked, "save it with numpy.savez instead of numpy.savez_compressed")
                 found: dict[str, npt.NDArray[Any]] = {}
                 for name, info in wanted.items():
                     with stored.open(info) as member:
@@ -252,11 +278,7 @@ class NpzFile(RaggedArrays):
         for number in range(start, stop):
             atoms = slice(int(self._ptr[number]), int(self._ptr[number + 1]))
             cell = np.zeros((3, 3)) if self._cell is None else self._cell[number]
-            if self._periodic is not None:
-                flags = np.broadcast_to(self._periodic[number], 3)
-            else:
-                # Without flags the cell is the only sign.
-                flags = np.full(3, bool(cell.any()))
+            flags = None if self._periodic is None else self._periodic[number]
             yield RawStructure(
                 str(self.path),
                 f"structure {number}",
@@ -264,7 +286,7 @@ class NpzFile(RaggedArrays):
                 self._species[atoms].astype(np.int64),
                 self._positions[atoms],
                 cell,
-                (bool(flags[0]), bool(flags[1]), bool(flags[2])),
+                periodic_flags(cell, flags),
                 {key: self._arrays[key][atoms if per_atom else number] for key, per_atom in self._per_atom.items()},
             )
 
@@ -310,7 +332,8 @@ _SYMBOLS = (
     "Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi "
     "Po At Rn"
 )
-_NUMBERS = {symbol: number for number, symbol in enumerate(_SYMBOLS.split(), 1)}
+NUMBERS = {symbol: number for number, symbol in enumerate(_SYMBOLS.split(), 1)}
+"""Atomic numbers by symbol."""
 
 
 class Qm9Csv(StructureFile):
@@ -361,7 +384,7 @@ class Qm9Csv(StructureFile):
                 f"{self.path}: {place}: not as many fields as the header; the file is truncated or malformed"
             )
         symbols = _WORD.findall(row[_ELEMENTS])
-        unknown = [symbol for symbol in symbols if symbol not in _NUMBERS]
+        unknown = [symbol for symbol in symbols if symbol not in NUMBERS]
         if unknown:
             raise DataError(
                 f"{self.path}: {place}: atom {symbols.index(unknown[0])} is of unknown element {unknown[0]!r}"
@@ -376,7 +399,7 @@ class Qm9Csv(StructureFile):
                 # Digits within words are no numbers: a SMILES string has some, too.
                 is_text = key == self.wanted.group_by or _WORD.search(_NUMBER.sub("", _plain_powers(content)))
                 values[key] = content if is_text else _parse_numbers(content)
-        species = np.array([_NUMBERS[symbol] for symbol in symbols], dtype=np.int64)
+        species = np.array([NUMBERS[symbol] for symbol in symbols], dtype=np.int64)
         cell = np.zeros((3, 3))
         return RawStructure(
             str(self.path), place, number, species, positions.reshape(-1, 3), cell, (False, False, False), values

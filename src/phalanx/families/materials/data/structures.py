@@ -45,6 +45,13 @@ class RawStructure:
         return DataError(f"{self.file}: {self.place}: {what}")
 
 
+def periodic_flags(cell: npt.NDArray[Any], given: npt.NDArray[Any] | None) -> tuple[bool, bool, bool]:
+    """Return in which directions a structure is periodic. given: one flag or three; None where a file has none."""
+    # Without flags the cell is the only sign.
+    x, y, z = np.broadcast_to(bool(cell.any()) if given is None else given, 3).tolist()
+    return bool(x), bool(y), bool(z)
+
+
 @dataclass(frozen=True)
 class Structure:
     """A structure in eV, A and e, whose shapes are right and whose numbers are finite."""

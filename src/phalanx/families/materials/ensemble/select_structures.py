@@ -341,5 +341,5 @@ def open_pools(pools: Sequence[str], cutoff: float, max_neighbours: int | None) 
 
 def _source_of(path: Path) -> GraphSource:
     return GraphSource.model_validate(
-        {"name": "pool", "path": str(path), "labels": _ELECTRON_LABELS, "no_edges": "allow"}
+        {"name": "pool", "path": str(path), "length_unit": "A", "labels": _ELECTRON_LABELS, "no_edges": "allow"}
     )

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from phalanx.errors import DataError, PhalanxError
 from phalanx.families.materials.data.array_files import Int64Array
 from phalanx.families.materials.data.structure_files import StructureFile, Wanted
-from phalanx.families.materials.data.structures import RawStructure
+from phalanx.families.materials.data.structures import RawStructure, periodic_flags
 
 try:
     from adios2 import FileReader
@@ -89,11 +89,9 @@ class AdiosGraphs(StructureFile):
         for number in range(first, last):
             found, where = {name: rows[number - first] for name, rows in arrays.items()}, f"{part.name} graph {number}"
             cell = found["cell"].reshape(-1, 3) if "cell" in found else np.zeros((3, 3))
-            # Without flags the cell is the only sign.
-            flags = found["pbc"].reshape(-1) if "pbc" in found else np.full(3, bool(cell.any()))
-            if flags.size not in (1, 3):
+            flags = found["pbc"].reshape(-1) if "pbc" in found else None
+            if flags is not None and flags.size not in (1, 3):
                 raise DataError(f"{self.path}: {where}: pbc has {flags.size} flags, expected 3")
-            x, y, z = (bool(flag) for flag in np.broadcast_to(flags, 3))
             yield RawStructure(
                 str(self.path),
                 where,
@@ -101,7 +99,7 @@ class AdiosGraphs(StructureFile):
                 self._species(found[part.species], part.species, where),
                 found["pos"],
                 cell,
-                (x, y, z),
+                periodic_flags(cell, flags),
                 {key: self._value(key, found[key]) for key in self.wanted.keys if key in found},
             )
 
