@@ -24,6 +24,9 @@ Functional = Literal["pbe", "pbesol", "rpbe", "revpbe", "pbe0", "blyp", "b3lyp",
 LabelName = Literal["energy", "forces", "stress", "charges", "dipole", "total_charge", "multiplicity"]
 
 
+_COMPONENTS = {"xx", "yy", "zz", "yz", "xz", "xy"}
+
+
 class GraphLabel(Section):
     """Where a label stands in the files of a source, and in which unit."""
 
@@ -37,12 +40,22 @@ class GraphLabel(Section):
     column: NonNegativeInt | None = None
     """Column, where `key` is a table with one row a structure; null takes the whole array."""
     factor: float = 1.0
-    """A further factor, such as -1 for stresses of the opposite sign (here positive stress is tension)."""
+    """A further factor, such as -1 for stresses or virials of the opposite sign (here positive stress is tension)."""
+    given_as: Literal["stress", "virial"] = "stress"
+    """Of the stress: what the files have. virial: minus the derivative of the energy by strain (eV), which is minus the
+    stress times the volume, as in ASE, QUIP, mace-torch and DeePMD."""
+    components: str | None = None
+    """Of a stress of six numbers: their order, such as "xx yy zz xy yz xz" (VASP); null means "xx yy zz yz xz xy" (Voigt's,
+    of ASE); a virial of six numbers must say it."""
 
     @model_validator(mode="after")
     def _says_what_it_is(self) -> GraphLabel:
         if bool(self.unit) == bool(self.classes):
             raise ValueError("give either unit, of numbers (1 for pure ones), or classes")
+        if self.components is not None and {"".join(sorted(one)) for one in self.components.split()} != _COMPONENTS:
+            raise ValueError(
+                f'components="{self.components}": name the six numbers in their order, as in "xx yy zz yz xz xy"'
+            )
         if self.classes and (len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)):
             raise ValueError(f"classes={self.classes}: at least two are needed, each with its own name")
         return self
@@ -139,6 +152,15 @@ class GraphSource(Section):
     dispersion: Functional | None = None
     """Functional whose D3 dispersion is taken off the energies, forces and stresses as they are prepared, so that the
     network learns the rest; calculators add it again. null for labels without dispersion, or to learn it."""
+
+    @model_validator(mode="after")
+    def _stress_is_one(self) -> GraphSource:
+        for labels in (self.labels, self.properties, self.atom_properties, self.edge_properties):
+            for name, label in labels.items():
+                is_stress = labels is self.labels and name == "stress"
+                if not is_stress and (label.given_as == "virial" or label.components is not None):
+                    raise ValueError(f"{name}: given_as and components are of the stress; leave them out")
+        return self
 
     @model_validator(mode="after")
     def _arrays_fit(self) -> GraphSource:

@@ -68,7 +68,8 @@ class MaterialsStage(Stage):
             # Over `cp` a rank holds some atoms of a structure; an error per atom needs the number of all.
             atoms_G = inputs["exchange"].atoms_by_graph(graph_N, len(source_G))
             atoms = {"graph_N": graph_N, "target_E": seen["edges_2E"][1], "atoms_G": atoms_G}
-            losses = summed_losses(config, units, found, labels, branch_G=branch_G, **atoms)
+            cells_G33 = inputs["cells_G33"]
+            losses = summed_losses(config, units, found, labels, branch_G=branch_G, cells_G33=cells_G33, **atoms)
             errors = error_sums(config, found, labels, source_G=source_G, sources=sources, **atoms)
             return torch.cat((losses, errors.flatten()))
         if self.capture is not None and training is not None and len(source_G):

@@ -126,9 +126,20 @@ class EnergyHead(Section):
     """Weight of a force component (eV/angstrom); null computes no forces in training."""
     stress_weight: Weight | None = None
     """Weight of a stress component (eV/angstrom^3); null computes no stress in training."""
+    stress_as: Literal["stress", "virial"] = "stress"
+    """Whether the error of a stress is taken as it is, or as that of the virial by atom (eV/atom): times the volume over the
+    number of atoms, as in mace-torch's loss of energies, forces and virials."""
     repulsion: Literal["zbl", "mace"] | None = None
     """Repulsion of nuclei nearer than their covalent radii, added to what is learned. zbl: the universal potential of
     Ziegler, Biersack and Littmark; mace: mace-torch's form of it, in units of energy_scale; null has none."""
+
+    @model_validator(mode="after")
+    def _stress_is_learned(self) -> EnergyHead:
+        if self.stress_as == "virial" and self.stress_weight is None:
+            raise ValueError(
+                "stress_as=virial says how a stress is learned, and none is; set stress_weight, or leave it out"
+            )
+        return self
 
 
 class Electrostatics(Section):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from atom_graphs import CUTOFF, Structure, batch_of, edges_of, moved, random_structure, strained
-from phalanx.families.materials.model.network import MaterialsNetwork, cell_volumes
+from phalanx.families.materials.model.geometry import cell_volumes
+from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import Electrostatics, EnergyHead, GlobalAttention
 from small_networks import BODIES, LIKE_MACE_TORCH, filled_network, small_model
 

@@ -34,7 +34,15 @@ def losses(config: Any, predicted: Predictions, labels: Labels, branch: list[int
     branch_G = torch.tensor(branch)
     units = DatasetUnits(config)
     return summed_losses(
-        config, units, predicted, labels, branch_G=branch_G, graph_N=graph_N, target_E=graph_N, atoms_G=atoms_G
+        config,
+        units,
+        predicted,
+        labels,
+        branch_G=branch_G,
+        graph_N=graph_N,
+        target_E=graph_N,
+        atoms_G=atoms_G,
+        cells_G33=torch.zeros(len(branch), 3, 3),
     )
 
 

@@ -322,6 +322,11 @@ def settings_of(source: GraphSource, data: GraphData) -> dict[str, Any]:
             # Numbers have no classes: folders that were prepared before there were any stay what they are.
             if not label["classes"]:
                 del label["classes"]
+            # Likewise before a stress could be given otherwise.
+            if label["given_as"] == "stress":
+                del label["given_as"]
+            if label["components"] is None:
+                del label["components"]
     shared = {"cutoff", "max_neighbours", "validation_fraction", "test_fraction"}
     return kept | data.model_dump(mode="json", include=shared)
 

@@ -2,7 +2,8 @@
 
 energy   [ ]     eV        of a structure
 forces   [N, 3]  eV/A      minus the gradient of the energy
-stress   [3, 3]  eV/A^3    derivative of the energy by strain over the volume: tension is positive, as in ASE
+stress   [3, 3]  eV/A^3    derivative of the energy by strain over the volume: tension is positive, as in ASE; files may give
+                           the virial (eV) instead, which is minus that derivative
 charges  [N]     e         of atoms
 dipole   [3]     e*A       of a structure
 multiplicity [ ] 1         2S + 1 of a structure: unpaired electrons and one
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -94,8 +95,8 @@ KINDS: dict[str, Kind] = {
 _PROPERTY = Kind(False, (), None)
 _ATOM_PROPERTY = Kind(True, (), None)
 _EDGE_PROPERTY = Kind(False, (), None, per_edge=True)
-_VOIGT = np.array([[0, 5, 4], [5, 1, 3], [4, 3, 2]])
-"""Place of each stress component among xx, yy, zz, yz, xz, xy."""
+VOIGT = "xx yy zz yz xz xy"
+"""Order of the six numbers of a stress where the run file says no other."""
 _MOST_EV = 1e9
 """Largest unit of energies and forces, in eV and eV/A: a joule or a kilocalorie is one of matter by the gram."""
 _ASYMMETRY = 1e-3
@@ -115,6 +116,10 @@ class Label:
     """From the files' unit to ours."""
     classes: tuple[str, ...] = ()
     """Names of the classes whose numbers the values are; empty for numbers that mean themselves."""
+    is_virial: bool = False
+    """Whether it is minus the stress times the volume, which the structure says."""
+    components: str | None = None
+    """Order of six numbers of a stress, or none that is said."""
 
     def convert(self, value: Any, rows: int) -> FloatArray:
         """Return one structure's value in our units and shape. Raises ValueError naming the shape or text found.
@@ -133,9 +138,8 @@ class Label:
                 raise ValueError(f'{self.name} "{self.key}" has shape {shape}: no column {self.column} there')
             found = found[..., self.column]
         wanted = self._shape(rows)
-        # Six numbers are how most codes write a symmetric tensor.
-        if self.name == "stress" and found.shape == (6,):
-            found = found[_VOIGT]
+        if self.name == "stress":
+            found = self._tensor(found)
         # Tables write a number as a row of one.
         if found.shape == (*wanted, 1) or (wanted == () and found.shape == (1,)):
             found = found.reshape(wanted)
@@ -144,8 +148,24 @@ class Label:
         if np.isinf(found).any():
             raise ValueError(f'{self.name} "{self.key}" holds an infinite number')
         if self.name == "stress" and np.abs(found - found.T).max() > _ASYMMETRY * np.abs(found).max():
-            raise ValueError(f'stress "{self.key}" is not symmetric')
+            raise ValueError(f'{"virial" if self.is_virial else "stress"} "{self.key}" is not symmetric')
         return found * self.factor
+
+    def _tensor(self, found: FloatArray) -> FloatArray:
+        """Return a stress of six or nine numbers as [3, 3], and any other as it is."""
+        if found.shape == (9,):
+            return found.reshape(3, 3)
+        if found.shape != (6,):
+            return found
+        # Six numbers are how most codes write a symmetric tensor; those that give virials do not agree on their order.
+        if self.is_virial and self.components is None:
+            raise ValueError(
+                f'virial "{self.key}" has six numbers, whose order files do not agree on; set components, such as "{VOIGT}"'
+            )
+        places = {frozenset(pair): place for place, pair in enumerate((self.components or VOIGT).split())}
+        order = np.array([[places[frozenset(row + column)] for column in "xyz"] for row in "xyz"])
+        tensor: FloatArray = found[order]
+        return tensor
 
     def missing(self, rows: int) -> FloatArray:
         """Return what stands for a value that a structure lacks: NaN in its shape."""
@@ -203,7 +223,10 @@ def _make_label(source: GraphSource, name: str, given: GraphLabel, kind: Kind, f
     if given.classes:
         return Label(name, given.key or name, given.column, kind, 1.0, tuple(given.classes))
     try:
-        unit = parse_unit(given.unit) if kind.dimension is None else parse_unit_of(given.unit, kind.dimension, name)
+        what, is_virial = name, given.given_as == "virial"
+        if is_virial:
+            what, kind = "virial", replace(kind, dimension=ENERGY)
+        unit = parse_unit(given.unit) if kind.dimension is None else parse_unit_of(given.unit, kind.dimension, what)
         factor = unit.factor * given.factor
         if kind.dimension in (ENERGY, FORCE) and factor > _MOST_EV:
             raise ValueError(
@@ -218,7 +241,7 @@ def _make_label(source: GraphSource, name: str, given: GraphLabel, kind: Kind, f
             f'data.sources.{source.name}.{field}.{name}: "{key}" is a gradient by its name, and forces are minus it; set '
             f"factor: -1, or check_units: false if it holds forces"
         )
-    return Label(name, key, given.column, kind, factor)
+    return Label(name, key, given.column, kind, factor, is_virial=is_virial, components=given.components)
 
 
 _FACTOR = re.compile(r"([A-Za-z]+|1)(?:\^(-?[1-9]))?")

@@ -95,10 +95,11 @@ def convert_structure(raw: RawStructure, labels: Sequence[Label], length: float,
     for label in labels:
         values[label.name] = convert_label(raw, label, atoms, missing_allowed=missing_allowed)
     # A stress is an energy over a volume, which a slab or a molecule has not.
+    virial = any(label.is_virial for label in labels)
     if not all(raw.periodic) and np.isfinite(values.get("stress", np.nan)).any():
         raise raw.wrong(
-            f"it has a stress, but pbc={list(raw.periodic)}: without a volume there is none; take the label out, or make it "
-            "NaN here and set missing_labels: allow"
+            f"it has a {'virial' if virial else 'stress'}, but pbc={list(raw.periodic)}: without a volume there is no "
+            "stress; take the label out, or make it NaN here and set missing_labels: allow"
         )
     if any(raw.periodic) and np.isfinite(values.get("dipole", np.nan)).any():
         raise raw.wrong(
@@ -106,11 +107,14 @@ def convert_structure(raw: RawStructure, labels: Sequence[Label], length: float,
             "atoms are written as; take the label out, or make it NaN here and set missing_labels: allow, or say that a "
             "molecule in a box is not periodic"
         )
+    cell = _convert_cell(raw, length)
+    if virial and all(raw.periodic):
+        values["stress"] = -values["stress"] / abs(np.linalg.det(cell))
     return Structure(
         raw,
         raw.species.astype(np.uint8),
         positions.astype(np.float32),
-        _convert_cell(raw, length).astype(np.float32),
+        cell.astype(np.float32),
         raw.periodic,
         values,
     )

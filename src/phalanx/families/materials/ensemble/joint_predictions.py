@@ -18,9 +18,9 @@ from torch.func import functional_call, stack_module_state
 from phalanx.ensemble.members import EnsembleFile, member_checkpoints, read_ensemble
 from phalanx.errors import ConfigError
 from phalanx.families.materials.evaluation.network_predictions import LoadedNetwork, load_network
-from phalanx.families.materials.model.geometry import edge_vectors
+from phalanx.families.materials.model.geometry import cell_volumes, edge_vectors
 from phalanx.families.materials.model.losses import Predictions
-from phalanx.families.materials.model.network import AtomGraphs, MaterialsNetwork, cell_volumes, energy_gradients
+from phalanx.families.materials.model.network import AtomGraphs, MaterialsNetwork, energy_gradients
 
 _LABELS = {
     "energy": "energy_G",

@@ -19,8 +19,8 @@ from phalanx.errors import ConfigError, DataError
 from phalanx.families.materials.config import Functional
 from phalanx.families.materials.data.neighbours import device_edges
 from phalanx.families.materials.data.structures import Structure
+from phalanx.families.materials.model.geometry import cell_volumes
 from phalanx.families.materials.model.heads import sum_by_graph
-from phalanx.families.materials.model.network import cell_volumes
 
 _BOHR = 0.529177210903
 """Bohr radius, angstrom (CODATA 2018)."""

@@ -168,6 +168,13 @@ def edge_vectors(positions_N3: Tensor, edges_2E: Tensor, shifts_E3: Tensor) -> T
     return positions.index_select(0, edges_2E[1]) - positions.index_select(0, edges_2E[0]) + shifts_E3.to(wide)
 
 
+def cell_volumes(cells_G33: Tensor) -> Tensor:
+    """Return volumes (angstrom^3) of cells whose rows are lattice vectors; 0 for a cell of zeros."""
+    a, b, c = cells_G33.unbind(1)
+    volume_G: Tensor = torch.linalg.vecdot(a, torch.linalg.cross(b, c))
+    return volume_G.abs()
+
+
 def edge_geometry(
     config: MaterialsModel,
     vector_E3: Tensor,

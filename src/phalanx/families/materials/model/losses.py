@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.families.materials.model.geometry import Constant
+from phalanx.families.materials.model.geometry import Constant, cell_volumes
 from phalanx.families.materials.model_config import PROPERTY_LABELS, Loss, MaterialsModel, PropertyHead
 
 
@@ -95,10 +95,11 @@ def summed_losses(
     graph_N: Tensor,
     target_E: Tensor,
     atoms_G: Tensor,
+    cells_G33: Tensor,
 ) -> Tensor:
     """Return weighted losses summed over the labels that are there: float64 [T], in the order of `learned_tasks`.
 
-    branch_G: int64, the data set of each graph. atoms_G: atoms of each graph.
+    branch_G: int64, the data set of each graph. atoms_G: atoms of each graph. cells_G33: its lattice vectors, angstrom.
     """
     sums = []
     for task in learned_tasks(config):
@@ -123,6 +124,9 @@ def summed_losses(
         error = torch.where(label.isnan(), 0.0, value.double() - label.double())
         if task.label == "energy_G" and config.energy is not None and config.energy.per_atom:
             error = error / atoms_G.clamp(min=1)
+        elif task.label == "stress_G33" and config.energy is not None and config.energy.stress_as == "virial":
+            # eV an atom: a stress weighs little in a large cell, whose virial is as much of the energy as a small one's.
+            error = error * (cell_volumes(cells_G33.double()) / atoms_G.clamp(min=1))[:, None, None]
         elif head is not None:
             error = error / units.property_scale(task.label, branch)
         each = (

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.families.materials.model.backbones import backbone_of
-from phalanx.families.materials.model.geometry import NO_EXCHANGE, Exchange, Geometry, edge_geometry, edge_vectors
+from phalanx.families.materials.model.geometry import (
+    NO_EXCHANGE,
+    Exchange,
+    Geometry,
+    cell_volumes,
+    edge_geometry,
+    edge_vectors,
+)
 from phalanx.families.materials.model.heads import Heads, sum_by_graph
 from phalanx.families.materials.model.layers import Atoms, InvariantAttention
 from phalanx.families.materials.model.losses import DatasetUnits, Predictions, split_labels, summed_losses
@@ -129,6 +136,7 @@ class MaterialsNetwork(nn.Module):
             graph_N=graph_N,
             target_E=graphs["edges_2E"][1],
             atoms_G=atoms_G,
+            cells_G33=graphs["cells_G33"],
         )
 
     def predict(
@@ -284,13 +292,6 @@ def with_derivatives(
         # Divided by 1 where there is no volume: NaN gradients of a branch not taken would spread through `where`.
         stress_G33 = torch.where(periodic, virial_G33 / torch.where(periodic, volume_G11, 1.0), torch.nan)
     return replace(predicted, forces_N3=forces_N3, stress_G33=stress_G33)
-
-
-def cell_volumes(cells_G33: Tensor) -> Tensor:
-    """Return volumes (angstrom^3) of cells whose rows are lattice vectors; 0 for a cell of zeros."""
-    a, b, c = cells_G33.unbind(1)
-    volume_G: Tensor = torch.linalg.vecdot(a, torch.linalg.cross(b, c))
-    return volume_G.abs()
 
 
 def energy_gradients(energies: Tensor, inputs: Sequence[Tensor], *, differentiable: bool) -> list[Tensor]:
