@@ -29,8 +29,8 @@ TESTS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
-# What pip would do on one core; the few files that are no Python of this version are left as they are.
-COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+# A quarter of pip's time for the many packages of tests alone; PyTorch comes by pip, whose settings uv does not read.
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python
 PHALANX := $(BIN)/phalanx
 TEST_PYTHON := $(or $(INTERPRETER),$(BIN)/python)
 TEST_NEEDS := $(if $(INTERPRETER),,$(VENV)/dev)
@@ -109,14 +109,16 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
 	$(PIP) -c constraints.txt -e .
-	$(COMPILE)
+	# What pip would do on one core; the few files that are no Python of this version are left as they are.
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
+# Tests import few of these packages' modules: they are compiled then, not here.
 $(VENV)/dev: $(VENV)/installed
-	$(PIP) -c constraints.txt -e ".[dev]"
+	$(PIP) -c constraints.txt uv
+	$(UV) -c constraints.txt -e ".[dev]"
 	$(BIN)/python -c "import triton" 2>/dev/null || \
-		$(PIP) "$(TRITON); sys_platform == 'linux' and platform_machine == 'x86_64'"
-	$(COMPILE)
+		$(UV) "$(TRITON); sys_platform == 'linux' and platform_machine == 'x86_64'"
 	touch $@
 
 clean:
