@@ -60,10 +60,17 @@ OPTIONS: dict[str, Fields] = {
     "weights of the loss": {"loss_weights": [1.0, 2.5, 0.5, 4.0]},
     "larger initial weights": {"init_std": 0.05},
     "absent inputs": {"absent_inputs": "masked"},
+    "three states": {"history": 3},
+    "two grids": {"grids": [{"name": "wide", "n_lat": 4, "n_lon": 32}]},
     "dropout": {"dropout": 0.3},
     "skipped branches": {"drop_path": 0.5},
     "dropout and skipped branches": {"dropout": 0.2, "drop_path": 0.3, "qk_norm": True},
 }
+DATA: dict[str, Fields] = {
+    "three states": {"history": 3, "history_hours": 6},
+    "two grids": {"sources": ["nowhere", {"path": "elsewhere", "grid": "wide"}]},
+}
+"""What options ask of the data."""
 NOISE = {"fp32": 2e-5, "bf16": 5e-3}
 """Relative error that any order of sums may leave."""
 
@@ -73,7 +80,7 @@ def weather_run(option: str, precision: str, *, compiled: bool, rollout: bool = 
     data = {**SECTIONS["data"], "sources": ["nowhere"]}
     sections = {
         "model": {**SECTIONS["model"], **SMALL, **OPTIONS[option]},
-        "data": data | ({"rollout_hours": 6} if rollout else {}),
+        "data": data | DATA.get(option, {}) | ({"rollout_hours": 6} if rollout else {}),
         "layout": {"global_batch": 8, "microbatch": 4, "precision": precision},
         "optimizer": {"lr": 0.01, "schedule": "constant", "eps": 1e-3},
         "training": {"steps": 1, "compile": compiled},
