@@ -17,6 +17,7 @@ SIZE = {
     # Attention far from uniform, where rounding errors of its gradients are those of other sums.
     "init_std": 0.2,
 }  # fmt: skip
+MEMBERS: dict[str, Any] = {"loss": "crps", "members": 3, "noise_channels": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "climax": {**SIZE},
     # Of two states and a field that no step predicts.
@@ -28,8 +29,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "variables": [*NAMES, "insolation"],
         "outputs": list(NAMES),
     },
-    # Whose every step learns, with gradients through all of them.
-    "through": {**SIZE, "n_layers": 1, "history": 2},
     # Whose steps take turns on two grids, one with rows on the poles and patches that reach beyond it.
     "grids": {
         **SIZE,
@@ -37,6 +36,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "prediction": "change",
         "grids": [{"name": "coarse", "n_lat": 3, "n_lon": 7, "first_latitude": -90.0, "last_latitude": 90.0}],
     },
+    # Whose every step learns, with gradients through all of them; of each sample three members.
+    "through": {**SIZE, "n_layers": 1, "history": 2, **MEMBERS},
+    # An ensemble of one step, in pipelines too.
+    "members": {**SIZE, "n_layers": 2, "prediction": "change", **MEMBERS},
     "orbit": {
         **SIZE,
         # Whose last patches reach beyond the grid.
@@ -123,6 +126,8 @@ FEWER: dict[str, list[dict[str, Any]]] = {
     "through": [CHOSEN[4][0], CHOSEN[4][1], CHOSEN[4][3], {"tp": 1, "dp_shard": 4, "zero": 1}],
     # Shapes that change from step to step matter to what splits tokens, and to pipelines.
     "grids": [CHOSEN[4][0], {"tp": 2, "pp": 2, "dp_shard": 1, "schedule": "1f1b"}, CHOSEN[4][9]],
+    # Members lie in the rows of activations that go over tp and from stage to stage.
+    "members": [{"tp": 2, "dp_shard": 1}, {"pp": 2, "dp_shard": 1, "schedule": "1f1b"}],
     # Single precision changes bounds, not layouts: one of each way to hold weights, and a pipeline.
     "fp32": [CHOSEN[4][0], CHOSEN[4][1], {"tp": 2, "pp": 2, "dp_shard": 1, "schedule": "zbv"}],
 }

@@ -52,6 +52,11 @@ class BlockModel(Model):
         """Leading blocks, which differ from those that follow."""
         return 0
 
+    @property
+    def rows_per_sample(self) -> int:
+        """Rows of a micro-batch that the blocks compute for each sample."""
+        return 1
+
 
 class LanguageModel(BlockModel):
     """One decoder-only transformer. Presets (`model.preset`) fill every field; single fields may then be changed."""

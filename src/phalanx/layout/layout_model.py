@@ -203,6 +203,8 @@ class Stage(nn.Module, ABC):
     """Shapes that samples come in, a step at a time; blocks are compiled for each apart."""
     rows_are_positions: bool = True
     """Whether blocks give [B, S, D], rows of samples at their positions."""
+    rows_per_sample: int = 1
+    """Consecutive rows of a micro-batch that blocks compute for each sample."""
 
     def __init__(self, part: nn.Module, index: int, share: SequenceShare, seed: int, length: int) -> None:
         super().__init__()
@@ -244,10 +246,12 @@ class Stage(nn.Module, ABC):
         return self.length
 
     def hidden_shape(self, samples: int, length: int | None = None) -> torch.Size:
-        """Return the shape of the activations between stages, [B, S/(cp*tp), D]. length: positions of a sample; None is
-        the usual number."""
+        """Return the shape of the activations between stages, [B, S/(cp*tp), D], with `rows_per_sample` rows a sample.
+
+        length: positions of a sample; None is the usual number.
+        """
         rows = (length or self.length) // (self.share.cp.size * self.share.tp.size)
-        return torch.Size((samples, rows, self.part.config.d_model))
+        return torch.Size((samples * self.rows_per_sample, rows, self.part.config.d_model))
 
     def cut(self, batch: Batch, microbatches: int) -> Batch:
         """Return what of `batch`, still in host memory, this rank computes with, in `microbatches` (see `Batch.split`).

@@ -6,7 +6,7 @@ The markup of all families is in `templates/ensemble.html`; sections for which a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -348,20 +348,27 @@ def draw_by_lead(rows: Sequence[Row]) -> Drawing:
 
 def draw_ranks(row: Row) -> Drawing:
     """Draw the rank histogram of one variable at one lead time, stretched and as it is, beside a reliable ensemble's."""
-    found, raw = (row[which]["ranks"] for which in ("scores", "raw"))
-    if not np.isfinite([*found, *raw]).all():
+    histograms = {"stretched": row["scores"]["ranks"], "as they are": row["raw"]["ranks"]}
+    return draw_rank_histogram(row["lead_hours"], histograms)
+
+
+def draw_rank_histogram(lead_hours: float, histograms: Mapping[str, Sequence[float]]) -> Drawing:
+    """Draw up to two rank histograms of equally many members at one lead time, by name, beside a reliable ensemble's."""
+    shown = np.array(list(histograms.values()))
+    if not np.isfinite(shown).all():
         return draw_nothing("Nothing could be scored.")
+    found = next(iter(histograms.values()))
     ranks, flat = list(range(len(found))), 1.0 / len(found)
-    plot = _tall_plot(Scale(0.0, float(ranks[-1])), fit_scale(np.array([*found, *raw, flat]), from_zero=True))
+    plot = _tall_plot(Scale(0.0, float(ranks[-1])), fit_scale(np.append(shown, flat), from_zero=True))
     plot.label_up(format_percent)
     plot.label_across(ranks, lambda rank: f"{rank:.0f}", apart=30)
     height = plot.place_up([flat])[0]
     plot.parts.append(make_line(plot.left, height, plot.right, height, "ideal"))
-    plot.add_curve(ranks, raw, 2, "strong dashed")
-    plot.add_curve(ranks, found, 1, "strong")
+    for number, shares in reversed(list(enumerate(histograms.values(), 1))):
+        plot.add_curve(ranks, shares, number, "strong" if number == 1 else "strong dashed")
     outside = format_percent(found[0] + found[-1])
     return plot.finish(
-        f"At {row['lead_hours']:g} h: share of truths above that many members. {outside} lie outside all members, of a "
+        f"At {lead_hours:g} h: share of truths above that many members. {outside} lie outside all members, of a "
         f"reliable ensemble {format_percent(2 * flat)}.",
-        (("dot-1", "stretched"), ("dot-2", "as they are")),
+        tuple((f"dot-{number}", name) for number, name in enumerate(histograms, 1)),
     )

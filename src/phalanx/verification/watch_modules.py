@@ -112,17 +112,23 @@ class _Microbatch:
         if self._further or not torch.is_grad_enabled() or compat.in_backward_pass():
             return None
         rows_S = stage.share.positions(stage.length, torch.device("cpu")).rows_S
-        shape = (len(self.samples_B), len(rows_S))
+        shape = (len(self.samples_B) * stage.rows_per_sample, len(rows_S))
         # Between the matrices of a block a rank of `tp` has all positions, of some features.
         if not (isinstance(value, Tensor) and value.dim() == 3 and value.shape[:2] == shape):
             return None
-        return Rows(self.samples_B, rows_S, value.detach().to("cpu", copy=True))
+        return Rows(self.samples_B, rows_S, _by_sample(value, len(self.samples_B)))
 
 
 def _keep_once(kept: list[Rows], rows: Rows, gradient: Tensor) -> None:
     """Keep the gradient of `rows`, once: schedules that form those of inputs and of weights apart may pass by twice."""
     if not any(one.samples_B is rows.samples_B for one in kept):
-        kept.append(Rows(rows.samples_B, rows.positions_S, gradient.detach().to("cpu", copy=True)))
+        kept.append(Rows(rows.samples_B, rows.positions_S, _by_sample(gradient, len(rows.samples_B))))
+
+
+def _by_sample(value: Tensor, samples: int) -> Tensor:
+    """Return a copy on the CPU whose features are those of all rows of a sample: [B*R, S, D] -> [B, S, R*D]."""
+    kept: Tensor = value.detach().unflatten(0, (samples, -1)).transpose(1, 2).flatten(2)
+    return kept.to("cpu", copy=True)
 
 
 def _watched_modules(stage: Stage) -> Iterator[tuple[str, nn.Module]]:

@@ -17,6 +17,7 @@ from phalanx.families.weather.config import RolloutSteps, WeatherRun
 from phalanx.families.weather.data.field_samples import FieldBatch, FieldBatchStream
 from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.layout import WeatherStage
+from phalanx.families.weather.model.member_noise import member_noise
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.execute import Executor
@@ -106,11 +107,15 @@ def stage_and_batch(run: WeatherRun) -> tuple[Executor, FieldBatch]:
 
 def unrolled_loss(stage: WeatherStage, batch: FieldBatch) -> Tensor:
     """The loss of all steps of a roll-out, each built on the one before by autograd alone, as a forecaster is used."""
-    part, x, total = stage.part, batch.fields.double(), torch.zeros(1, dtype=torch.float64)
-    hours = torch.full((2,), 6.0)
+    members = stage.part.config.members
+    part, x = stage.part, batch.fields.double().repeat_interleave(members, 0)
+    total = torch.zeros(1, dtype=torch.float64)
+    hours = torch.full((2 * members,), 6.0)
     positions = part.all_positions(CPU)
     for number in range(batch.targets.shape[1]):
-        hidden = part.hidden(x, positions, lead_hours_B=hours)
+        # Each step of a member has noise of its own.
+        noise = member_noise(part.config, stage.seed, batch.sample_indices, members, positions.rows_S, step=number)
+        hidden = part.hidden(x, positions, lead_hours_B=hours, noise_RSC=noise)
         total = total + part.head(hidden, batch.targets[:, number], fields_BVHW=x)
         if number + 1 < batch.targets.shape[1]:
             states = x.unflatten(1, (2, 5))
@@ -118,16 +123,19 @@ def unrolled_loss(stage: WeatherStage, batch: FieldBatch) -> Tensor:
             size = part.config.patch_size
             patches = part.head(hidden, None, fields_BVHW=x).unflatten(3, (size, size)).unflatten(1, (3, 4))
             predicted = patches.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
-            forced = batch.forcings[:, number].double()
+            forced = batch.forcings[:, number].double().repeat_interleave(members, 0)
             x = torch.cat((predicted, states[:, 0, 3:4], forced[:, 0], states[:, 0, :4], forced[:, 1]), dim=1)
     return total
 
 
+ENSEMBLE = {"model.loss": "crps", "model.members": 3, "model.noise_channels": 2}
+
+
+@pytest.mark.parametrize("members", [1, 3])
 @pytest.mark.parametrize("prediction", ["state", "change"])
-def test_gradients_are_those_of_the_whole_roll_out(tmp_path: Path, prediction: str) -> None:
-    executor, batch = stage_and_batch(
-        run_of(tmp_path, {"model.prediction": prediction, "model.dropout": 0.0, "model.drop_path": 0.0})
-    )
+def test_gradients_are_those_of_the_whole_roll_out(tmp_path: Path, prediction: str, members: int) -> None:
+    changes = {"model.prediction": prediction, "model.dropout": 0.0, "model.drop_path": 0.0}
+    executor, batch = stage_and_batch(run_of(tmp_path, {**changes, **(ENSEMBLE if members > 1 else {})}))
     (stage,) = executor.applied.stages
     assert isinstance(stage, WeatherStage)
     expected = unrolled_loss(stage, batch)

@@ -51,17 +51,22 @@ WEATHER_LAYOUTS: dict[str, dict[str, Any]] = {
     "Hybrid-STOP, replicas": {"tp": 2, "dp_shard": 2, "dp_replicate": 2, "global_batch": 8},
     # Whose larger grid is not that of the model's table: in stages, between which its tokens are sent.
     "two grids": {"pp": 2, "tp": 2, "dp_shard": 2, "global_batch": 16, "schedule": "1f1b"},
+    "members in a micro-batch": {"tp": 2, "dp_shard": 4, "global_batch": 8},
     "streamed": {**STREAM, "global_batch": 4},
     "streamed, full recompute": {**STREAM, "global_batch": 8, "recompute": "full"},
 }
 
 
-def weather_run(grids: bool = False, **layout: Any) -> WeatherRun:
-    """A run on one grid of 32 x 64, or on a smaller one beside it."""
+MEMBERS = {"loss": "crps", "members": 3, "noise_channels": 4}
+
+
+def weather_run(grids: bool = False, model: dict[str, Any] | None = None, **layout: Any) -> WeatherRun:
+    """A run on one grid of 32 x 64, or on a smaller one beside it. model: fields to change."""
     names = ["temperature_850", "geopotential_500", "2m_temperature"]
+    changes = {**(TWO_GRIDS if grids else {}), **(model or {})}
     return WeatherRun.model_validate(
         {
-            "model": {"family": "weather", "variables": names, **WEATHER, **(TWO_GRIDS if grids else {})},
+            "model": {"family": "weather", "variables": names, **WEATHER, **changes},
             "data": {
                 "sources": ["nowhere", {"path": "there", "weight": 3.0, "grid": "fine"}] if grids else ["nowhere"],
                 "inputs": names,
@@ -80,7 +85,8 @@ def weather_run(grids: bool = False, **layout: Any) -> WeatherRun:
 def planned(name: str) -> tuple[Run, ResolvedLayout]:
     run: Run = text_run()
     if name in WEATHER_LAYOUTS:
-        run = weather_run(grids=name == "two grids", **WEATHER_LAYOUTS[name])
+        members = MEMBERS if name.startswith("members") else {}
+        run = weather_run(grids=name == "two grids", model=members, **WEATHER_LAYOUTS[name])
     return run, resolve_layout(bind(run), WORLD)
 
 

@@ -20,6 +20,7 @@ LIMITS = {"fp64": 1e-9, "fp32": 3e-5}
 """Largest relative error of any gradient."""
 RUNS = [
     (2, "orbit", "fp64"),
+    (2, "members", "fp64"),
     (4, "climax", "fp64"),
     (4, "rollout", "fp64"),
     (4, "through", "fp64"),
@@ -77,8 +78,10 @@ def test_every_kind_of_layout_is_among_them(verdicts: dict[tuple[int, str, str],
 def test_verdicts_cover_every_parameter_and_module(verdicts: dict[tuple[int, str, str], list[Verdict]]) -> None:
     for (_, model, precision), found in verdicts.items():
         names = {check.name for check in found[0].checks if check.what == "gradient"}
-        assert len(names) == {"climax": 70, "rollout": 46, "through": 34, "orbit": 90, "grids": 46}[model]
-        blocks = [f"blocks.{n}" for n in range({"rollout": 2, "through": 1, "grids": 2}.get(model, 4))]
+        counts = {"climax": 70, "rollout": 46, "through": 35, "members": 48, "orbit": 90, "grids": 46}
+        assert len(names) == counts[model]
+        fewer = {"rollout": 2, "members": 2, "through": 1, "grids": 2}
+        blocks = [f"blocks.{n}" for n in range(fewer.get(model, 4))]
         inner = ("attention_norm", "attention", "mlp_norm", "mlp")
         modules = {*blocks, *(f"{block}.{name}" for block in blocks for name in inner)}
         watched = {check.name for check in found[0].checks if check.what == "activations"}

@@ -11,7 +11,7 @@ from phalanx.cli.ranks import start_or_join_ranks
 from phalanx.errors import ConfigError
 from phalanx.families.weather.evaluation.compare_forecasts import ScoreRow, skill_in_words
 from phalanx.families.weather.evaluation.forecast_from import forecast_from
-from phalanx.families.weather.evaluation.forecast_page import render_forecasts
+from phalanx.families.weather.evaluation.forecast_page import ENSEMBLE_COLUMNS, render_forecasts
 from phalanx.families.weather.evaluation.forecast_split import (
     forecast_split,
     load_forecaster,
@@ -39,6 +39,7 @@ def run_forecast(asked: ForecastArguments) -> None:
             split=asked.split,
             step_hours=asked.step,
             starts=asked.starts,
+            members=asked.members,
             mapped=asked.shown or (),
             out=asked.out,
             rank=ranks.rank,
@@ -58,9 +59,10 @@ def run_forecast(asked: ForecastArguments) -> None:
             about["forecasts"] = str(asked.out)
         print_json({**about, **found.as_dict()})
     else:
-        print_lines([f"{loaded.where} on the {found.split} split: {found.starts:,} starts"])
+        members = f" of {found.members} members" if found.members > 1 else ""
+        print_lines([f"{loaded.where} on the {found.split} split: {found.starts:,} starts{members}"])
         rain = any(row.seeps is not None for row in found.rows)
-        print_table((*SCORE_COLUMNS, SEEPS_COLUMN) if rain else SCORE_COLUMNS, found.rows)
+        print_table((*SCORE_COLUMNS, *[SEEPS_COLUMN] * rain, *ENSEMBLE_COLUMNS * (found.members > 1)), found.rows)
         if found.without_climatology is not None:
             print_lines([f"  no climatology: {found.without_climatology}"])
         print_lines([skill_in_words(found.rows), *([str(asked.out)] if asked.out else []), str(page)])
@@ -73,7 +75,7 @@ def _forecast_from_times(asked: ForecastArguments, times: list[str]) -> None:
     if asked.nproc is not None:
         raise ConfigError(f"--from forecasts from few times, on one device; leave out --nproc {asked.nproc}")
     loaded = load_forecaster(asked.checkpoint, choose_device(asked.device), asked.overrides or [])
-    steps = forecast_from(loaded, times, asked.out, hours=asked.hours, step_hours=asked.step)
+    steps = forecast_from(loaded, times, asked.out, hours=asked.hours, step_hours=asked.step, members=asked.members)
     if asked.as_json:
         made = {str(hours): list(parts) for hours, parts in steps.items()}
         about = {"checkpoint": str(loaded.where), "step": loaded.step, "forecasts": str(asked.out)}

@@ -334,6 +334,14 @@ class ForecastArguments:
     starts: Annotated[
         int | None, typer.Option(min=1, help="Forecast from this many inputs, spread over the split; by default all.")
     ] = None
+    members: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="M",
+            help="Members of each forecast, of a model with noise; by default as many as in training.",
+        ),
+    ] = None
     shown: Annotated[
         list[str] | None, typer.Option("--map", metavar="VARIABLE", help="Variable to show as maps; may be repeated.")
     ] = None

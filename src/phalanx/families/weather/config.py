@@ -132,6 +132,17 @@ class WeatherModel(BlockModel):
     """Weights of the loss: cosine of the latitude, or exact areas of the cells."""
     loss_weights: Numbers | None = None
     """Weight of each output in the loss; null means 1."""
+    loss: Literal["mse", "crps"] = "mse"
+    """Loss of one forecast, its squared error, or of an ensemble of members: the almost fair continuous ranked probability
+    score (AIFS-CRPS, arXiv:2412.15832)."""
+    members: Annotated[int, Field(ge=1, le=64)] = 1
+    """Members that are forecast of each sample in training, each a row of the micro-batch; with loss=crps 2 or more."""
+    noise_channels: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Random numbers of each token, by which the norms of all blocks scale and shift: what makes members differ. 0 has none,
+    with loss=crps 1 or more."""
+    crps_alpha: Annotated[float, Field(ge=0.0, le=1.0)] = 0.95
+    """Share of the fair score in loss=crps: 1 is the fair one, to which two equal members hide what the others do; 0 that of
+    the members' empirical distribution."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout on the embedding and on both residual branches."""
     drop_path: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -224,6 +235,22 @@ class WeatherModel(BlockModel):
         return self
 
     @model_validator(mode="after")
+    def _members_fit(self) -> WeatherModel:
+        if self.loss == "crps":
+            if self.members == 1:
+                raise ValueError("loss=crps compares members of an ensemble and members is 1; give 2 or more")
+            if not self.noise_channels:
+                raise ValueError("loss=crps needs noise, without which members are equal; give noise_channels, 4 say")
+            return self
+        for field in ("members", "noise_channels", "crps_alpha"):
+            default = type(self).model_fields[field].default
+            if getattr(self, field) != default:
+                raise ValueError(
+                    f"{field}={getattr(self, field)} is for ensembles and loss is mse; give loss=crps, or {field}={default}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _groups_fit(self) -> WeatherModel:
         if self.aggregation == "flat" and self.aggregation_groups > 1:
             raise ValueError(
@@ -303,6 +330,11 @@ class WeatherModel(BlockModel):
     def grid_named(self, name: str | None) -> ModelGrid | None:
         """Return one of the further grids by its name, None for None, which is the model's own. Raises KeyError."""
         return None if name is None else {grid.name: grid for grid in self.grids}[name]
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Return the rows of a micro-batch that the blocks compute for each sample: its members."""
+        return self.members
 
     @property
     def random_drops(self) -> bool:

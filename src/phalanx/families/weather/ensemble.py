@@ -111,6 +111,7 @@ def build_forecasts(
     """
     if len(members) < 2:
         raise ConfigError("an ensemble has at least two members; name more runs")
+    _require_single_forecasts(members)
     require_one_family(members)
     loaded = [load_forecaster(member.checkpoint, device) for member in members]
     _require_same_fields(members, loaded)
@@ -215,6 +216,16 @@ def _hours_between(first: FieldReader, second: FieldReader) -> float:
         apart = np.subtract.outer(seconds[one.windows.frames[[0, -1]]], seconds[other.windows.frames[[0, -1]]])
         found.append(float(np.abs(apart).min()) / HOUR)
     return min(found)
+
+
+def _require_single_forecasts(members: Sequence[Member]) -> None:
+    """Raise ConfigError where a member is an ensemble itself."""
+    for member in members:
+        if isinstance(member.run, WeatherRun) and member.run.model.noise_channels:
+            raise ConfigError(
+                f"{member.path} was trained with model.loss=crps and is an ensemble itself; score it with phalanx forecast "
+                "--members M"
+            )
 
 
 def _require_same_fields(members: Sequence[Member], loaded: Sequence[LoadedForecaster]) -> None:

@@ -29,7 +29,8 @@ from phalanx.families.weather.evaluation.compare_forecasts import (
     skill_by_lead,
     skill_in_words,
 )
-from phalanx.families.weather.model.field_head import squared_error_sum
+from phalanx.families.weather.evaluation.forecast_scores import EnsembleScore
+from phalanx.families.weather.model.field_head import loss_sum
 from phalanx.families.weather.model.grid_features import row_latitudes, row_weights
 from phalanx.layout.execute import Executor
 from phalanx.layout.mesh import Mesh
@@ -42,6 +43,8 @@ STATISTICS = "statistics.json"
 """File of a run directory with what its fields are normalised by."""
 _CLIMATOLOGY_BYTES = 4 * 2**30
 """Most bytes of fields that every rank averages as training begins; of more, evaluation has no climatology."""
+_LESS_IS_BETTER = ("loss", "rmse", "mae", "seeps", "crps", "fair_crps")
+"""Scores that are smaller for a better model."""
 _TOLERANCE = 1e-3
 """Degrees by which latitudes of model and data may differ."""
 
@@ -152,11 +155,12 @@ class WeatherInputs(TrainableModel):
                 climatology_rmse=1.0,
                 seeps=0.0 if variable in run.data.dry_thresholds else None,
                 persistence_seeps=0.0 if variable in run.data.dry_thresholds else None,
+                ensemble=EnsembleScore.unknown(variable, lead, run.model.members) if run.model.members > 1 else None,
             )
             for lead in run.data.leads
             for variable in run.data.target_variables
         ]
-        return ExpectedEvaluation(_evaluation_fields(0.0, 0, rows), frozenset(("loss", "rmse", "mae", "seeps")))
+        return ExpectedEvaluation(_evaluation_fields(0.0, 0, rows), frozenset(_LESS_IS_BETTER))
 
 
 def _evaluation_fields(loss: float, forecasts: int, rows: Sequence[ScoreRow]) -> dict[str, Any]:
@@ -295,7 +299,8 @@ class FieldEvaluator:
         mesh, reader = executor.mesh, held_out.reader
         # Of grids without a climatology nothing else has one either: scores are means over all forecasts.
         known = all(one.climatologies is not None for one in self.held_out)
-        comparison = Comparison(reader, held_out.climatologies if known else None, self.device)
+        members = self.run.model.members
+        comparison = Comparison(reader, held_out.climatologies if known else None, self.device, members)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         cases = spread_cases(reader, max(1, self.run.evaluation.samples // len(self.held_out)))
         size = executor.layout.microbatch
@@ -305,7 +310,7 @@ class FieldEvaluator:
             numbers = first + mesh.data_rank * size + np.arange(size)
             real = int((numbers < len(cases)).sum())
             mine = cases.take(np.minimum(numbers, len(cases) - 1))
-            batch = replace(reader.read_cases(mine), grid=held_out.grid).to(self.device)
+            batch = replace(reader.read_cases(mine, reader.start_seconds(mine)), grid=held_out.grid).to(self.device)
             x, inputs = batch.inputs()
             # Without targets the last stage gives fields in place of a loss.
             targets = inputs.pop("targets_BVHW")[:real]
@@ -313,22 +318,23 @@ class FieldEvaluator:
             # Ranks of `tp` hold the same fields: one of them scores them.
             if predicted is None or mesh.tp.rank or not real:
                 continue
-            loss = self._loss(predicted[:real], targets, held_out.grid)
+            predicted = predicted[: real * members]
+            loss = self._loss(predicted, targets, held_out.grid)
             sums += torch.stack((loss, (~targets.isnan()).sum().double()))
-            comparison.add(mine.take(slice(real)), reader.denormalise(predicted[:real].float()))
+            comparison.add(mine.take(slice(real)), reader.denormalise(predicted.float()))
         comparison.all_reduce()
         if mesh.world is not None:
             dist.all_reduce(sums, group=mesh.world)
         # Sum over count of all ranks: they score unequal numbers of targets.
         return float(sums[0] / sums[1]), len(cases), comparison
 
-    def _loss(self, predicted_BVHW: Tensor, targets_BVHW: Tensor, grid: ModelGrid | None) -> Tensor:
+    def _loss(self, predicted_RVHW: Tensor, targets_BVHW: Tensor, grid: ModelGrid | None) -> Tensor:
         """Return the summed loss as training forms it, float64 [], of normalised fields."""
         model = self.run.model.on_grid(grid)
         weights = None if model.loss_weights is None else torch.tensor(model.loss_weights, device=self.device)
         weight_HW = row_weights(model, self.device)[:, None].expand(-1, model.n_lon)
         # Rows stand for locations, columns for the points of a patch.
-        total = squared_error_sum(predicted_BVHW.transpose(1, 2), targets_BVHW.transpose(1, 2), weight_HW, weights)
+        total = loss_sum(model, predicted_RVHW.transpose(1, 2), targets_BVHW.transpose(1, 2), weight_HW, weights)
         return total[0].double()
 
 

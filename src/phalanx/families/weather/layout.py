@@ -16,6 +16,7 @@ from phalanx.families.weather.data.field_samples import FieldBatch
 from phalanx.families.weather.model.field_embedding import FieldEmbedding
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.families.weather.model.grid_features import fields_of
+from phalanx.families.weather.model.member_noise import member_indices, member_noise, repeat_members
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice, choose_whole_attention
 from phalanx.layout.context_parallel.split_context import SequenceShare
 from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, TrainingPass
@@ -60,6 +61,7 @@ class WeatherStage(Stage):
         super().__init__(part, index, share, seed, part.config.on_grid(grid).n_tokens)
         self.rollout = rollout
         self.grid = grid
+        self.rows_per_sample = part.config.members
 
     def sample_length(self, inputs: dict[str, Any]) -> int:
         """See `Stage`: grids differ in their patches."""
@@ -79,7 +81,7 @@ class WeatherStage(Stage):
         if targets.dim() == _SINGLE_TARGET:
             return super().training_passes(x, sample_indices_B, training, inputs)
         last = targets.shape[1] - 1
-        forcings = inputs.get("forcings_BKTFHW")
+        x, forcings = self._repeat_members(x, inputs.get("forcings_BKTFHW"))
         # Steps are joined in the precision of their sums: gradients would lose it else.
         states = [x.to(torch.promote_types(self.part.dtype, torch.float32))]
         grid = inputs.get("grid", self.grid)
@@ -88,7 +90,9 @@ class WeatherStage(Stage):
         def forecast_states() -> None:
             for number in range(last):
                 start = states[number]
-                predicted = self(start, sample_indices_B, training=training, grid=grid, fields_BVHW=start)
+                predicted = self(
+                    start, sample_indices_B, training=training, grid=grid, number=number, fields_BVHW=start
+                )
                 states.append(self._follow(start, predicted, forcings, number))
 
         def learn_step(number: int) -> Tensor:
@@ -101,7 +105,9 @@ class WeatherStage(Stage):
                 given["gradient_BVHW"] = gradient
             # What the first step reads was measured, and has no step before it.
             start = states[number].requires_grad_(number > 0)
-            losses: Tensor = self(start, sample_indices_B, training=training, grid=grid, fields_BVHW=start, **given)
+            losses: Tensor = self(
+                start, sample_indices_B, training=training, grid=grid, number=number, fields_BVHW=start, **given
+            )
             return losses
 
         return [partial(learn_step, number) for number in range(last, -1, -1)]
@@ -113,30 +119,37 @@ class WeatherStage(Stage):
         *,
         training: TrainingPass | None = None,
         grid: ModelGrid | None = None,
+        number: Any = 0,
         **inputs: Tensor,
     ) -> Tensor:
-        """See `Stage`. x: fields [B, V, H, W] in the first stage. grid: that of the fields; None as of all others.
+        """See `Stage`. x: fields [B, V, H, W] in the first stage. grid: that of the fields; None as of all others. number:
+        of the step in a roll-out, from 0.
 
         inputs: lead_hours_B, fields_BVHW for the last stage, targets_BVHW, without which the last stage gives whole
         predicted fields [B, V, H, W] on every rank of `tp`, and forcings_BKTFHW where a roll-out has any. Without
         lead_hours_B it is one step of a roll-out, then with gradient_BVHW, the gradient of the steps behind it by their
-        first inputs.
+        first inputs. Of an ensemble predicted fields have a row for each member, and so have x, fields_BVHW and
+        gradient_BVHW in a roll-out.
         """
         grid = grid or self.grid
         positions = self.share.positions(self.part.config.on_grid(grid).n_tokens, x.device)
         if self.rollout is not None:
             if "lead_hours_B" in inputs:
                 # Only the last step learns: earlier ones are forecasts, and keep nothing for a backward pass.
-                forcings = inputs.get("forcings_BKTFHW")
-                x = self._forecast_until_last_step(x, inputs["lead_hours_B"], positions, self.rollout, forcings, grid)
+                number = self.rollout.most_steps - 1
+                x = self._forecast_until_last_step(x, sample_indices_B, positions, self.rollout, inputs, grid)
                 inputs = {**inputs, "fields_BVHW": x}
             hours_B = torch.full((len(x),), float(self.rollout.hours), device=x.device)
             inputs = {**inputs, "lead_hours_B": hours_B}
         dropout = None
         if self.part.config.random_drops and training is not None:
-            width = self.part.config.d_model
-            dropout = DropoutContext.of_step(self.seed, training.step, sample_indices_B, positions.rows_S, width)
-        hidden: Tensor = self.part.hidden(x, positions, lead_hours_B=inputs["lead_hours_B"], dropout=dropout, grid=grid)
+            width, rows = self.part.config.d_model, member_indices(sample_indices_B, self.rows_per_sample)
+            dropout = DropoutContext.of_step(self.seed, training.step, rows, positions.rows_S, width)
+        noise = self._noise(sample_indices_B, positions, number)
+        hours_B = inputs["lead_hours_B"]
+        hidden: Tensor = self.part.hidden(
+            x, positions, lead_hours_B=hours_B, dropout=dropout, grid=grid, noise_RSC=noise
+        )
         if not self.part.part.last:
             return hidden
         targets, fields = inputs.get("targets_BVHW"), inputs["fields_BVHW"]
@@ -157,24 +170,38 @@ class WeatherStage(Stage):
     def _forecast_until_last_step(
         self,
         x: Tensor,
-        lead_hours_B: Tensor,
+        sample_indices_B: Tensor,
         positions: Positions,
         rollout: RollOut,
-        forcings_BKTFHW: Tensor | None,
+        inputs: dict[str, Tensor],
         grid: ModelGrid | None,
     ) -> Tensor:
         """Forecast from fields x [B, V, H, W], without dropout, the fields from which one step leads to the lead times.
 
-        forcings: of the steps after the first, where the model reads any.
+        inputs: as of `forward`, with the forcings of the steps after the first, where the model reads any.
         """
-        hours_B = torch.full_like(lead_hours_B, rollout.hours)
+        x, forcings = self._repeat_members(x, inputs.get("forcings_BKTFHW"))
+        lead_hours_R = repeat_members(inputs["lead_hours_B"], len(x))
+        hours_R = torch.full_like(lead_hours_R, rollout.hours)
         # As many steps on every rank, whatever the lead times of its samples: a sharded model needs all ranks.
         for done in range(1, rollout.most_steps):
-            hidden = self.part.hidden(x, positions, lead_hours_B=hours_B, grid=grid)
-            following = self._follow(x, self._predict_fields(hidden, positions, x, grid), forcings_BKTFHW, done - 1)
-            continued_B = lead_hours_B > (done + 0.5) * rollout.hours
-            x = torch.where(continued_B[:, None, None, None], following, x)
+            noise = self._noise(sample_indices_B, positions, done - 1)
+            hidden = self.part.hidden(x, positions, lead_hours_B=hours_R, grid=grid, noise_RSC=noise)
+            following = self._follow(x, self._predict_fields(hidden, positions, x, grid), forcings, done - 1)
+            continued_R = lead_hours_R > (done + 0.5) * rollout.hours
+            x = torch.where(continued_R[:, None, None, None], following, x)
         return x
+
+    def _noise(self, sample_indices_B: Tensor, positions: Positions, number: int) -> Tensor | None:
+        """Return the noise of all members at this rank's tokens in one step of a roll-out; None without."""
+        config, rows_S = self.part.config, positions.rows_S
+        return member_noise(config, self.seed, sample_indices_B, config.members, rows_S, step=number)
+
+    def _repeat_members(self, x: Tensor, forcings_BKTFHW: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return fields and forcings with a row for each member, which go ways of their own in a roll-out."""
+        rows = len(x) * self.rows_per_sample
+        forcings = None if forcings_BKTFHW is None else repeat_members(forcings_BKTFHW, rows)
+        return repeat_members(x, rows), forcings
 
     def _predict_fields(
         self, hidden: Tensor, positions: Positions, fields_BVHW: Tensor, grid: ModelGrid | None

@@ -32,6 +32,7 @@ def in_words(model: WeatherModel) -> str:
     return (
         f"{model.n_layers} layers x {model.d_model}, {model.n_heads} heads, {inputs} in and "
         f"{len(model.output_names)} out, grid {_grids_in_words(model)} in patches of {model.patch_size}"
+        + (f", {model.members} members" if model.members > 1 else "")
     )
 
 
@@ -89,22 +90,23 @@ def model_flops_per_sample(model: WeatherModel, convention: FlopsConvention = "n
 
 
 def block_flops_per_sample(model: WeatherModel) -> int:
-    """Return the share of one block in `model_flops_per_sample`."""
+    """Return the share of one block in `model_flops_per_sample`, of all members."""
     tokens = model.n_tokens
-    return 6 * tokens * _block_matrix_parameters(model) + 12 * model.d_model * tokens * tokens
+    of_row = 6 * tokens * _block_matrix_parameters(model) + 12 * model.d_model * tokens * tokens
+    return model.members * of_row
 
 
 def head_flops_per_sample(model: WeatherModel) -> int:
-    """Return the share of the head in `model_flops_per_sample`."""
+    """Return the share of the head in `model_flops_per_sample`, of all members."""
     width = model.d_model
     # The rows of the projection that belong to variables which are not predicted are not computed.
     outputs = len(model.output_names) * model.patch_size**2
     per_location = model.aggregation_queries * (model.decoder_depth * width * width + width * outputs)
-    return 6 * model.n_locations * per_location
+    return 6 * model.members * model.n_locations * per_location
 
 
 def embedding_flops_per_sample(model: WeatherModel, convention: FlopsConvention = "needed") -> int:
-    """Return the share of patch embedding and aggregation in `model_flops_per_sample`."""
+    """Return the share of patch embedding and aggregation in `model_flops_per_sample`, computed once for all members."""
     inputs = len(model.input_names)
     if model.aggregation == "flat":
         per_location = _aggregation_flops(model, inputs, model.aggregation_queries, convention)
@@ -129,8 +131,9 @@ def _aggregation_flops(model: WeatherModel, inputs: int, queries: int, conventio
 
 
 def _block_matrix_parameters(model: WeatherModel) -> int:
-    # Query, key, value and output of attention; up and down of the MLP.
-    return 4 * model.d_model * model.d_model + 2 * model.d_model * model.ff_size
+    # Query, key, value and output of attention; up and down of the MLP; scale and shift of two norms by the noise.
+    noise = 4 * model.d_model * model.noise_channels
+    return 4 * model.d_model * model.d_model + 2 * model.d_model * model.ff_size + noise
 
 
 def _pixels_of_a_patch(model: WeatherModel) -> int:

@@ -377,7 +377,8 @@ def bound_memory(model: TracedModel, layouts: LayoutTable) -> Floats:
             microbatches[some] = in_flight(name, pp, per_rank, layouts.accumulation[some])
     # The mean stage: some rank has at least as many blocks.
     blocks = np.maximum(1, config.n_layers // layouts.n_stages)
-    positions = layouts.microbatch * (model.positions().count // layouts.cp // layouts.tp)
+    rows = layouts.microbatch * config.rows_per_sample
+    positions = rows * (model.positions().count // layouts.cp // layouts.tp)
     inputs = (
         blocks * microbatches * positions * config.d_model * PRECISIONS[run.layout.precision].compute_dtype.itemsize
     )

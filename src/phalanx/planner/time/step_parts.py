@@ -279,7 +279,7 @@ def steps_of(
     ends = framework.end_costs(plain)
     ranks = list_rank_parts(plain, layouts, framework)
     unit = np.minimum(gather_blocks, np.ceil(ranks.most_layers / layouts.stages_per_rank).astype(np.int64))
-    width = setting.model.d_model * PRECISIONS[setting.precision].compute_dtype.itemsize
+    width = setting.model.d_model * PRECISIONS[setting.precision].compute_dtype.itemsize * setting.model.rows_per_sample
     _, like_parts = distinct_rows([layouts.tp, layouts.cp, layouts.ep, layouts.expert_tp, layouts.streamed, one_stage])
     groups, like_groups = _place_groups(machine, layouts)
     return Steps(

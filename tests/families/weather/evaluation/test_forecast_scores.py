@@ -18,9 +18,8 @@ from phalanx.families.weather.evaluation.forecast_scores import (
     EnsembleScores,
     ForecastScores,
     Score,
-    ensemble_crps,
-    fair_crps,
 )
+from phalanx.families.weather.model.field_head import almost_fair_crps
 
 VARIABLES = ("z500", "t850")
 LEADS = (24, 72)
@@ -130,7 +129,9 @@ def test_the_fair_crps_does_not_depend_on_the_number_of_members() -> None:
     generator = torch.Generator().manual_seed(3)
     truth = torch.randn(200_000, generator=generator, dtype=torch.float64)
     found = [
-        fair_crps(torch.randn(200_000, members, generator=generator, dtype=torch.float64), truth).mean().item()
+        almost_fair_crps(torch.randn(200_000, members, generator=generator, dtype=torch.float64), truth, 1.0)
+        .mean()
+        .item()
         for members in (2, 10)
     ]
     # Of a standard normal distribution and truth: 1 / sqrt(pi).
@@ -145,7 +146,7 @@ def test_spreading_members_beyond_the_truth_scores_worse(count: int) -> None:
     members = 0.1 * torch.randn(50_000, count, generator=generator, dtype=torch.float64)
     mean = members.mean(1, keepdim=True)
     stretched = [mean + factor * (members - mean) for factor in (1, 10, 20, 40, 160, 640)]
-    proper = [ensemble_crps(one, truth).mean().item() for one in stretched]
+    proper = [almost_fair_crps(one, truth, 0.0).mean().item() for one in stretched]
     assert proper.index(min(proper)) == 1 and proper[1:] == sorted(proper[1:])
     assert proper[-1] > 10 * proper[0]
 
@@ -155,7 +156,7 @@ def test_the_fair_score_is_none_of_stretched_members() -> None:
     truth = torch.randn(50_000, generator=generator, dtype=torch.float64)
     members = 0.1 * torch.randn(50_000, 2, generator=generator, dtype=torch.float64)
     mean = members.mean(1, keepdim=True)
-    fair = [fair_crps(mean + factor * (members - mean), truth).mean().item() for factor in (1, 10, 40, 640)]
+    fair = [almost_fair_crps(mean + factor * (members - mean), truth, 1.0).mean().item() for factor in (1, 10, 40, 640)]
     # Half of the distance of two members is subtracted, so that whatever lies between them costs nothing.
     assert fair == sorted(fair, reverse=True) and fair[-1] < 0.05 * fair[0]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.families.weather.config import WeatherModel
-from phalanx.families.weather.model.field_head import squared_error_sum
+from phalanx.families.weather.model.field_head import loss_sum
 from phalanx.families.weather.model.grid_features import fields_of, row_latitudes
 from published_climax import published_loss
 from small_forecasters import EVERYTHING, SMALL, random_forecaster, random_inputs, small
@@ -65,7 +65,7 @@ def test_weights_of_variables() -> None:
 
 def test_a_loss_of_bfloat16_predictions_is_summed_in_float32() -> None:
     predicted = torch.full((1, 5000, 1, 1), 1.0, dtype=torch.bfloat16)
-    total = squared_error_sum(predicted, torch.zeros(1, 5000, 1, 1), torch.ones(5000, 1))
+    total = loss_sum(SMALL, predicted, torch.zeros(1, 5000, 1, 1), torch.ones(5000, 1))
     assert total.dtype == torch.float32 and total.tolist() == [5000.0]
 
 

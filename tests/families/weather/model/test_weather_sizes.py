@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.model.forecaster import Forecaster
+from phalanx.families.weather.model.member_noise import member_noise
 from phalanx.families.weather.sizes import (
     embedding_flops_per_sample,
     model_flops_per_sample,
@@ -22,6 +23,7 @@ FORMS = {
     "some variables": small(inputs=["2m_temperature", "temperature_850"], outputs=["2m_temperature"], decoder_depth=0),
     "groups": small(aggregation="hierarchical", aggregation_groups=2, level_embedding="fourier"),
     "states": small(history=3, inputs=["2m_temperature", "temperature_850"]),
+    "members": small(loss="crps", members=3, noise_channels=4, history=2),
     "waves": small(position_embedding="fourier", lead_embedding="fourier", decoder_depth=1),
 }
 
@@ -40,7 +42,10 @@ def _counted(config: WeatherModel, samples: int) -> int:
         fields = torch.empty(samples, config.history * len(config.input_names), config.n_lat, config.n_lon)
         hours = torch.empty(samples)
         with FlopCounterMode(display=False) as counter:
-            hidden = model.hidden(fields, model.all_positions(fields.device), lead_hours_B=hours)
+            numbers = torch.empty(samples, dtype=torch.int64)
+            positions = model.all_positions(fields.device)
+            noise = member_noise(config, 0, numbers, config.members, positions.rows_S)
+            hidden = model.hidden(fields, positions, lead_hours_B=hours, noise_RSC=noise)
             model.head.patches(hidden)
     return int(counter.get_total_flops())
 

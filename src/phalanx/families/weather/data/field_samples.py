@@ -477,6 +477,13 @@ class FieldReader:
         leads = np.array(self.leads)
         return torch.from_numpy(leads[np.abs(hours[:, None] - leads).argmin(axis=1)])
 
+    def start_seconds(self, cases: Cases) -> Int64Array:
+        """Return the time of each case's input in seconds since 1970, [n]: held-out forecasts draw noise by it."""
+        seconds = np.empty(len(cases), dtype=np.int64)
+        for index, mine in self._by_source(cases):
+            seconds[mine] = self.sources[index].store.times.seconds[cases.start[mine]]
+        return seconds
+
     def denormalise(self, outputs: Tensor) -> Tensor:
         """Return normalised output variables [..., V_out, H, W] in their own units."""
         mean, std = self._output_scale.tensors(outputs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,12 @@ from phalanx.errors import DataError
 from phalanx.families.weather.data.field_samples import Cases, FieldReader
 from phalanx.families.weather.data.field_statistics import Climatology
 from phalanx.families.weather.data.open_fields import FieldSet
-from phalanx.families.weather.evaluation.forecast_scores import ForecastScores, PrecipitationClimates
+from phalanx.families.weather.evaluation.forecast_scores import (
+    EnsembleScore,
+    EnsembleScores,
+    ForecastScores,
+    PrecipitationClimates,
+)
 
 _FRAMES_AT_ONCE = 16
 """Frames whose climatology is looked up at a time."""
@@ -43,6 +49,8 @@ class ScoreRow:
     seeps: float | None = None
     """SEEPS of the model; None of what is no precipitation and without a climatology."""
     persistence_seeps: float | None = None
+    ensemble: EnsembleScore | None = None
+    """Scores of the members, where there are several; all others are then of their mean."""
 
     @property
     def baseline_rmse(self) -> float:
@@ -58,33 +66,53 @@ class ScoreRow:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values ready for JSON; what is not a number becomes None."""
-        values = {**asdict(self), "skill": self.skill}
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        return _known_values({**asdict(self), "skill": self.skill})
+
+
+def _known_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values`, and those of dictionaries in them, with None in place of what is not a number."""
+    known = {name: _known_values(value) if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in known.items()}
 
 
 class Comparison:
     """Adds up forecasts of one reader's split: a model's, persistence and climatology."""
 
     def __init__(
-        self, reader: FieldReader, climatologies: Mapping[int, Climatology] | None, device: torch.device
+        self,
+        reader: FieldReader,
+        climatologies: Mapping[int, Climatology] | None,
+        device: torch.device,
+        members: int = 1,
     ) -> None:
-        """climatologies: by number of the source; None leaves them and the anomaly correlation out."""
+        """climatologies: by number of the source; None leaves them and the anomaly correlation out. members: of each
+        forecast."""
         self.reader = reader
         self.climatologies = climatologies
         self.device = device
         weights = torch.from_numpy(reader.grid.area_weights()).to(device)
         model, stays, usual = (ForecastScores(reader.outputs, reader.leads, weights) for _ in range(3))
         self._model, self._persistence, self._climatology = model, stays, usual
+        self._ensemble = EnsembleScores(reader.outputs, reader.leads, weights, members) if members > 1 else None
 
     def add(self, cases: Cases, forecast: Tensor) -> None:
-        """Score forecasts [n, V, H, W], in the units of the fields, and both baselines for the same cases."""
+        """Score forecasts [n, V, H, W], in the units of the fields, and both baselines for the same cases.
+
+        Of an ensemble forecasts are [n * members, V, H, W], the members of a case one after the other.
+        """
         reader, device = self.reader, self.device
         hours = reader.lead_hours(cases)
         truth = reader.read_outputs(cases).to(device)
+        forecast = forecast.to(device)
+        if self._ensemble is not None:
+            members = forecast.unflatten(0, (len(cases), -1))
+            self._ensemble.add(members, truth, hours)
+            # In float64: deviations from the mean are small beside the fields.
+            forecast = members.double().mean(1)
         usual = None if self.climatologies is None else climatology_at(reader, self.climatologies, cases).to(device)
         known = self.climatologies
         rain = None if known is None else precipitation_at(reader, known, cases, device)
-        self._model.add(forecast.to(device), truth, hours, usual, rain)
+        self._model.add(forecast, truth, hours, usual, rain)
         # On the same cases as the model: skill compares like with like.
         self._persistence.add(reader.read_outputs(cases, at_start=True).to(device), truth, hours, usual, rain)
         if usual is not None:
@@ -92,20 +120,25 @@ class Comparison:
 
     def all_reduce(self) -> None:
         """Add up what all ranks scored."""
-        for scores in (self._model, self._persistence, self._climatology):
-            scores.all_reduce()
+        for scores in (self._model, self._persistence, self._climatology, self._ensemble):
+            if scores is not None:
+                scores.all_reduce()
 
     def merge(self, other: Comparison) -> None:
         """Add forecasts that another comparison scored, on another grid perhaps: scores are means over forecasts."""
         mine, theirs = ((one._model, one._persistence, one._climatology) for one in (self, other))
         for scores, more in zip(mine, theirs, strict=True):
             scores.merge(more)
+        if self._ensemble is not None and other._ensemble is not None:
+            self._ensemble.merge(other._ensemble)
 
     def rows(self) -> list[ScoreRow]:
         """Return one row for each lead time and variable."""
         known = self.climatologies is not None
         # All three scored the same cases, so their rows come in one order.
-        both = zip(self._model.results(), self._persistence.results(), self._climatology.results(), strict=True)
+        baselines = self._persistence.results(), self._climatology.results()
+        spread = repeat(None) if self._ensemble is None else self._ensemble.results()
+        both = zip(self._model.results(), *baselines, spread, strict=self._ensemble is not None)
         return [
             ScoreRow(
                 variable=mine.variable,
@@ -120,8 +153,9 @@ class Comparison:
                 climatology_rmse=usual.rmse if known else None,
                 seeps=mine.seeps if math.isfinite(mine.seeps) else None,
                 persistence_seeps=stays.seeps if math.isfinite(stays.seeps) else None,
+                ensemble=members,
             )
-            for mine, stays, usual in both
+            for mine, stays, usual, members in both
         ]
 
 

@@ -1,8 +1,8 @@
 """Forecasts as files that other programs open: netCDF or zarr with CF metadata.
 
 Dimensions have the names of WeatherBench 2, which WeatherBench-X reads too: `time` (of the input), `prediction_timedelta`,
-`level`, `latitude` and `longitude`. Variables of several pressure levels become one array; a level that a variable does not
-have is missing.
+of ensembles `number`, `level`, `latitude` and `longitude`. Variables of several pressure levels become one array; a level
+that a variable does not have is missing.
 """
 
 from __future__ import annotations
@@ -66,13 +66,20 @@ class FileLayout:
     seconds: Int64Array
     """[T]: times of the inputs, seconds since 1970."""
     lead_hours: tuple[int, ...]
+    members: int
+    """Members of each forecast; 1 has no dimension for them."""
     levels: tuple[int, ...]
     """Pressure levels in hPa, ascending; none where no variable has one."""
     arrays: tuple[_FileArray, ...]
 
     @classmethod
     def of(
-        cls, store: FieldStore, outputs: Sequence[str], seconds: Int64Array, lead_hours: Sequence[int]
+        cls,
+        store: FieldStore,
+        outputs: Sequence[str],
+        seconds: Int64Array,
+        lead_hours: Sequence[int],
+        members: int = 1,
     ) -> FileLayout:
         """Return the layout for the variables `outputs` of a store, forecast from the times `seconds`."""
         by_level: dict[str, dict[int, int]] = {}
@@ -93,7 +100,7 @@ class FileLayout:
         for name, places in by_level.items():
             unit = unit_of(next(iter(places.values())))
             arrays.append(_FileArray(name, tuple(places.get(level) for level in levels), True, unit))
-        return cls(store.grid, store.times.calendar, seconds, tuple(lead_hours), levels, tuple(arrays))
+        return cls(store.grid, store.times.calendar, seconds, tuple(lead_hours), members, levels, tuple(arrays))
 
     def coordinates(self) -> list[_Coordinate]:
         """Return the coordinates, with attributes by CF."""
@@ -120,6 +127,8 @@ class FileLayout:
                 {"standard_name": "longitude", "units": "degrees_east", "axis": "X"},
             ),
         ]
+        if self.members > 1:
+            found.append(_Coordinate("number", np.arange(self.members), {"standard_name": "realization"}))
         if self.levels:
             attributes = {"standard_name": "air_pressure", "units": "hPa", "positive": "down", "axis": "Z"}
             found.append(_Coordinate("level", np.array(self.levels, dtype=np.int64), attributes))
@@ -127,7 +136,7 @@ class FileLayout:
 
     def dimensions(self, array: _FileArray) -> tuple[str, ...]:
         """Return the dimensions of an array."""
-        return (*_STARTS, *("level",) * array.has_levels, *_PLACE)
+        return (*_STARTS, *("number",) * (self.members > 1), *("level",) * array.has_levels, *_PLACE)
 
 
 class ForecastFile(ABC):
@@ -138,15 +147,19 @@ class ForecastFile(ABC):
         self._arrays: dict[str, Any] = {}
 
     def write(self, starts: Int64Array, column: int, fields_BVHW: Tensor) -> None:
-        """Write forecasts of one lead time. starts: their numbers among the times; column: number of the lead time."""
+        """Write forecasts of one lead time. starts: their numbers among the times; column: number of the lead time. Of
+        ensembles `fields` have the members of a start one after the other."""
         values_BVHW: Float32Array = fields_BVHW.float().cpu().numpy()
+        members = self.layout.members
         for array in self.layout.arrays:
-            levels_BLHW = np.full((len(starts), len(array.places), *self.layout.grid.shape), _MISSING)
+            levels_BLHW = np.full((len(values_BVHW), len(array.places), *self.layout.grid.shape), _MISSING)
             for level, place in enumerate(array.places):
                 if place is not None:
                     levels_BLHW[:, level] = values_BVHW[:, place]
-            for start, field_LHW in zip(starts.tolist(), levels_BLHW, strict=True):
-                self._arrays[array.name][start, column] = field_LHW if array.has_levels else field_LHW[0]
+            # What is not in the file is one long: the members of one forecast, the levels of an array without any.
+            chosen = (0 if members == 1 else slice(None), slice(None) if array.has_levels else 0)
+            for start, fields_MLHW in zip(starts.tolist(), np.split(levels_BLHW, len(starts)), strict=True):
+                self._arrays[array.name][start, column] = fields_MLHW[chosen]
 
     @abstractmethod
     def close(self) -> None:

@@ -16,7 +16,12 @@ from phalanx.families.weather.data.field_statistics import read_statistics
 from phalanx.families.weather.data.field_store import BlockCache, FieldStore
 from phalanx.families.weather.data.open_fields import open_store
 from phalanx.families.weather.evaluation.forecast_file import FileLayout, open_forecast_file, require_forecast_path
-from phalanx.families.weather.evaluation.forecast_split import LoadedForecaster, lead_steps, roll_out
+from phalanx.families.weather.evaluation.forecast_split import (
+    LoadedForecaster,
+    lead_steps,
+    member_count,
+    roll_out,
+)
 from phalanx.families.weather.inputs import grid_of_data
 
 
@@ -27,6 +32,7 @@ def forecast_from(
     *,
     hours: int,
     step_hours: int | None = None,
+    members: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, tuple[int, ...]]:
     """Forecast from the fields at `times` up to `hours` ahead and write all lead times to `out`; return their steps.
@@ -66,11 +72,14 @@ def forecast_from(
                     f"{store.place(place, int(frame))}: no value at any point; nothing can be forecast from it"
                 )
     reader = _read_starts(run, store, starts, list(steps))
-    layout = FileLayout.of(store, reader.outputs, store.times.seconds[starts], list(steps))
+    count = member_count(run, members)
+    layout = FileLayout.of(store, reader.outputs, store.times.seconds[starts], list(steps), count)
     with open_forecast_file(out, layout, f"{loaded.where}, step {loaded.step}") as file:
         # One at a time: there are few.
         for number, start in enumerate(starts):
-            for column, forecast in enumerate(roll_out(loaded.model, reader, 0, np.array([start]), steps, grid)):
+            one = np.array([start])
+            rolled = roll_out(loaded.model, reader, 0, one, steps, grid, members=count, seed=run.training.seed)
+            for column, forecast in enumerate(rolled):
                 file.write(np.array([number]), column, forecast)
             progress(number + 1, len(starts))
     return steps

@@ -15,9 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.families.weather.evaluation.compare_forecasts import ScoreRow, skill_by_lead
+from phalanx.families.weather.evaluation.forecast_scores import EnsembleScore
 from phalanx.families.weather.evaluation.forecast_split import FieldMap, Forecasts, LoadedForecaster
 from phalanx.formatting import format_number
 from phalanx.report.drawing import WIDTH, Drawing, Plot, Scale, fit_scale
+from phalanx.report.ensemble_page import draw_rank_histogram
 from phalanx.report.page import Tile, render_page
 from phalanx.report.run_log import FloatArray
 from phalanx.report.table import Column
@@ -85,6 +87,26 @@ SEEPS_COLUMNS: tuple[Column[ScoreRow], ...] = (
 """Columns of runs that predict precipitation."""
 
 
+def _of_members(score_of: Callable[[EnsembleScore], float | None]) -> ScoreOf:
+    """Return the score of a row's members; None where there is one forecast."""
+    return lambda row: None if row.ensemble is None else score_of(row.ensemble)
+
+
+def _member_column(name: str, score_of: Callable[[EnsembleScore], float | None]) -> Column[ScoreRow]:
+    """Return the column of a score of the members."""
+    found = _of_members(score_of)
+    return Column(name, lambda row: _format_known(found(row)))
+
+
+ENSEMBLE_COLUMNS: tuple[Column[ScoreRow], ...] = (
+    _member_column("CRPS", lambda score: score.crps),
+    _member_column("fair CRPS", lambda score: score.fair_crps),
+    _member_column("spread", lambda score: score.spread),
+    _member_column("spread/error", lambda score: score.spread_skill),
+)
+"""Columns of ensembles, whose other scores are those of the mean."""
+
+
 def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
     """Return the page as text."""
     # Only lead times of several steps are made by rolling out.
@@ -104,6 +126,21 @@ def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
             },
             from_zero=True,
         )
+        spread = draw_scores(
+            "error and spread",
+            rows,
+            {
+                "error of the mean": _of_members(lambda score: score.rmse),
+                "spread": _of_members(lambda score: score.spread),
+            },
+            from_zero=True,
+        )
+        scored = draw_scores(
+            "CRPS",
+            rows,
+            {"this model": _of_members(lambda score: score.crps), "fair": _of_members(lambda score: score.fair_crps)},
+            from_zero=True,
+        )
         correlations = draw_scores(
             "anomaly correlation",
             rows,
@@ -117,7 +154,10 @@ def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
             from_zero=True,
         )
         # SEEPS is there for precipitation alone, the correlation only with a climatology.
-        curves[name] = [drawing for drawing in (errors, correlations, rain) if drawing is not None]
+        curves[name] = [drawing for drawing in (errors, correlations, rain, spread, scored) if drawing is not None]
+        # Of the longest lead time: one histogram a variable is enough to look at.
+        if rows[-1].ensemble is not None:
+            curves[name].append(draw_rank_histogram(rows[-1].lead_hours, {"members": rows[-1].ensemble.ranks}))
     return render_page(
         "forecast.html",
         "figures.css",
@@ -137,7 +177,7 @@ def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
             for at in skill_by_lead(found.rows)
         ],
         curves=curves,
-        columns=(*SCORE_COLUMNS, *SEEPS_COLUMNS * known_rain),
+        columns=(*SCORE_COLUMNS, *SEEPS_COLUMNS * known_rain, *ENSEMBLE_COLUMNS * (found.members > 1)),
         rain=known_rain,
         maps=[(one, paint_maps(one)) for one in found.maps],
     )

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.families.weather.model.field_head import almost_fair_crps
+
 LEAST_DRY, MOST_DRY = 0.1, 0.85
 """Dry fractions between which points are scored: elsewhere a few events would decide."""
 
@@ -66,6 +68,11 @@ class EnsembleScore:
     """Rank histogram, [members + 1]: mean over forecasts of the area-weighted share of points whose truth is above that many
     members; one that equals some members is shared equally by the ranks that it may have. Flat for a reliable ensemble
     (Hamill 2001)."""
+
+    @classmethod
+    def unknown(cls, variable: str, lead_hours: int, members: int) -> EnsembleScore:
+        """Return scores of nothing: what says which scores there will be."""
+        return cls(variable, lead_hours, 0, members, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, (0.0,) * (members + 1))
 
 
 @dataclass(frozen=True)
@@ -254,7 +261,7 @@ class EnsembleScores(_ScoreSums):
         mean_BVHW = members_BMVHW.mean(1)
         variance_BVHW = (members_BMVHW - mean_BVHW[:, None]).square().sum(1) / (self.members - 1)
         error_BVHW = torch.where(there_BVHW, mean_BVHW - truth_BVHW, 0.0)
-        crps_BVHW, fair_BVHW = ensemble_crps(members_BMVHW, truth_BVHW), fair_crps(members_BMVHW, truth_BVHW)
+        crps_BVHW, fair_BVHW = (almost_fair_crps(members_BMVHW, truth_BVHW, alpha) for alpha in (0.0, 1.0))
         values = {
             "squared": _area_sum(error_BVHW * error_BVHW, weights_BVHW),
             "error": _area_sum(error_BVHW, weights_BVHW),
@@ -294,46 +301,14 @@ class EnsembleScores(_ScoreSums):
 
 
 def rank_share(members: Tensor, truth: Tensor, rank: int) -> Tensor:
-    """Return how much of each truth has this rank among the members, from 0 to 1; shapes as in `fair_crps`.
+    """Return how much of each truth has this rank among the members, from 0 to 1; shapes as in
+    `almost_fair_crps`.
 
     A truth that equals k members has k + 1 ranks and counts for each of them alike. NaN where a member has no value.
     """
     below, equal = (found.sum(1) for found in (members < truth.unsqueeze(1), members == truth.unsqueeze(1)))
     share = ((below <= rank) & (rank <= below + equal)) / (equal + 1).double()
     return torch.where(members.isnan().any(1), torch.nan, share)
-
-
-def fair_crps(members: Tensor, truth: Tensor) -> Tensor:
-    """Return the fair continuous ranked probability score of each point: members [B, M, ...], truth [B, ...] -> [B, ...].
-
-    mean |x_i - y| - sum_ij |x_i - x_j| / (2 M (M - 1)) (Ferro 2014): unbiased where members are independent draws, and no
-    proper score of anything else.
-    """
-    count = members.shape[1]
-    distance, difference = _crps_terms(members, truth)
-    return distance - difference / (count * (count - 1))
-
-
-def ensemble_crps(members: Tensor, truth: Tensor) -> Tensor:
-    """Return the continuous ranked probability score of the members' empirical distribution; shapes as in `fair_crps`.
-
-    mean |x_i - y| - sum_ij |x_i - x_j| / (2 M^2) (Gneiting and Raftery 2007): proper whatever the members are.
-    """
-    distance, difference = _crps_terms(members, truth)
-    return distance - difference / members.shape[1] ** 2
-
-
-def _crps_terms(members: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean |x_i - y| and sum_ij |x_i - x_j| / 2.
-
-    The double sum is taken over sorted members, in which the i-th of M counts 2 i - M - 1 times (i from 1).
-    """
-    count = members.shape[1]
-    distance = (members - truth.unsqueeze(1)).abs().mean(1)
-    # Sorting costs M log M, all pairs M^2.
-    order = torch.arange(1, count + 1, device=members.device, dtype=members.dtype) * 2 - count - 1
-    difference: Tensor = torch.tensordot(members.sort(1).values.movedim(1, -1), order, dims=1)
-    return distance, difference
 
 
 def seeps_errors(forecast_BPHW: Tensor, truth_BPHW: Tensor, climates: PrecipitationClimates) -> Tensor:

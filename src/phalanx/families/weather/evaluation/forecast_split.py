@@ -24,6 +24,7 @@ from phalanx.families.weather.evaluation.compare_forecasts import Comparison, Sc
 from phalanx.families.weather.evaluation.forecast_file import FileLayout, ForecastFile, open_forecast_file
 from phalanx.families.weather.inputs import STATISTICS, grid_of_data
 from phalanx.families.weather.model.forecaster import Forecaster
+from phalanx.families.weather.model.member_noise import member_noise, repeat_members
 from phalanx.hardware.device import require_cpu_format
 from phalanx.nn.precision import PRECISIONS
 from phalanx.training.checkpointing import find_trained_run, load_module
@@ -69,6 +70,8 @@ class Forecasts:
     split: SplitName
     starts: int
     """Inputs that forecasts were made from."""
+    members: int
+    """Members of each forecast."""
     steps: dict[int, tuple[int, ...]]
     """Lead times of the model's steps that make up each lead time, in hours."""
     rows: list[ScoreRow]
@@ -82,6 +85,7 @@ class Forecasts:
         return {
             "split": self.split,
             "starts": self.starts,
+            "members": self.members,
             "steps_hours": {str(hours): list(steps) for hours, steps in self.steps.items()},
             "without_climatology": self.without_climatology,
             "scores": [row.as_dict() for row in self.rows],
@@ -119,6 +123,7 @@ def forecast_split(
     split: SplitName,
     step_hours: int | None = None,
     starts: int | None = None,
+    members: int | None = None,
     mapped: Sequence[str] = (),
     out: Path | None = None,
     rank: int = 0,
@@ -128,7 +133,8 @@ def forecast_split(
     """Forecast from every input of a split up to `hours` ahead and score all lead times that the model's steps reach.
 
     step_hours: roll out in steps of this lead time alone; None takes the fewest steps of the lead times trained on.
-    starts: inputs to start from, spread evenly over each source; None takes all. mapped: variables to show as maps.
+    starts: inputs to start from, spread evenly over each source; None takes all. members: of each forecast; None takes as
+    many as the model was trained with. mapped: variables to show as maps, of an ensemble its mean.
     out: file to write all forecasts to, those without a truth too; see `evaluation.forecast_file`.
     rank, ranks: this rank among those of the process group, which share the starts; each of them gets all scores and maps.
     progress: called with inputs done and in all, of this rank.
@@ -142,25 +148,30 @@ def forecast_split(
     reader = fields.reader(split, seed=run.training.seed, leads=list(steps))
     climatologies, without = known_climatologies(fields, reader)
     device = next(loaded.model.parameters()).device
-    comparison = Comparison(reader, climatologies, device)
+    count = member_count(run, members)
+    comparison = Comparison(reader, climatologies, device, count)
     chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
     usual = [name for name in _MAPPED if name in reader.outputs]
     shown = _MapKeeper(reader, list(mapped) or usual or list(reader.outputs[:_MAPS]), list(steps), chosen)
     mine, done = [rows[rank::ranks] for rows in chosen], 0
     with ExitStack() as opened:
         file = (
-            None if out is None else opened.enter_context(_open_file(out, loaded, reader, chosen, steps, rank, ranks))
+            None
+            if out is None
+            else opened.enter_context(_open_file(out, loaded, reader, chosen, steps, count, rank, ranks))
         )
-        for index, rows in batch_rows(mine, _BATCH):
+        for index, rows in batch_rows(mine, max(1, _BATCH // count)):
             starting = reader.sources[index].windows.starts[rows]
-            for column, forecast in enumerate(roll_out(loaded.model, reader, index, starting, steps, grid)):
+            seed = run.training.seed
+            rolled = roll_out(loaded.model, reader, index, starting, steps, grid, members=count, seed=seed)
+            for column, forecast in enumerate(rolled):
                 if file is not None:
                     file.write(np.searchsorted(chosen[index], rows), column, forecast)
                 cases, known = known_cases(reader, index, rows, column)
                 if len(cases):
-                    scored = forecast[torch.from_numpy(known).to(device)]
-                    comparison.add(cases, scored)
-                    shown.look(cases, scored)
+                    scored = forecast.unflatten(0, (len(rows), count))[torch.from_numpy(known).to(device)]
+                    comparison.add(cases, scored.flatten(0, 1))
+                    shown.look(cases, scored.mean(1))
             done += len(rows)
             progress(done, sum(map(len, mine)))
     maps = [shown.maps] * ranks
@@ -168,7 +179,21 @@ def forecast_split(
         comparison.all_reduce()
         # One rank has the start that is shown.
         dist.all_gather_object(maps, shown.maps)
-    return Forecasts(split, sum(map(len, chosen)), steps, comparison.rows(), max(maps, key=len), reader.grid, without)
+    starts = sum(map(len, chosen))
+    return Forecasts(split, starts, count, steps, comparison.rows(), max(maps, key=len), reader.grid, without)
+
+
+def member_count(run: WeatherRun, members: int | None) -> int:
+    """Return the members of each forecast: `members`, or as many as the model was trained with.
+
+    Raises ConfigError where a model without noise is to give several.
+    """
+    if members is not None and members > 1 and not run.model.noise_channels:
+        raise ConfigError(
+            f"--members {members}: the model has no noise, so all members would be equal; train it with model.loss=crps, or "
+            "join several runs with phalanx ensemble"
+        )
+    return members or run.model.members
 
 
 def _open_file(
@@ -177,6 +202,7 @@ def _open_file(
     reader: FieldReader,
     chosen: Sequence[Int64Array],
     steps: dict[int, tuple[int, ...]],
+    members: int,
     rank: int,
     ranks: int,
 ) -> AbstractContextManager[ForecastFile]:
@@ -189,7 +215,8 @@ def _open_file(
     source = reader.sources[0]
     # Of all ranks: the file has the starts of all, of which each rank writes its own.
     starting = source.windows.starts[chosen[0]]
-    layout = FileLayout.of(source.store, reader.outputs, source.store.times.seconds[starting], list(steps))
+    seconds = source.store.times.seconds[starting]
+    layout = FileLayout.of(source.store, reader.outputs, seconds, list(steps), members)
     return open_forecast_file(out, layout, f"{loaded.where}, step {loaded.step}", rank, ranks)
 
 
@@ -249,14 +276,21 @@ def roll_out(
     starts: Int64Array,
     steps: dict[int, tuple[int, ...]],
     grid: ModelGrid | None = None,
+    *,
+    members: int = 1,
+    seed: int = 0,
 ) -> Iterator[Tensor]:
     """Yield for each lead time the forecasts [n, V_out, H, W] from these input frames, in the units of the fields.
 
-    grid: that of the data, as `inputs.grid_of_data` finds it.
+    grid: that of the data, as `inputs.grid_of_data` finds it. members: of each forecast, which are n * members rows then,
+    one after the other; seed: of their noise. A member is a function of seed, time of the input and its number, whatever is
+    forecast beside it.
     """
     device = next(model.parameters()).device
+    seconds = torch.from_numpy(reader.sources[source].store.times.seconds[starts]).to(device)
     # Longer lead times begin where shorter ones ended, so every step is computed once.
-    states: dict[tuple[int, ...], Tensor] = {(): reader.read_states(source, starts).to(device)}
+    begin = repeat_members(reader.read_states(source, starts).to(device), len(starts) * members)
+    states: dict[tuple[int, ...], Tensor] = {(): begin}
     # A step can only follow where everything that is read was predicted or stays as it is.
     can_follow = set(model.config.output_names) <= set(model.config.input_names)
 
@@ -265,9 +299,11 @@ def roll_out(
         if parts[:-1] not in states:
             predict(parts[:-1])
         before = states[parts[:-1]]
-        forcings = reader.read_forcings(source, starts, sum(parts)).to(device)
-        lead = torch.full((len(starts),), float(parts[-1]), device=device)
-        predicted = model.forecast(model.with_forcings(before, forcings), lead, grid)
+        forcings = repeat_members(reader.read_forcings(source, starts, sum(parts)).to(device), len(before))
+        lead = torch.full((len(before),), float(parts[-1]), device=device)
+        rows_S = model.all_positions(device, grid).rows_S
+        noise = member_noise(model.config, seed, seconds, members, rows_S, step=len(parts) - 1)
+        predicted = model.forecast(model.with_forcings(before, forcings), lead, grid, noise)
         if can_follow:
             states[parts] = model.next_inputs(before, predicted)
         return predicted

@@ -22,6 +22,7 @@ from phalanx.families.weather.model.grid_features import (
     take_places,
     wave_features,
 )
+from phalanx.families.weather.model.member_noise import repeat_members
 from phalanx.families.weather.sizes import FEATURES, group_sizes
 from phalanx.nn.layers import Linear
 from phalanx.nn.positions import Positions
@@ -88,12 +89,14 @@ class FieldEmbedding(nn.Module):
         positions: Positions,
         dropout: DropoutContext | None = None,
         grid: ModelGrid | None = None,
+        rows: int | None = None,
     ) -> Tensor:
         """Embed fields as tokens [B, S, D] in the model's activation format, of the rows `positions.rows_S`.
 
         fields: finite and normalised, in the order of `config.input_names`, of the newest of `config.history` states,
         then of the one before it. lead_hours: hours from the newest to what is predicted. rows: whole locations, whose
-        tokens follow one another. grid: that of the fields; None is the model's own.
+        tokens follow one another. grid: that of the fields; None is the model's own. rows: those to give, of consecutive
+        members of each sample; None gives one a sample.
         """
         on_grid = self.config.on_grid(grid)
         x_BSD = self.tokens(fields_BVHW, self.needed_rows(positions, on_grid), on_grid)
@@ -102,7 +105,11 @@ class FieldEmbedding(nn.Module):
         # The same for every location: how far ahead the whole field is predicted.
         fourier = self.config.lead_embedding == "fourier"
         lead = wave_features(lead_hours_B, *LEAD_HOURS) if fourier else lead_hours_B[:, None] / 100.0
-        x_BSD = x_BSD + self.lead(lead.to(self.dtype))[:, None]
+        leads_BD = self.lead(lead.to(self.dtype))
+        # Embedded once for all members, which differ in the blocks alone. Before a sum: what comes out of a module must own
+        # its memory.
+        rows = rows or len(x_BSD)
+        x_BSD = repeat_members(x_BSD, rows) + repeat_members(leads_BD, rows)[:, None]
         dropped: Tensor = self.dropout(x_BSD, dropout)
         return dropped
 

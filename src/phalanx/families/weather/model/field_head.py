@@ -1,6 +1,7 @@
 """From tokens to fields: final norm, hidden layers, projection to patches, and the loss.
 
-The loss is the squared error weighted by area, as a sum with a count of targets, so that uneven batches average right.
+The loss is the squared error, or of an ensemble the almost fair CRPS, weighted by area, as a sum with a count of targets, so
+that uneven batches average right.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from phalanx.families.weather.model.grid_features import (
     row_weights,
     take_places,
 )
+from phalanx.families.weather.model.member_noise import repeat_members
 from phalanx.nn.layers import Linear, Norm
 
 
@@ -63,7 +65,8 @@ class FieldHead(nn.Module):
 
         x: tokens behind the last block, of the rows `rows_S` of every sample (whole locations; None means all). targets:
         [B, V, H, W] of `config.output_names`, whole fields, NaN where there is none. fields: the inputs, needed where the
-        model predicts changes. grid: that of the fields; None is the model's own.
+        model predicts changes. grid: that of the fields; None is the model's own. Of an ensemble x has consecutive rows of
+        each sample's members, and fields may have.
         """
         predicted_BLVP = self.states(x_BSD, rows_S, fields_BVHW=fields_BVHW, grid=grid)
         return predicted_BLVP if targets_BVHW is None else self.loss(predicted_BLVP, targets_BVHW, rows_S, grid)
@@ -86,7 +89,7 @@ class FieldHead(nn.Module):
         weight_LP = self._located(patches_of(weight_HW[None, None], size)[0, :, 0], rows_S, 0, on_grid)
         weights = self.config.loss_weights
         weight_V = None if weights is None else torch.tensor(weights, device=device)
-        return squared_error_sum(predicted_BLVP, targets_BLVP, weight_LP, weight_V)
+        return loss_sum(self.config, predicted_BLVP, targets_BLVP, weight_LP, weight_V)
 
     def patches(self, x_BSD: Tensor) -> Tensor:
         """Return the head's own output for each location, [B, L, V, P] in the activation format."""
@@ -120,7 +123,7 @@ class FieldHead(nn.Module):
         before_BVHW = take_places(fields_BVHW, outputs_among_inputs(self.config), 1)
         before_BLVP = patches_of(before_BVHW, self.config.patch_size)
         before_BLVP = self._located(before_BLVP, rows_S, 1, self.config.on_grid(grid))
-        return before_BLVP.to(patches_BLVP.dtype) + patches_BLVP
+        return repeat_members(before_BLVP.to(patches_BLVP.dtype), len(patches_BLVP)) + patches_BLVP
 
     def _located(self, patches: Tensor, rows_S: Tensor | None, dim: int, on_grid: WeatherModel) -> Tensor:
         """Return the patches of these rows' locations along `dim`. on_grid: the model on their grid."""
@@ -131,20 +134,48 @@ class FieldHead(nn.Module):
         return patches.index_select(dim, rows_S[::tokens] // tokens)
 
 
-def squared_error_sum(
-    predicted_BLVP: Tensor, targets_BLVP: Tensor, weight_LP: Tensor, weight_V: Tensor | None = None
+def loss_sum(
+    config: WeatherModel,
+    predicted_RLVP: Tensor,
+    targets_BLVP: Tensor,
+    weight_LP: Tensor,
+    weight_V: Tensor | None = None,
 ) -> Tensor:
-    """Sum over valid targets of weight * (predicted - target)^2, [1], in at least float32.
+    """Sum over valid targets of weight * loss, [1], in at least float32.
 
-    Targets that are NaN are left out, and so is their gradient. With weights of mean 1 over the grid and no target
-    missing, the sum divided by the number of targets is ClimaX's `lat_weighted_mse`.
+    The loss is (predicted - target)^2 of one row a sample, or with loss=crps the almost fair CRPS of the sample's rows, its
+    members. Targets that are NaN are left out, and so is their gradient. With weights of mean 1 over the grid and no target
+    missing, the sum of squares divided by the number of targets is ClimaX's `lat_weighted_mse`.
     """
-    dtype = torch.promote_types(predicted_BLVP.dtype, torch.float32)
+    dtype = torch.promote_types(predicted_RLVP.dtype, torch.float32)
     # where() instead of a product with the mask: NaN times zero is NaN, and its gradient too.
     valid = ~targets_BLVP.isnan()
-    error = torch.where(valid, predicted_BLVP.to(dtype) - targets_BLVP.to(dtype), 0.0)
-    weighted = error.square() * weight_LP[:, None].to(dtype)
+    predicted_RLVP, targets_BLVP = predicted_RLVP.to(dtype), torch.where(valid, targets_BLVP, 0.0).to(dtype)
+    if config.loss == "crps":
+        members_BMLVP = predicted_RLVP.unflatten(0, (len(targets_BLVP), -1))
+        losses = almost_fair_crps(members_BMLVP, targets_BLVP, config.crps_alpha)
+    else:
+        losses = (predicted_RLVP - targets_BLVP).square()
+    weighted = torch.where(valid, losses, 0.0) * weight_LP[:, None].to(dtype)
     if weight_V is not None:
         weighted = weighted * weight_V[:, None].to(dtype)
     # Not a view: results that others may change in place must own their memory.
     return torch.stack((weighted.sum(),))
+
+
+def almost_fair_crps(members: Tensor, truth: Tensor, alpha: float) -> Tensor:
+    """Return the almost fair continuous ranked probability score of each point: members [B, M, ...], truth [B, ...] ->
+    [B, ...].
+
+    mean |x_i - y| - (1 - (1 - alpha) / M) sum_ij |x_i - x_j| / (2 M (M - 1)) (Lang et al. 2024, arXiv:2412.15832).
+    alpha = 1 is the fair score (Ferro 2014), unbiased where members are independent draws and no proper score of anything
+    else; alpha = 0 that of the members' empirical distribution (Gneiting and Raftery 2007), proper whatever they are.
+    """
+    count = members.shape[1]
+    distance = (members - truth.unsqueeze(1)).abs().mean(1)
+    # Sorting costs M log M, all pairs M^2: the gap behind the i-th of M lies between i (M - i) pairs. Gaps are small, and
+    # sums of the members themselves would round them.
+    order = torch.arange(1, count, device=members.device)
+    pairs = (order * (count - order)).to(members.dtype).view(-1, *[1] * (members.dim() - 2))
+    difference = (members.sort(1).values.diff(dim=1) * pairs).sum(1)
+    return distance - (1.0 - (1.0 - alpha) / count) / (count * (count - 1)) * difference

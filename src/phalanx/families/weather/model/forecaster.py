@@ -54,10 +54,13 @@ class Forecaster(nn.Module):
         lead_hours_B: Tensor,
         dropout: DropoutContext | None = None,
         grid: ModelGrid | None = None,
+        noise_RSC: Tensor | None = None,
     ) -> Tensor:
-        """Return the summed loss [1]; see `FieldHead`. grid: that of the fields; None is the model's own."""
+        """Return the summed loss [1]; see `FieldHead` and, of grid and noise, `hidden`."""
         positions = self.all_positions(fields_BVHW.device, grid)
-        hidden = self.hidden(fields_BVHW, positions, lead_hours_B=lead_hours_B, dropout=dropout, grid=grid)
+        hidden = self.hidden(
+            fields_BVHW, positions, lead_hours_B=lead_hours_B, dropout=dropout, grid=grid, noise_RSC=noise_RSC
+        )
         loss: Tensor = self.head(hidden, targets_BVHW, positions.rows_S, fields_BVHW=fields_BVHW, grid=grid)
         return loss
 
@@ -69,31 +72,41 @@ class Forecaster(nn.Module):
         lead_hours_B: Tensor,
         dropout: DropoutContext | None = None,
         grid: ModelGrid | None = None,
+        noise_RSC: Tensor | None = None,
     ) -> Tensor:
-        """Return the activations behind the last block of this model chunk, [B, S, D].
+        """Return the activations behind the last block of this model chunk, [B, S, D]; with noise [R, S, D].
 
         inputs: fields [B, V, H, W] of `config.input_names`, finite and normalised, of several states as `FieldEmbedding`
         takes them; or activations where the part does not hold the embedding. positions: the tokens computed here; `rows_S`
         are whole locations. lead_hours: from the inputs to what is predicted. grid: that of the fields; None is the
-        model's own.
+        model's own. noise: of the members of an ensemble, whose rows R are consecutive for each sample; inputs may have a
+        row a sample, or a row a member.
         """
         x_BSD = inputs
         if self.part.first:
-            x_BSD = self.embedding(inputs, lead_hours_B, positions, dropout, grid=grid)
+            rows = len(inputs) if noise_RSC is None else len(noise_RSC)
+            x_BSD = self.embedding(inputs, lead_hours_B, positions, dropout, grid=grid, rows=rows)
         for number, block in zip(self.part.blocks, self.blocks, strict=True):
             # Numbered over the whole model, so that a chunk drops what the whole model would.
             at_layer = None if dropout is None else dropout.at_layer(number)
-            x_BSD = block(x_BSD, at_layer, path_factors(self.config, number, at_layer))
+            x_BSD = block(x_BSD, at_layer, path_factors(self.config, number, at_layer), noise_RSC)
         return x_BSD
 
     @torch.no_grad()
-    def forecast(self, fields_BVHW: Tensor, lead_hours_B: Tensor, grid: ModelGrid | None = None) -> Tensor:
+    def forecast(
+        self,
+        fields_BVHW: Tensor,
+        lead_hours_B: Tensor,
+        grid: ModelGrid | None = None,
+        noise_RSC: Tensor | None = None,
+    ) -> Tensor:
         """Return fields [B, V, H, W] of `config.output_names` predicted for `lead_hours_B` hours on; dropout is off.
 
-        grid: that of the fields; None is the model's own.
+        grid: that of the fields; None is the model's own. noise: of the members of an ensemble, see `hidden`; the fields are
+        then [R, V, H, W].
         """
         positions = self.all_positions(fields_BVHW.device, grid)
-        hidden = self.hidden(fields_BVHW, positions, lead_hours_B=lead_hours_B, grid=grid)
+        hidden = self.hidden(fields_BVHW, positions, lead_hours_B=lead_hours_B, grid=grid, noise_RSC=noise_RSC)
         patches_BLVP = self.head(hidden, None, fields_BVHW=fields_BVHW, grid=grid)
         return fields_of(patches_BLVP, self.config.on_grid(grid))
 
@@ -153,6 +166,22 @@ class Attention(nn.Module):
         return out
 
 
+class NoiseConditioning(Linear):
+    """What the noise of a token makes of the norms of one block: a scale and a shift of each.
+
+    Conditional layer norms as those of AIFS-CRPS (Lang et al. 2024, arXiv:2412.15832), by one matrix a block where that
+    model has an MLP too, which all blocks share: shared parameters would tie the stages of a pipeline together.
+    """
+
+    def __init__(self, config: WeatherModel) -> None:
+        super().__init__(config.noise_channels, 4 * config.d_model, bias=False)
+
+    def norm_changes(self, x_BSD: Tensor, noise_BSC: Tensor) -> tuple[Tensor, ...]:
+        """Return scale and shift of the first norm, then of the second, [B, S, D] each, in the format of x."""
+        changes: Tensor = self(noise_BSC.to(x_BSD.dtype))
+        return changes.chunk(4, dim=-1)
+
+
 class MLP(nn.Module):
     """down(gelu(up(x))), exact GELU."""
 
@@ -168,7 +197,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), where noise scales and shifts what the norms give."""
+
+    noise: NoiseConditioning | None
 
     def __init__(self, config: WeatherModel) -> None:
         super().__init__()
@@ -178,13 +209,27 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.attention_dropout = CounterDropout(config.dropout, site=0)
         self.mlp_dropout = CounterDropout(config.dropout, site=1)
+        self.noise = NoiseConditioning(config) if config.noise_channels else None
 
-    def forward(self, x_BSD: Tensor, dropout: DropoutContext | None = None, kept_2B: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BSD: Tensor,
+        dropout: DropoutContext | None = None,
+        kept_2B: Tensor | None = None,
+        noise_BSC: Tensor | None = None,
+    ) -> Tensor:
         """Map activations [B, S, D] to [B, S, D]. kept: factor of each sample's attention and MLP branch, from
-        `path_factors`."""
-        mixed = self.attention_dropout(self.attention(self.attention_norm(x_BSD)), dropout)
+        `path_factors`. noise: of each member and token, where the model has any."""
+        normed, second = self.attention_norm(x_BSD), None
+        if self.noise is not None and noise_BSC is not None:
+            scale, shift, *second = self.noise.norm_changes(x_BSD, noise_BSC)
+            normed = normed * (1.0 + scale) + shift
+        mixed = self.attention_dropout(self.attention(normed), dropout)
         x_BSD = x_BSD + _scale_branch(mixed, kept_2B, 0)
-        hidden = self.mlp_dropout(self.mlp(self.mlp_norm(x_BSD)), dropout)
+        normed = self.mlp_norm(x_BSD)
+        if second is not None:
+            normed = normed * (1.0 + second[0]) + second[1]
+        hidden = self.mlp_dropout(self.mlp(normed), dropout)
         return x_BSD + _scale_branch(hidden, kept_2B, 1)
 
 
