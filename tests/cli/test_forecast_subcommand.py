@@ -38,7 +38,9 @@ def test_scores_come_as_json_and_as_a_page_that_loads_nothing(call: Call, traine
     text = page.read_text()
     # Three variables at three lead times, each as forecast, truth and error.
     assert len(re.findall('<img src="data:image/png;base64,', text)) == 3 * 3 * 3
-    assert text.count("<polyline") == 3 * (3 + 2)
+    # Of every variable three curves of errors, two of correlations and three spectra.
+    assert text.count("<polyline") == 3 * (3 + 2 + 3)
+    assert len(facts["spectra"]) == 3 * 8 and len(facts["spectra"][0]["truth"]) == 8 // 2 + 1
     assert not re.search(r'(src|href)="(?!data:)', text) and "<script" not in text
 
 
@@ -50,6 +52,30 @@ def test_a_table_and_the_skill_are_printed(call: Call, trained: Path, tmp_path: 
     assert sum(line.startswith("  z500") for line in lines) == 2
     assert lines[-2].startswith("error saved over the better of persistence and climatology: 6 h ")
     assert lines[-1] == str(page) and "u10, 12 h from 2000-" in page.read_text()
+
+
+def test_another_model_is_tested_against(call: Call, trained: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    words = ["forecast", str(trained), "--hours", "12", "--html", str(page), "--device", "cpu"]
+    done = call(*words, "--against", str(trained), "--json")
+    assert done.code == 0, done.err
+    facts = json.loads(done.out)["against"]
+    assert facts["step"] == 2 and Path(facts["checkpoint"]).is_dir()
+    found = facts["differences"]
+    assert [(one["variable"], one["score"]) for one in found[:3]] == [
+        ("z500", "rmse"),
+        ("z500", "crps"),
+        ("t850", "rmse"),
+    ]
+    # A model is no better than itself.
+    assert all(one["mean"] == 0.0 and one["p_value"] == 1.0 and not one["significant"] for one in found)
+    assert {one["lead_hours"]: one["starts"] for one in found} == {6: 34, 12: 33}
+    text = page.read_text()
+    assert f"Against {facts['checkpoint']}, step 2" in text and "Geer 2016" in text
+    done = call(*words, "--against", str(trained))
+    assert done.code == 0 and "+0.00%" in done.out
+    done = call("forecast", str(trained), "--from", "2000-02-01", "--out", str(tmp_path / "x.nc"), "--against", "other")
+    assert done.code == 2 and "--from scores nothing that could be compared" in done.err
 
 
 def test_precipitation_is_scored_where_the_run_says_which_it_is(call: Call, trained: Path, tmp_path: Path) -> None:

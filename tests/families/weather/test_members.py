@@ -18,6 +18,7 @@ from phalanx.errors import ConfigError
 from phalanx.families.weather.config import WeatherRun
 from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.ensemble import build_forecasts
+from phalanx.families.weather.evaluation.compare_forecasts import skill_in_words
 from phalanx.families.weather.evaluation.forecast_from import forecast_from
 from phalanx.families.weather.evaluation.forecast_page import render_forecasts
 from phalanx.families.weather.evaluation.forecast_scores import EnsembleScores
@@ -141,6 +142,8 @@ def test_members_are_scored_together_and_their_mean_as_a_forecast(loaded: Loaded
         assert row.ensemble is not None and row.ensemble.members == 4 and row.ensemble.spread > 0
         assert row.ensemble.rmse == pytest.approx(row.rmse) and row.ensemble.bias == pytest.approx(row.bias)
         assert sum(row.ensemble.ranks) == pytest.approx(1.0) and len(row.ensemble.ranks) == 5
+    leads = {row.lead_hours for row in found.rows}
+    assert skill_in_words(found.rows).partition("; spread over error: ")[2].count(" h ") == len(leads)
     page = render_forecasts(loaded, found)
     assert "of a reliable ensemble 40.0 %" in page and "spread/error" in page
     # With as many as in training where nobody says how many; fewer are the first of more.

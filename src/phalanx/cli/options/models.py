@@ -342,6 +342,12 @@ class ForecastArguments:
             help="Members of each forecast, of a model with noise; by default as many as in training.",
         ),
     ] = None
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR", help="Forecast with this model too, and test which differences are more than chance."
+        ),
+    ] = None
     shown: Annotated[
         list[str] | None, typer.Option("--map", metavar="VARIABLE", help="Variable to show as maps; may be repeated.")
     ] = None

@@ -25,6 +25,8 @@ from phalanx.families.weather.evaluation.forecast_scores import (
     ForecastScores,
     PrecipitationClimates,
 )
+from phalanx.families.weather.evaluation.significance import SCORES, StartScores
+from phalanx.families.weather.evaluation.spectra import Spectrum, ZonalSpectra
 
 _FRAMES_AT_ONCE = 16
 """Frames whose climatology is looked up at a time."""
@@ -84,9 +86,11 @@ class Comparison:
         climatologies: Mapping[int, Climatology] | None,
         device: torch.device,
         members: int = 1,
+        *,
+        details: bool = False,
     ) -> None:
         """climatologies: by number of the source; None leaves them and the anomaly correlation out. members: of each
-        forecast."""
+        forecast. details: whether spectra and the scores of every forecast are kept too."""
         self.reader = reader
         self.climatologies = climatologies
         self.device = device
@@ -94,6 +98,11 @@ class Comparison:
         model, stays, usual = (ForecastScores(reader.outputs, reader.leads, weights) for _ in range(3))
         self._model, self._persistence, self._climatology = model, stays, usual
         self._ensemble = EnsembleScores(reader.outputs, reader.leads, weights, members) if members > 1 else None
+        self._by_start: list[StartScores] | None = [] if details else None
+        # Waves are those of whole circles of latitude.
+        self._spectra = None
+        if details and reader.grid.wraps:
+            self._spectra = ZonalSpectra(reader.outputs, reader.leads, reader.grid, device)
 
     def add(self, cases: Cases, forecast: Tensor) -> None:
         """Score forecasts [n, V, H, W], in the units of the fields, and both baselines for the same cases.
@@ -104,15 +113,20 @@ class Comparison:
         hours = reader.lead_hours(cases)
         truth = reader.read_outputs(cases).to(device)
         forecast = forecast.to(device)
+        members = forecast.unflatten(0, (len(cases), -1))
+        if self._spectra is not None:
+            self._spectra.add(members, truth, hours)
+        scores = None
         if self._ensemble is not None:
-            members = forecast.unflatten(0, (len(cases), -1))
-            self._ensemble.add(members, truth, hours)
+            scores = self._ensemble.add(members, truth, hours)
             # In float64: deviations from the mean are small beside the fields.
             forecast = members.double().mean(1)
         usual = None if self.climatologies is None else climatology_at(reader, self.climatologies, cases).to(device)
         known = self.climatologies
         rain = None if known is None else precipitation_at(reader, known, cases, device)
-        self._model.add(forecast, truth, hours, usual, rain)
+        alone = self._model.add(forecast, truth, hours, usual, rain)
+        if self._by_start is not None:
+            self._by_start.append(_scores_by_start(reader, cases, hours, scores or alone))
         # On the same cases as the model: skill compares like with like.
         self._persistence.add(reader.read_outputs(cases, at_start=True).to(device), truth, hours, usual, rain)
         if usual is not None:
@@ -120,7 +134,7 @@ class Comparison:
 
     def all_reduce(self) -> None:
         """Add up what all ranks scored."""
-        for scores in (self._model, self._persistence, self._climatology, self._ensemble):
+        for scores in (self._model, self._persistence, self._climatology, self._ensemble, self._spectra):
             if scores is not None:
                 scores.all_reduce()
 
@@ -131,6 +145,18 @@ class Comparison:
             scores.merge(more)
         if self._ensemble is not None and other._ensemble is not None:
             self._ensemble.merge(other._ensemble)
+
+    def spectra(self) -> list[Spectrum]:
+        """Return one pair of spectra for each lead time and variable; none without details, and of a region."""
+        return [] if self._spectra is None else self._spectra.results()
+
+    def by_start(self) -> StartScores:
+        """Return the scores of every forecast of all ranks, all of which call this; needs details."""
+        assert self._by_start is not None
+        empty = np.empty(0, dtype=np.int64)
+        outputs = self.reader.outputs
+        none = StartScores(outputs, empty, empty, empty, np.empty((len(SCORES), 0, len(outputs))))
+        return StartScores.join([none, *self._by_start]).gather()
 
     def rows(self) -> list[ScoreRow]:
         """Return one row for each lead time and variable."""
@@ -157,6 +183,11 @@ class Comparison:
             )
             for mine, stays, usual, members in both
         ]
+
+
+def _scores_by_start(reader: FieldReader, cases: Cases, hours: Tensor, scores: Mapping[str, Tensor]) -> StartScores:
+    values = torch.stack([scores[name] for name in SCORES]).cpu().numpy()
+    return StartScores(reader.outputs, cases.source, reader.start_seconds(cases), hours.numpy(), values)
 
 
 def known_climatologies(
@@ -191,6 +222,8 @@ class LeadSkill:
     variables: int
     better: int
     """Variables with less error than the better baseline."""
+    spread_skill: float | None = None
+    """Mean of spread over error of the members over variables, 1 for a reliable ensemble; None of single forecasts."""
 
     @property
     def percent(self) -> str:
@@ -205,16 +238,19 @@ def skill_by_lead(rows: Sequence[ScoreRow]) -> list[LeadSkill]:
         skills = [row.skill for row in rows if row.lead_hours == lead and math.isfinite(row.skill)]
         if skills:
             better = sum(skill > 0 for skill in skills)
-            found.append(LeadSkill(lead, sum(skills) / len(skills), len(skills), better))
+            members = [row.ensemble.spread_skill for row in rows if row.lead_hours == lead and row.ensemble is not None]
+            spread = sum(members) / len(members) if members else None
+            found.append(LeadSkill(lead, sum(skills) / len(skills), len(skills), better, spread))
     return found
 
 
 def skill_in_words(rows: Sequence[ScoreRow]) -> str:
-    """Describe the skill at each lead time in a sentence."""
-    parts = [
-        f"{at.lead_hours} h {at.percent} ({at.better} of {at.variables} variables better)" for at in skill_by_lead(rows)
-    ]
-    return "error saved over the better of persistence and climatology: " + ", ".join(parts)
+    """Describe the skill at each lead time in a sentence, and of ensembles their spread."""
+    leads = skill_by_lead(rows)
+    parts = [f"{at.lead_hours} h {at.percent} ({at.better} of {at.variables} variables better)" for at in leads]
+    words = "error saved over the better of persistence and climatology: " + ", ".join(parts)
+    spread = [f"{at.lead_hours} h {at.spread_skill:.2f}" for at in leads if at.spread_skill is not None]
+    return words + ("; spread over error: " + ", ".join(spread) if spread else "")
 
 
 def climatology_at(reader: FieldReader, climatologies: Mapping[int, Climatology], cases: Cases) -> Tensor:

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.families.weather.evaluation.compare_forecasts import ScoreRow, skill_by_lead
-from phalanx.families.weather.evaluation.forecast_scores import EnsembleScore
 from phalanx.families.weather.evaluation.forecast_split import FieldMap, Forecasts, LoadedForecaster
-from phalanx.formatting import format_number
-from phalanx.report.drawing import WIDTH, Drawing, Plot, Scale, fit_scale
+from phalanx.families.weather.evaluation.significance import Difference
+from phalanx.families.weather.evaluation.spectra import Spectrum
+from phalanx.formatting import format_number, format_tick
+from phalanx.report.drawing import WIDTH, Drawing, Plot, Scale, choose_value_ticks, draw_nothing, fit_scale
 from phalanx.report.ensemble_page import draw_rank_histogram
 from phalanx.report.page import Tile, render_page
 from phalanx.report.run_log import FloatArray
@@ -87,77 +88,53 @@ SEEPS_COLUMNS: tuple[Column[ScoreRow], ...] = (
 """Columns of runs that predict precipitation."""
 
 
-def _of_members(score_of: Callable[[EnsembleScore], float | None]) -> ScoreOf:
-    """Return the score of a row's members; None where there is one forecast."""
-    return lambda row: None if row.ensemble is None else score_of(row.ensemble)
+def _of_members(score: str) -> ScoreOf:
+    """Return a named score of a row's members; None where there is one forecast."""
+    return lambda row: None if row.ensemble is None else getattr(row.ensemble, score)
 
 
-def _member_column(name: str, score_of: Callable[[EnsembleScore], float | None]) -> Column[ScoreRow]:
-    """Return the column of a score of the members."""
-    found = _of_members(score_of)
+def _member_column(name: str, score: str) -> Column[ScoreRow]:
+    """Return the column of a named score of the members."""
+    found = _of_members(score)
     return Column(name, lambda row: _format_known(found(row)))
 
 
 ENSEMBLE_COLUMNS: tuple[Column[ScoreRow], ...] = (
-    _member_column("CRPS", lambda score: score.crps),
-    _member_column("fair CRPS", lambda score: score.fair_crps),
-    _member_column("spread", lambda score: score.spread),
-    _member_column("spread/error", lambda score: score.spread_skill),
+    _member_column("CRPS", "crps"),
+    _member_column("fair CRPS", "fair_crps"),
+    _member_column("spread", "spread"),
+    _member_column("spread/error", "spread_skill"),
 )
 """Columns of ensembles, whose other scores are those of the mean."""
 
 
-def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
-    """Return the page as text."""
+DIFFERENCE_COLUMNS: tuple[Column[Difference], ...] = (
+    Column("variable", lambda row: row.variable, "left"),
+    Column("hours", lambda row: row.lead_hours),
+    Column("score", lambda row: row.score.upper(), "left"),
+    Column("starts", lambda row: row.starts),
+    Column(
+        "difference",
+        lambda row: f"{row.relative:+.2%}".replace("-", "−") if np.isfinite(row.relative) else "–",
+        style=lambda row: "" if not row.significant else "better" if row.mean < 0 else "worse",
+    ),
+    Column("95% from", lambda row: format_number(row.low)),
+    Column("to", lambda row: format_number(row.high)),
+    Column("p", lambda row: f"{row.p_value:.3f}" if np.isfinite(row.p_value) else "–"),
+    Column("inflation", lambda row: f"{row.inflation:.2f}" if np.isfinite(row.inflation) else "–"),
+)
+"""Columns of what two models differ by."""
+
+
+def render_forecasts(
+    loaded: LoadedForecaster, found: Forecasts, against: str = "", differences: Sequence[Difference] = ()
+) -> str:
+    """Return the page as text. against: the model that it is compared with, in words; differences: of their scores."""
     # Only lead times of several steps are made by rolling out.
     made = [f"{hours} h = {' + '.join(map(str, parts))}" for hours, parts in found.steps.items() if len(parts) > 1]
     steps = f"Roll-outs: {'; '.join(made)}. Other lead times are one step of the model."
     known_rain = any(row.seeps is not None for row in found.rows)
-    curves: dict[str, list[Drawing]] = {}
-    for name in dict.fromkeys(row.variable for row in found.rows):
-        rows = [row for row in found.rows if row.variable == name]
-        errors = draw_scores(
-            "RMSE",
-            rows,
-            {
-                "this model": lambda row: row.rmse,
-                "persistence": lambda row: row.persistence_rmse,
-                "climatology": lambda row: row.climatology_rmse,
-            },
-            from_zero=True,
-        )
-        spread = draw_scores(
-            "error and spread",
-            rows,
-            {
-                "error of the mean": _of_members(lambda score: score.rmse),
-                "spread": _of_members(lambda score: score.spread),
-            },
-            from_zero=True,
-        )
-        scored = draw_scores(
-            "CRPS",
-            rows,
-            {"this model": _of_members(lambda score: score.crps), "fair": _of_members(lambda score: score.fair_crps)},
-            from_zero=True,
-        )
-        correlations = draw_scores(
-            "anomaly correlation",
-            rows,
-            {"this model": lambda row: row.acc, "persistence": lambda row: row.persistence_acc},
-            from_zero=False,
-        )
-        rain = draw_scores(
-            "SEEPS",
-            rows,
-            {"this model": lambda row: row.seeps, "persistence": lambda row: row.persistence_seeps},
-            from_zero=True,
-        )
-        # SEEPS is there for precipitation alone, the correlation only with a climatology.
-        curves[name] = [drawing for drawing in (errors, correlations, rain, spread, scored) if drawing is not None]
-        # Of the longest lead time: one histogram a variable is enough to look at.
-        if rows[-1].ensemble is not None:
-            curves[name].append(draw_rank_histogram(rows[-1].lead_hours, {"members": rows[-1].ensemble.ranks}))
+    curves = {name: draw_variable(found, name) for name in dict.fromkeys(row.variable for row in found.rows)}
     return render_page(
         "forecast.html",
         "figures.css",
@@ -180,7 +157,44 @@ def render_forecasts(loaded: LoadedForecaster, found: Forecasts) -> str:
         columns=(*SCORE_COLUMNS, *SEEPS_COLUMNS * known_rain, *ENSEMBLE_COLUMNS * (found.members > 1)),
         rain=known_rain,
         maps=[(one, paint_maps(one)) for one in found.maps],
+        against=against,
+        difference_columns=DIFFERENCE_COLUMNS,
+        differences=differences,
     )
+
+
+def draw_variable(found: Forecasts, name: str) -> list[Drawing]:
+    """Draw all that is known of one variable by lead time: errors, correlations, SEEPS, spread, CRPS, spectra and ranks."""
+    rows = [row for row in found.rows if row.variable == name]
+    wanted: list[tuple[str, dict[str, ScoreOf], bool]] = [
+        (
+            "RMSE",
+            {
+                "this model": lambda row: row.rmse,
+                "persistence": lambda row: row.persistence_rmse,
+                "climatology": lambda row: row.climatology_rmse,
+            },
+            True,
+        ),
+        (
+            "anomaly correlation",
+            {"this model": lambda row: row.acc, "persistence": lambda row: row.persistence_acc},
+            False,
+        ),
+        ("SEEPS", {"this model": lambda row: row.seeps, "persistence": lambda row: row.persistence_seeps}, True),
+        ("error and spread", {"error of the mean": _of_members("rmse"), "spread": _of_members("spread")}, True),
+        ("CRPS", {"this model": _of_members("crps"), "fair": _of_members("fair_crps")}, True),
+    ]
+    # SEEPS is there for precipitation alone, the correlation only with a climatology.
+    drawn = [draw_scores(what, rows, series, from_zero=from_zero) for what, series, from_zero in wanted]
+    drawings = [drawing for drawing in drawn if drawing is not None]
+    spectra = [one for one in found.spectra if one.variable == name]
+    if spectra:
+        drawings.append(draw_spectra(spectra[0], spectra[-1]))
+    # Of the longest lead time: one histogram a variable is enough to look at.
+    if rows[-1].ensemble is not None:
+        drawings.append(draw_rank_histogram(rows[-1].lead_hours, {"members": rows[-1].ensemble.ranks}))
+    return drawings
 
 
 def draw_scores(what: str, rows: Sequence[ScoreRow], series: dict[str, ScoreOf], *, from_zero: bool) -> Drawing | None:
@@ -211,6 +225,35 @@ def draw_scores(what: str, rows: Sequence[ScoreRow], series: dict[str, ScoreOf],
         plot.add_curve([lead for lead, _ in pairs], [score for _, score in pairs], number, style)
     ends = "; ".join(f"{name} {format_number(pairs[-1][1])} at {pairs[-1][0]} h" for _, name, pairs in known)
     return plot.finish(f"{what}: {ends}.", tuple((f"dot-{number}", name) for number, name, _ in known))
+
+
+def draw_spectra(first: Spectrum, last: Spectrum) -> Drawing:
+    """Draw the zonal energy spectra of one variable's forecasts at two lead times, and of the truth at the second."""
+    series = {
+        f"forecast, {last.lead_hours} h": last.forecast,
+        f"forecast, {first.lead_hours} h": first.forecast,
+        "truth": last.truth,
+    }
+    # Without the mean, which has no place on a scale of wavenumbers.
+    energies = {name: np.array(values[1:]) for name, values in series.items()}
+    shown = np.concatenate(list(energies.values()))
+    if not (shown > 0).any():
+        return draw_nothing("No energy could be compared.")
+    waves = np.arange(1, len(last.truth))
+    up = fit_scale(shown, logarithmic=True)
+    plot = Plot(fit_scale(waves.astype(np.float64), logarithmic=True), up, left=90, top=14, tall=330, right=WIDTH - 30)
+    plot.label_up()
+    plot.label_across([tick.value for tick in choose_value_ticks(plot.across)], format_tick)
+    for number, values in enumerate(energies.values(), 1):
+        there = values > 0
+        style = {1: "strong", 3: "dashed"}.get(number, "")
+        plot.add_line(waves[there].tolist(), values[there].tolist(), f"line-{number} {style}".strip())
+    shares = energies[f"forecast, {last.lead_hours} h"][-1] / energies["truth"][-1] if energies["truth"][-1] else np.nan
+    return plot.finish(
+        f"Energy by zonal wavenumber; at {waves[-1]} the forecast of {last.lead_hours} h has {format_number(float(shares))} "
+        "times that of the truth.",
+        tuple((f"dot-{number}", name) for number, name in enumerate(series, 1)),
+    )
 
 
 def paint_maps(one: FieldMap) -> list[Picture]:

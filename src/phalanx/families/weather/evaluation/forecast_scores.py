@@ -94,7 +94,7 @@ class _Means:
         return round(self.counts["squared"])
 
 
-class _ScoreSums:
+class ScoreSums:
     """Sums and counts of named values of forecasts, by lead time and variable: float64 [2, N, L, V]."""
 
     names: tuple[str, ...]
@@ -113,7 +113,7 @@ class _ScoreSums:
             # Sums and counts, not means: ranks score unequal numbers of forecasts.
             dist.all_reduce(self._sums)
 
-    def merge(self, other: _ScoreSums) -> None:
+    def merge(self, other: ScoreSums) -> None:
         """Add the sums of other forecasts of the same variables and lead times."""
         self._sums += other._sums
 
@@ -161,7 +161,7 @@ class PrecipitationClimates:
         return (self.dry_fraction_BPHW >= LEAST_DRY) & (self.dry_fraction_BPHW <= MOST_DRY)
 
 
-class ForecastScores(_ScoreSums):
+class ForecastScores(ScoreSums):
     """Sums from which the scores of single forecasts follow, by lead time and variable."""
 
     names: tuple[str, ...] = ("squared", "error", "absolute", "correlation", "seeps")
@@ -173,8 +173,11 @@ class ForecastScores(_ScoreSums):
         lead_hours_B: Tensor,
         climatology_BVHW: Tensor | None = None,
         precipitation: PrecipitationClimates | None = None,
-    ) -> None:
+    ) -> dict[str, Tensor]:
         """Score forecasts, whose truth and climatology are given in the same units; lead_hours: whole hours.
+
+        Returns errors of each forecast: "rmse" and "crps", which of one forecast is the mean absolute error, float64
+        [B, V], NaN where there is no truth.
 
         A point counts where truth (and for the correlation climatology) is not NaN; a NaN in a forecast at such a point
         makes its scores NaN, so a forecast cannot choose where it is scored. precipitation: climates of the variables that
@@ -212,6 +215,7 @@ class ForecastScores(_ScoreSums):
             means_BV = torch.zeros(truth_BVHW.shape[:2], dtype=torch.float64, device=truth_BVHW.device)
             means_BV[:, places] = _area_sum(errors_BPHW, _mean_weights(self._area, there_BPHW))
             self._add_values({"seeps": means_BV}, there_BVHW, lead_hours_B)
+        return {"rmse": values["squared"].sqrt(), "crps": values["absolute"]}
 
     def results(self) -> list[Score]:
         """Return one score for each lead time and variable."""
@@ -230,7 +234,7 @@ class ForecastScores(_ScoreSums):
         ]
 
 
-class EnsembleScores(_ScoreSums):
+class EnsembleScores(ScoreSums):
     """Sums from which the scores of ensemble forecasts follow, by lead time and variable."""
 
     names: tuple[str, ...] = ("squared", "error", "variance", "crps", "fair_crps")
@@ -252,8 +256,11 @@ class EnsembleScores(_ScoreSums):
         self.independent = independent
         self.members = members
 
-    def add(self, forecasts_BMVHW: Tensor, truth_BVHW: Tensor, lead_hours_B: Tensor) -> None:
-        """Score ensembles of M members; truth is NaN where it is unknown; lead_hours: whole hours."""
+    def add(self, forecasts_BMVHW: Tensor, truth_BVHW: Tensor, lead_hours_B: Tensor) -> dict[str, Tensor]:
+        """Score ensembles of M members; truth is NaN where it is unknown; lead_hours: whole hours.
+
+        Returns errors of each ensemble: "rmse" of its mean and "crps", the fair one, float64 [B, V], NaN without a truth.
+        """
         assert forecasts_BMVHW.shape[1] == self.members, (forecasts_BMVHW.shape, self.members)
         there_BVHW = ~truth_BVHW.isnan()
         weights_BVHW = _mean_weights(self._area, there_BVHW)
@@ -274,6 +281,7 @@ class EnsembleScores(_ScoreSums):
             share_BVHW = rank_share(members_BMVHW, truth_BVHW, rank)
             values[name] = _area_sum(torch.where(there_BVHW, share_BVHW, 0.0), weights_BVHW)
         self._add_values(values, there_BVHW, lead_hours_B)
+        return {"rmse": values["squared"].sqrt(), "crps": values["fair_crps"]}
 
     def results(self) -> list[EnsembleScore]:
         """Return one score for each lead time and variable."""

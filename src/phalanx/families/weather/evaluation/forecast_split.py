@@ -22,6 +22,8 @@ from phalanx.families.weather.data.field_samples import Cases, FieldReader, Spli
 from phalanx.families.weather.data.open_fields import FieldSet
 from phalanx.families.weather.evaluation.compare_forecasts import Comparison, ScoreRow, known_climatologies
 from phalanx.families.weather.evaluation.forecast_file import FileLayout, ForecastFile, open_forecast_file
+from phalanx.families.weather.evaluation.significance import StartScores
+from phalanx.families.weather.evaluation.spectra import Spectrum
 from phalanx.families.weather.inputs import STATISTICS, grid_of_data
 from phalanx.families.weather.model.forecaster import Forecaster
 from phalanx.families.weather.model.member_noise import member_noise, repeat_members
@@ -75,6 +77,10 @@ class Forecasts:
     steps: dict[int, tuple[int, ...]]
     """Lead times of the model's steps that make up each lead time, in hours."""
     rows: list[ScoreRow]
+    spectra: list[Spectrum]
+    """Zonal energy spectra; none on a grid that does not go round the globe."""
+    by_start: StartScores
+    """Scores of every forecast."""
     maps: list[FieldMap]
     grid: Grid
     without_climatology: str | None
@@ -89,6 +95,7 @@ class Forecasts:
             "steps_hours": {str(hours): list(steps) for hours, steps in self.steps.items()},
             "without_climatology": self.without_climatology,
             "scores": [row.as_dict() for row in self.rows],
+            "spectra": [spectrum.as_dict() for spectrum in self.spectra],
         }
 
 
@@ -149,38 +156,60 @@ def forecast_split(
     climatologies, without = known_climatologies(fields, reader)
     device = next(loaded.model.parameters()).device
     count = member_count(run, members)
-    comparison = Comparison(reader, climatologies, device, count)
+    comparison = Comparison(reader, climatologies, device, count, details=True)
     chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
     usual = [name for name in _MAPPED if name in reader.outputs]
     shown = _MapKeeper(reader, list(mapped) or usual or list(reader.outputs[:_MAPS]), list(steps), chosen)
-    mine, done = [rows[rank::ranks] for rows in chosen], 0
+    mine = [rows[rank::ranks] for rows in chosen]
     with ExitStack() as opened:
-        file = (
-            None
-            if out is None
-            else opened.enter_context(_open_file(out, loaded, reader, chosen, steps, count, rank, ranks))
-        )
-        for index, rows in batch_rows(mine, max(1, _BATCH // count)):
-            starting = reader.sources[index].windows.starts[rows]
-            seed = run.training.seed
-            rolled = roll_out(loaded.model, reader, index, starting, steps, grid, members=count, seed=seed)
-            for column, forecast in enumerate(rolled):
-                if file is not None:
-                    file.write(np.searchsorted(chosen[index], rows), column, forecast)
-                cases, known = known_cases(reader, index, rows, column)
-                if len(cases):
-                    scored = forecast.unflatten(0, (len(rows), count))[torch.from_numpy(known).to(device)]
-                    comparison.add(cases, scored.flatten(0, 1))
-                    shown.look(cases, scored.mean(1))
-            done += len(rows)
-            progress(done, sum(map(len, mine)))
+        file = None
+        if out is not None:
+            file = opened.enter_context(_open_file(out, loaded, reader, chosen, steps, count, rank, ranks))
+        for index, rows, column, forecast in _forecast_rows(loaded, reader, mine, steps, grid, count, progress):
+            if file is not None:
+                file.write(np.searchsorted(chosen[index], rows), column, forecast)
+            cases, known = known_cases(reader, index, rows, column)
+            if len(cases):
+                scored = forecast.unflatten(0, (len(rows), count))[torch.from_numpy(known).to(device)]
+                comparison.add(cases, scored.flatten(0, 1))
+                shown.look(cases, scored.mean(1))
     maps = [shown.maps] * ranks
     if ranks > 1:
         comparison.all_reduce()
         # One rank has the start that is shown.
         dist.all_gather_object(maps, shown.maps)
-    starts = sum(map(len, chosen))
-    return Forecasts(split, starts, count, steps, comparison.rows(), max(maps, key=len), reader.grid, without)
+    return Forecasts(
+        split=split,
+        starts=sum(map(len, chosen)),
+        members=count,
+        steps=steps,
+        rows=comparison.rows(),
+        spectra=comparison.spectra(),
+        by_start=comparison.by_start(),
+        maps=max(maps, key=len),
+        grid=reader.grid,
+        without_climatology=without,
+    )
+
+
+def _forecast_rows(
+    loaded: LoadedForecaster,
+    reader: FieldReader,
+    chosen: Sequence[Int64Array],
+    steps: dict[int, tuple[int, ...]],
+    grid: ModelGrid | None,
+    members: int,
+    progress: Callable[[int, int], None],
+) -> Iterator[tuple[int, Int64Array, int, Tensor]]:
+    """Yield source, rows of its windows, number of the lead time and the members' forecasts, of all rows chosen."""
+    done, seed = 0, loaded.run.training.seed
+    for index, rows in batch_rows(chosen, max(1, _BATCH // members)):
+        starts = reader.sources[index].windows.starts[rows]
+        rolled = roll_out(loaded.model, reader, index, starts, steps, grid, members=members, seed=seed)
+        for column, forecast in enumerate(rolled):
+            yield index, rows, column, forecast
+        done += len(rows)
+        progress(done, sum(map(len, chosen)))
 
 
 def member_count(run: WeatherRun, members: int | None) -> int:

@@ -112,7 +112,7 @@ class FieldHead(nn.Module):
         """Return the predicted fields of each location, [B, L, V, P] in at least float32; arguments as of `forward`."""
         # In at least float32: a small change of a large field survives no bfloat16 sum.
         patches_BLVP = self.patches(x_BSD)
-        # A copy in any case: what comes out of a module must own its memory (see `squared_error_sum`).
+        # A copy in any case: what comes out of a module must own its memory (see `loss_sum`).
         patches_BLVP = patches_BLVP.to(torch.promote_types(patches_BLVP.dtype, torch.float32), copy=True)
         if self.config.prediction != "change":
             return patches_BLVP
