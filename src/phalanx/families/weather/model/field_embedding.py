@@ -160,9 +160,10 @@ class FieldEmbedding(nn.Module):
         if self.positions is not None:
             table_LD: Tensor = self.positions
             before, after = ((one.patch_rows, one.patch_columns) for one in (self.config, on_grid))
-            # Interpolated before rounding, as `training.init_from` would do it once for all.
+            # In at least float32, rounded once, as `training.init_from` would do it once for all.
             if before != after:
-                table_LD = interpolate_grid(table_LD, before, after)
+                wide = torch.promote_types(table_LD.dtype, torch.float32)
+                table_LD = interpolate_grid(table_LD.to(wide), before, after)
             return table_LD.index_select(0, locations_S).to(self.dtype)
         assert self.place is not None
         places_S4 = patch_places(on_grid, locations_S.device).index_select(0, locations_S)
