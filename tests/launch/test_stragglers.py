@@ -158,7 +158,7 @@ def test_the_rank_that_others_wait_for_is_blamed_though_it_went_silent_last(tmp_
         time.sleep(0.01)
     views = [view_rank(tmp_path, rank, 1, None, 0.0) for rank in (1, 0)]
     assert views[0].heard > views[1].heard
-    blamed, _ = blame_silent(tmp_path, [views[0]], views)
+    blamed, _ = blame_silent({rank: read_collectives(tmp_path, rank) for rank in range(2)}, [views[0]], views)
     assert blamed.rank == 0
 
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from phalanx.layout.mesh import listening_socket
+from phalanx.hardware.host import listening_socket
 
 
 def listens_at(address: str, *, one_machine: bool) -> str | None:

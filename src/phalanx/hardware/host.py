@@ -1,11 +1,13 @@
-"""The host this process runs on: its CPU cores, and processes that its kernel kills because memory ran out.
+"""The host this process runs on: its cores, addresses to listen at, and processes that are killed because memory ran out.
 
 This module imports nothing that takes time, so that a launcher may ask before torch is loaded.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -82,3 +84,32 @@ class KillCount:
         except OSError:
             return 0
         return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether `address` is by its name one that no other machine reaches."""
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def listening_socket(address: str, port: int, *, one_machine: bool) -> int | None:
+    """Return a descriptor that listens at `address` alone, None where that cannot be, and a server has to listen everywhere.
+
+    PyTorch's store does so by itself, and whoever reaches it may read and write. one_machine: whether all ranks are here.
+    On several machines a name that stands for this machine's loopback in its own tables is another address elsewhere.
+    """
+    local_only = one_machine or is_loopback(address)
+    for family, _, _, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        if ipaddress.ip_address(place[0]).is_loopback and not local_only:
+            continue
+        listener = socket.socket(family)
+        # A run that is started again at once finds its port in TIME_WAIT.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(place)
+            listener.listen(socket.SOMAXCONN)
+        except OSError:
+            # Taken, or an address that is translated on its way here: the store says which.
+            listener.close()
+            continue
+        return listener.detach()
+    return None

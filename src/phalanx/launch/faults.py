@@ -14,14 +14,14 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.errors import PhalanxError
 from phalanx.files import JsonLines, require_own, write_atomically
-from phalanx.launch.collectives import absent_ranks, read_collectives
+from phalanx.launch.collectives import Collective, absent_ranks
 from phalanx.launch.heartbeat import (
     STACK_SIGNAL,
     Beat,
@@ -32,7 +32,7 @@ from phalanx.launch.heartbeat import (
 )
 from phalanx.printable import make_printable
 
-Cause = Literal["signal", "out of memory", "exception", "refused", "hang", "stopped", "lost link", "exit"]
+Cause = Literal["signal", "out of memory", "exception", "refused", "hang", "stopped", "lost link", "exit", "lost node"]
 CAUSES: dict[Cause, str] = {
     "signal": "a signal ended it",
     "out of memory": "memory ran out",
@@ -42,6 +42,7 @@ CAUSES: dict[Cause, str] = {
     "stopped": "it was suspended (SIGSTOP)",
     "lost link": "it lost another rank",
     "exit": "it ended before the others",
+    "lost node": "the supervisor of its node is gone",
 }
 """Why ranks fail, in the words of the report."""
 
@@ -131,12 +132,15 @@ def _is_silent(view: RankView, limits: Limits, now: float, since: float) -> bool
     return now - max(view.heard, since) > limit
 
 
-def blame_silent(folder: Path, silent: Sequence[RankView], views: Sequence[RankView]) -> tuple[RankView, list[str]]:
+def blame_silent(
+    collectives: Mapping[int, Sequence[Collective]], silent: Sequence[RankView], views: Sequence[RankView]
+) -> tuple[RankView, list[str]]:
     """Return the rank that the others wait for, and sentences on the collectives that say so.
 
-    A rank that hangs outside a collective holds up all others in theirs: they are as silent as it is.
+    A rank that hangs outside a collective holds up all others in theirs: they are as silent as it is. collectives: the last
+    ones of each rank.
     """
-    absent, sentences = absent_ranks({view.rank: read_collectives(folder, view.rank) for view in views})
+    absent, sentences = absent_ranks(collectives)
     stopped = [view for view in silent if view.stopped]
     # Not only of the silent: the one that all wait for may have given its last sign of life a moment after them.
     missing = [view for view in views if view.rank in absent and view.code is None]
@@ -155,7 +159,7 @@ def first_failed(views: Sequence[RankView], quiet_codes: Sequence[int]) -> RankV
     def importance(view: RankView) -> tuple[bool, bool, bool, float, int]:
         code = view.code or 0
         said = view.error or {}
-        victim = said.get("kind") == "lost link"
+        victim = _lost_link(view)
         # Least first: those that ended in good order tell least, then those that only lost a link, then bare exit codes
         # without a word; of equals, the first.
         return code in quiet_codes, victim, code > 0 and not said, float(said.get("time", 0.0)), view.rank
@@ -168,6 +172,11 @@ def timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
+def host_name() -> str:
+    """Return the name of this node by which its scheduler knows it."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
+
+
 @dataclass(frozen=True)
 class Fault:
     """What is known of one fault: the first rank to fail, and what all ranks of the node were doing."""
@@ -178,7 +187,7 @@ class Fault:
     """One line: the exception, the signal, how long it was silent."""
     step: int | None
     phase: str | None
-    host: str = field(default_factory=lambda: os.environ.get("SLURMD_NODENAME") or platform.node())
+    host: str = field(default_factory=host_name)
     """The node, by the name that its scheduler knows it by."""
     time: str = field(default_factory=timestamp)
     """When it was found."""
@@ -295,6 +304,65 @@ def _name_cause(view: RankView, now: float, *, out_of_memory: bool, silent: bool
     if code < 0:
         return "signal", f"{-code} ({signal.strsignal(-code) or 'no name'})"
     return "exit", f"exit code {code}"
+
+
+@dataclass(frozen=True)
+class NodeEnd:
+    """What the supervisor of a node saw of its ranks as an attempt ended. Times are those of its host's `time.monotonic`."""
+
+    views: tuple[RankView, ...]
+    """All ranks when the first of them was seen to fail, or when all had ended."""
+    last: tuple[RankView, ...]
+    """The same ranks once all had ended."""
+    seen_at: float
+    """When `views` were taken."""
+    found: str = field(default_factory=timestamp)
+    """The same by the clock of the host, as reports write it."""
+    silent: tuple[int, ...] = ()
+    """Ranks that had given no sign of life within their limits."""
+    killed_for_memory: bool = False
+    """Whether the kernel killed processes of this host for lack of memory meanwhile."""
+    stacks: Mapping[int, str] = field(default_factory=dict)
+    collectives: Mapping[int, Sequence[Collective]] = field(default_factory=dict)
+    """The last ones of each rank."""
+    host: str = field(default_factory=host_name)
+
+
+def name_first(ends: Sequence[NodeEnd], quiet_codes: Sequence[int], attempt: int) -> tuple[Fault, RankView]:
+    """Return the fault of the first rank to fail on any node, and that rank as it was seen last.
+
+    quiet_codes: exit codes of ranks that ended in good order.
+    """
+    pairs = [pair for end in ends for pair in zip(end.views, end.last, strict=True)]
+    seen = {view.rank: view for view, _ in pairs}
+    last = {view.rank: view for _, view in pairs}
+    # Those that ended after the fault was found were ended by it, unless they say of something worse.
+    ended = [after for before, after in pairs if before.code is not None or after.error is not None]
+    first = first_failed(ended, quiet_codes)
+    silent = [seen[rank] for end in ends for rank in end.silent]
+    sentences: list[str] = []
+    hangs = bool(silent) and (first is None or first.code in quiet_codes or _lost_link(first))
+    if hangs:
+        records = {rank: records for end in ends for rank, records in end.collectives.items()}
+        first, sentences = blame_silent(records, silent, list(seen.values()))
+    # Without any of them, the one that ended first of those that were ended.
+    first = first or first_failed(list(last.values()), ()) or pairs[0][1]
+    end = next(end for end in ends if any(view.rank == first.rank for view in end.last))
+    fault = name_fault(
+        first,
+        list(seen.values()) if hangs else [replace(seen[r], error=last[r].error, code=last[r].code) for r in seen],
+        attempt=attempt,
+        now=end.seen_at,
+        out_of_memory=first.code == -signal.SIGKILL and end.killed_for_memory,
+        silent=hangs,
+        collectives=sentences,
+        stacks={rank: text for one in (end, *ends) for rank, text in one.stacks.items()},
+    )
+    return replace(fault, host=end.host, time=end.found), last[first.rank]
+
+
+def _lost_link(view: RankView) -> bool:
+    return (view.error or {}).get("kind") == "lost link"
 
 
 def collect_stacks(folder: Path, views: Sequence[RankView]) -> dict[int, str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.launch.faults import Fault, Limits, RankView
+from phalanx.launch.faults import Fault, Limits
 
+BAD_USAGE = 2
+"""Exit code of a command whose arguments or run file are wrong; every rank then finds the same."""
 GIVEN_UP = 93
 """Exit code after restarts in vain: the same command would fail again, so a scheduler should not run it again."""
 
@@ -41,8 +43,6 @@ class RestartCount:
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
-        self.restarts = 0
-        """All restarts so far."""
         self.vain = 0
         """Faults since the ranks last began from a newer checkpoint."""
         self.same_place = False
@@ -51,9 +51,8 @@ class RestartCount:
         self._blamed: tuple[int, int] | None = None
         """Place of the last fault, and the newest checkpoint at that time."""
 
-    def note_fault(self, views: Sequence[RankView], place: int) -> None:
-        """Count a fault of ranks that had begun where `views` say. place: of the rank that failed first."""
-        resumed = max((view.beat.resumed for view in views if view.beat is not None), default=-1)
+    def note_fault(self, resumed: int, place: int) -> None:
+        """Count a fault of ranks that began from the checkpoint of step `resumed`. place: of the rank that failed first."""
         if resumed > self._newest:
             self._newest, self.vain = resumed, 0
         self.vain += 1
@@ -84,10 +83,13 @@ def _newest_step(run_dir: Path | None) -> int:
 
 
 class RankPlaces:
-    """The places of this machine, such as devices, that ranks may have: each rank's own, and spare ones."""
+    """The places that ranks may have, each rank's own and spare ones: devices of one machine, or nodes with equal ranks."""
 
     def __init__(self, world_size: int, layouts: Mapping[int, Sequence[str]], first: int = 0) -> None:
-        """Begin with a place for each of `world_size` ranks, from number `first` on. layouts: see `RestartPolicy`."""
+        """Begin with a place for each of `world_size` ranks, from number `first` on. layouts: see `RestartPolicy`.
+
+        Where places are nodes, they take the part of ranks, here and in `layouts`.
+        """
         self._layouts = layouts
         self._usable = list(range(first, first + world_size))
         self.used = list(self._usable)
@@ -134,3 +136,80 @@ def is_worth_restart(fault: Fault, *, needs_less: bool = False) -> bool:
         return False
     # Memory that ran out before a step was done runs out again, unless less is taken.
     return needs_less or fault.cause != "out of memory" or fault.phase not in ("start", "compile", None)
+
+
+class Restarts:
+    """What is decided after each fault of a run: whether ranks begin again, in which places, and when."""
+
+    def __init__(
+        self,
+        policy: RestartPolicy,
+        places: RankPlaces,
+        name_place: Callable[[int], str],
+        *,
+        ranks_each: int = 1,
+        fixed: int | None = None,
+    ) -> None:
+        """Begin with all `places`. name_place: names one for a person. ranks_each: ranks of a place. fixed: the place that
+        is never left out."""
+        self.policy = policy
+        self._count = RestartCount(policy)
+        self._name_place = name_place
+        self._ranks_each = ranks_each
+        self._fixed = fixed
+        self._memory_limit = read_memory_limit(policy.run_dir)
+        self.places = places
+        self.done = 0
+        """Restarts so far."""
+        self.backoff_s = 0.0
+        """Seconds to wait before the restart that was decided last."""
+
+    @property
+    def words(self) -> list[str]:
+        """Words to add to the command of the next attempt."""
+        return [*(self.policy.words if self.done else ()), *self.places.words]
+
+    def decide(self, fault: Fault, code: int, resumed: int, *, asked: bool) -> tuple[str, int | None]:
+        """Return what is done about `fault` as a sentence, and the exit code of the command; None where ranks begin again.
+
+        code: exit code of the rank that failed first. resumed: step of the checkpoint that the ranks began from; -1 where
+        that is not known. asked: whether somebody asked the run to stop.
+        """
+        index = fault.rank // self._ranks_each
+        self._count.note_fault(resumed, self.places.used[index])
+        self.backoff_s = self._count.backoff_s
+        before, self._memory_limit = self._memory_limit, read_memory_limit(self.policy.run_dir)
+        worth = is_worth_restart(fault, needs_less=self._memory_limit != before)
+        if self.policy.most == 0 or asked or code == BAD_USAGE or not worth:
+            return "not restarted; the last checkpoint stays", code
+        if self._count.pointless:
+            return (
+                f"given up (exit code {GIVEN_UP}): {self.policy.most} restarts in a row have led to no newer checkpoint; "
+                "the same command starts again"
+            ), GIVEN_UP
+        who = self._leave_place(fault, index)
+        if who is None:
+            left = "no layout is legal for the ranks that are left"
+            if not self.policy.layouts:
+                left = "restart.layout is same, which needs all nodes"
+            return f"not restarted: {left}; the last checkpoint stays", code
+        self.done += 1
+        after = f" after {self.backoff_s:g} s" if self.backoff_s else ""
+        return f"restart {self.done}: {who} again from the newest whole checkpoint{after}", None
+
+    def _leave_place(self, fault: Fault, index: int) -> str | None:
+        """Leave out a place that is lost, or whose rank has failed before; return who begins again, or None."""
+        place = self.places.used[index]
+        lost = fault.cause == "lost node"
+        # With fewer ranks each takes more memory, so that is no way out of having none.
+        wanted = self.policy.layouts and self._count.same_place and fault.cause != "out of memory"
+        if not lost and (not wanted or place == self._fixed):
+            return "all ranks begin"
+        if not self.places.leave_out(index):
+            return None
+        layout = " ".join(word.removeprefix("layout.") for word in self.places.words if not word.endswith("=1"))
+        why = "is lost and" if lost else "has failed twice in a row and"
+        return (
+            f"{self._name_place(place)} {why} is left out, {len(self.places.used) * self._ranks_each} ranks"
+            f"{f' ({layout})' if layout else ''} begin"
+        )

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from phalanx.launch.collectives import read_collectives
 from phalanx.launch.faults import (
     GONE,
     Fault,
@@ -138,7 +139,8 @@ class NodeWatch:
 
     def _end_silent(self, silent: Sequence[RankView], views: Sequence[RankView], now: float) -> bool:
         """Name and end the rank that the others wait for; return whether there is one on this node."""
-        hung, sentences = blame_silent(self._folder, silent, views)
+        collectives = {view.rank: read_collectives(self._folder, view.rank) for view in views}
+        hung, sentences = blame_silent(collectives, silent, views)
         world_size = int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_STEP_NUM_TASKS") or 0)
         alone = hung.stopped or bool(sentences) or len(views) == len(self._ranks) == world_size
         # Where all ranks of this node wait, the one that hangs may be on another: the watch there has as long again.

@@ -5,7 +5,6 @@ Neighbouring ranks share the axes that talk most: tensor-parallel ranks are inne
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.hardware.host import listening_socket
 from phalanx.launch.parent import STORE_SOCKET
 from phalanx.layout.data_parallel.task_heads import branch_groups
 from phalanx.layout.spec import (
@@ -164,30 +164,6 @@ def _inherited_socket() -> int | None:
     # Processes that this rank starts have no use for it.
     os.set_inheritable(int(text), False)
     return int(text)
-
-
-def listening_socket(address: str, port: int, *, one_machine: bool) -> int | None:
-    """Return a descriptor that listens at MASTER_ADDR alone, None where the store has to listen at all addresses.
-
-    PyTorch's store listens everywhere, and whoever reaches it may read and write. one_machine: whether all ranks are here.
-    On several machines a name that stands for this machine's loopback in its own tables is another address elsewhere.
-    """
-    local_only = one_machine or address == "localhost" or address.startswith("127.")
-    for family, _, _, _, place in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
-        if ipaddress.ip_address(place[0]).is_loopback and not local_only:
-            continue
-        listener = socket.socket(family)
-        # A run that is started again at once finds its port in TIME_WAIT.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(place)
-            listener.listen(socket.SOMAXCONN)
-        except OSError:
-            # Taken, or an address that is translated on its way here: the store says which.
-            listener.close()
-            continue
-        return listener.detach()
-    return None
 
 
 @contextmanager
