@@ -12,10 +12,12 @@ from phalanx.cli.options.training import TrainArguments
 from phalanx.cli.ranks import require_no_ranks
 from phalanx.config.load import load_run, parse_overrides
 from phalanx.config.schema import Run
+from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.launch.__main__ import become_supervisor
 from phalanx.launch.faults import Limits
 from phalanx.launch.job_script import parse_walltime
+from phalanx.launch.nodes import find_place
 from phalanx.launch.restart import RestartPolicy
 from phalanx.launch.wall_time import set_time_limit
 from phalanx.layout.resolve import fallback_layouts, resolve_layout
@@ -29,18 +31,22 @@ def run_train(asked: TrainArguments) -> None:
     if asked.time is not None:
         set_time_limit(parse_walltime(asked.time))
     if asked.nproc is None:
+        if (asked.nodes, asked.node_rank, asked.rendezvous) != (None, None, None):
+            raise ConfigError("--nodes, --node-rank and --rendezvous need --nproc, the ranks of each node")
         train(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words), until=asked.until)
         return
     # what is wrong with the layout is said once, here, and not by every rank
     model = bind(loaded)
-    layout = resolve_layout(model, asked.nproc, asked.nproc)
-    require_no_ranks(asked.nproc)
+    place = find_place(asked.nodes, asked.node_rank, asked.rendezvous)
+    layout = resolve_layout(model, asked.nproc * (1 if place is None else place.nodes), asked.nproc)
+    if place is None:
+        require_no_ranks(asked.nproc)
     where = [] if asked.run_dir is None else ["--run-dir", str(asked.run_dir)]
     if asked.until is not None:
         where += ["--until", str(asked.until)]
     policy = _restart_policy(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words))
     if loaded.restart.layout == "replan":
-        policy = replace(policy, layouts=fallback_layouts(model, layout))
+        policy = replace(policy, layouts=fallback_layouts(model, layout, None if place is None else asked.nproc))
     # What it took to read and check the run here it takes in each rank, down to the family's own modules.
     modules = [name for name in sys.modules if name.partition(".")[0] == "phalanx" and not name.endswith("__main__")]
     wanted = loaded.training.compile
@@ -48,7 +54,7 @@ def run_train(asked: TrainArguments) -> None:
     if wanted is True or (wanted == "auto" and accelerated):
         modules.append("torch._inductor.compile_fx")
     policy = replace(policy, preload=tuple(modules))
-    become_supervisor(["train", str(asked.run), *where, *words], asked.nproc, asked.grace, policy)
+    become_supervisor(["train", str(asked.run), *where, *words], asked.nproc, asked.grace, policy, place)
 
 
 def _restart_policy(run: Run, run_dir: Path) -> RestartPolicy:

@@ -230,6 +230,7 @@ class RankProcesses:
         self.asked = 0
         """Number of the signal that asked the run to stop last; 0 before."""
         self._asked_at = 0.0
+        self._signalled = False
         self.insisted = False
         """Whether it came twice: ranks are then ended at once."""
         self._listener: socket.socket | None = None
@@ -386,7 +387,7 @@ class RankProcesses:
             silent=tuple(self._silent),
             killed_for_memory=self._kills.grew(),
             stacks=self._stacks,
-            collectives=self._last_collectives() if self._silent else {},
+            collectives=self._last_collectives() if self.watched else {},
         )
 
     def _last_collectives(self) -> dict[int, list[Collective]]:
@@ -507,8 +508,10 @@ class RankProcesses:
             time.sleep(_POLL_S)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        signalled, self._signalled = self._signalled, True
         again = number == self.asked
-        if not again or time.monotonic() - self._asked_at >= ONE_WISH_S:
+        # Where another node has asked already, a scheduler's signal to this one is the same wish, however late it comes.
+        if not again or (signalled and time.monotonic() - self._asked_at >= ONE_WISH_S):
             self.ask(number, insist=again)
 
     def ask(self, number: int, *, insist: bool) -> None:

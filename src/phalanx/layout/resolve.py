@@ -172,11 +172,12 @@ def legal_layouts(model: BoundModel, world_size: int, devices_per_node: int | No
     return list(itertools.compress(layouts, legal))
 
 
-def fallback_layouts(model: BoundModel, wanted: ResolvedLayout) -> dict[int, list[str]]:
-    """Return the nearest legal layout for each smaller number of ranks of one node that has any, as changes of the run file.
+def fallback_layouts(model: BoundModel, wanted: ResolvedLayout, on_node: int | None = None) -> dict[int, list[str]]:
+    """Return the nearest legal layout for each smaller number of ranks that has any, as changes of the run file.
 
     The global batch stays: a layout of fewer ranks computes the same steps. Degrees change first, then the micro-batch and
-    how experts are spread, which change no result either.
+    how experts are spread, which change no result either. on_node: ranks of each of several nodes, which are left out as
+    wholes; None where all ranks are on one.
     """
     found: dict[int, list[str]] = {}
     smaller = [wanted.microbatch] if model.run.layout.microbatch == "auto" else list_divisors(wanted.microbatch)[::-1]
@@ -186,11 +187,12 @@ def fallback_layouts(model: BoundModel, wanted: ResolvedLayout) -> dict[int, lis
         spread | ({} if samples == wanted.microbatch else {"layout.microbatch": samples})
         for spread, samples in itertools.product(spreads, smaller)
     ]
-    for ranks in range(wanted.world_size - 1, 0, -1):
+    step = on_node or 1
+    for ranks in range(wanted.world_size - step, 0, -step):
         legal = [
             (_degree_distance(layout, wanted)[0], order, layout)
             for order, fix in enumerate(fixes)
-            for layout in legal_layouts(_change_fields(model, fix), ranks, ranks)
+            for layout in legal_layouts(_change_fields(model, fix), ranks, on_node or ranks)
         ]
         if legal:
             _, order, nearest = min(legal, key=lambda choice: (*choice[:2], _degree_distance(choice[2], wanted)))

@@ -32,6 +32,21 @@ class TrainArguments:
         Path | None, typer.Option(help="Folder for metrics and checkpoints; by default runs/<name of the run file>.")
     ] = None
     nproc: Nproc = None
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            min=1,
+            help="Nodes on each of which this command starts the ranks of --nproc; under srun with a task a node by itself.",
+        ),
+    ] = None
+    node_rank: Annotated[
+        int | None, typer.Option(metavar="R", min=0, help="Number of this node among --nodes, from 0.")
+    ] = None
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="First of --nodes, and a free port there at which the others find it."),
+    ] = None
     until: Annotated[
         int | None,
         typer.Option(
