@@ -32,7 +32,7 @@ assert options["cpu-bind"] and options["distribution"] == "block"
 ranks = []
 for rank in range(tasks):
     step = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank % on_node, "SLURM_NODEID": rank // on_node,
-            "SLURM_NTASKS": tasks, "SLURM_STEP_NUM_TASKS": tasks}
+            "SLURM_NTASKS": tasks, "SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_NUM_NODES": tasks // on_node}
     ranks.append(subprocess.Popen(command, env={**os.environ, **{name: str(value) for name, value in step.items()}}))
 sys.exit(max(rank.wait() for rank in ranks))
 """

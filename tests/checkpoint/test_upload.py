@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from command_line import Call
 from distributed_ranks import run_ranks
 from phalanx import remote_files
 from phalanx.checkpoint import CheckpointStore, UploadAddress, read_tensors
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError, ConfigError, Interrupted
 from phalanx.object_store import Store
 from phalanx.remote_files import use_cache, weights_path
 from saved_states import assert_same_bits, every_dtype, small_state, zeros_like
@@ -192,6 +193,18 @@ def test_a_run_that_failed_waits_for_no_upload(tmp_path: Path) -> None:
     assert time.monotonic() - start < 60 and "checkpoints of steps 1 are not at" in warnings[-1]
 
 
+def test_a_run_that_is_told_to_stop_waits_little_for_a_dead_store(tmp_path: Path) -> None:
+    mortal, warnings, start = S3(), list[str](), time.monotonic()
+    mortal.server.stop()
+    with (
+        pytest.raises(Interrupted),
+        open_store(tmp_path / "a", "s3://bucket/told", warnings, upload_limit_s=120) as store,
+    ):
+        store.save(1, small_state(1), {})
+        raise Interrupted("asked to stop", signal.SIGTERM)
+    assert time.monotonic() - start < 30 and "checkpoints of steps 1 are not at" in warnings[-1]
+
+
 def test_a_wrong_address_is_refused(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     UploadAddress("s3://bucket/right", 5.0).refuse_unwritable()
     assert not s3.files.exists("bucket/right")
@@ -213,6 +226,12 @@ def test_training_goes_on_from_the_store_to_the_bit(s3: S3, tmp_path: Path, call
     assert call(*begun, str(tmp_path / "whole"), "training.steps=8").code == 0
     upload = ["training.steps=8", "checkpoint.upload=s3://bucket/trained"]
     assert call(*begun, str(tmp_path / "a"), *upload, "--until", "5").code == 0
+    # A run that is not to go on finds them too, and copies nothing.
+    refused = call(*begun, str(tmp_path / "fresh"), *upload, "training.resume=never")
+    assert (
+        refused.code == 1 and "s3://bucket/trained holds checkpoints; choose another checkpoint.upload" in refused.err
+    )
+    assert not list((tmp_path / "fresh" / "checkpoints").glob("step-*"))
     events = (tmp_path / "a" / "events.jsonl").read_text()
     assert '"kind": "upload"' in events.replace('":"', '": "')
     shutil.rmtree(tmp_path / "a")

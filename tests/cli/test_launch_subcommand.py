@@ -49,7 +49,7 @@ def test_prints_the_script(call: Call, folder: Path) -> None:
     outcome = call("launch", "run.yaml", *FRONTIER, "--nodes", "2", "training.steps=20", "layout.tp=2")
     assert (outcome.code, outcome.err, files(folder)) == (0, "", [])
     assert outcome.out.startswith("#!/bin/bash\n") and f"\ncd -- {folder}\n" in outcome.out
-    assert "\ntrain=(phalanx train run.yaml training.steps=20 layout.tp=2)\n" in outcome.out
+    assert "\ntrain=(phalanx train run.yaml --nproc 8 training.steps=20 layout.tp=2)\n" in outcome.out
     assert "#SBATCH --time=02:00:00\n" in outcome.out
 
 
@@ -57,7 +57,9 @@ def test_a_run_that_chooses_its_checkpoints_is_told_how_often_nodes_fail(call: C
     command = ("launch", "run.yaml", "--cluster", "dgx-h100", "--time", "60", "--nodes", "1")
     assert "cluster.mtbf_hours" not in call(*command).out
     chooses = (*command, "checkpoint.every=auto")
-    assert "train=(phalanx train run.yaml cluster.mtbf_hours=6300 checkpoint.every=auto)" in call(*chooses).out
+    assert (
+        "train=(phalanx train run.yaml --nproc 8 cluster.mtbf_hours=6300 checkpoint.every=auto)" in call(*chooses).out
+    )
     assert "=6300" not in call(*chooses, "cluster.mtbf_hours=50").out
 
 

@@ -847,3 +847,66 @@ def test_chaos_kills_in_checkpoints_flips_bits_and_takes_memory(run_file: Path, 
     assert all(row["survived"] for row in outcomes) and all(row["same_bits"] for row in outcomes[:-1])
     # Found at the next comparison, and the steps done again without a restart.
     assert all(row["found_as"] == "replicas differ" for row in outcomes if row["fault"]["kind"] == "bitflip")
+
+
+def start_nodes(run_file: Path, run_dir: Path, *words: str) -> list[subprocess.Popen[str]]:
+    """Start the supervisors of two nodes, each with one rank."""
+    where = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}"]
+    return [
+        start(
+            run_file,
+            run_dir,
+            *where,
+            *("--node-rank", str(node)),
+            "layout.dp_shard=2",
+            *words,
+            ranks=1,
+            more={"SLURMD_NODENAME": f"node00{node}"},
+        )
+        for node in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "cause"),
+    [
+        ("killed", "kill", "signal"),
+        ("suspended", "stop", "stopped"),
+        ("endless loop", "spin", "hang"),
+    ],
+)
+def test_a_fault_on_another_node_is_named_and_leaves_no_trace(
+    name: str, kind: str, cause: str, run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    marker, run_dir = tmp_path / "happened", tmp_path / "run"
+    nodes = start_nodes(run_file, run_dir, fault_words(kind=kind, rank=1, step=23, marker=marker))
+    ends = [finish(process) for process in nodes]
+    assert [code for code, _ in ends] == [0, 0], ends
+    report = json.loads((run_dir / "fault.json").read_text())
+    assert (report["rank"], report["host"], report["cause"], report["step"]) == (1, "node001", cause, 23)
+    assert [row["rank"] for row in report["ranks"]] == [0, 1]
+    named_s, again_s = measure_times(run_dir, marker)
+    limit = DETECTED_S if cause == "signal" else HEARTBEAT_S + 1.0
+    found_s = report["silent_s"] if report["silent_s"] is not None else named_s
+    print(
+        f"\n| two nodes, rank 1 on the second: {name} | {cause} | found in {found_s:.1f} s | again in {again_s:.0f} s |"
+    )
+    assert_same_bits(run_dir, undisturbed)
+    assert found_s <= limit
+    assert again_s <= limit + TRAINING_S
+
+
+def test_a_request_to_stop_on_one_node_saves_and_ends_all(
+    run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    nodes = start_nodes(run_file, run_dir)
+    wait_for_step(run_dir, 12, *nodes)
+    nodes[1].send_signal(signal.SIGINT)
+    ends = [finish(process) for process in nodes]
+    assert [code for code, _ in ends] == [128 + signal.SIGINT] * 2, ends
+    newest = open_checkpoints(run_dir).newest()
+    assert newest is not None and newest.step >= 12 and not (run_dir / "fault.json").exists()
+    nodes = start_nodes(run_file, run_dir)
+    assert [finish(process)[0] for process in nodes] == [0, 0]
+    assert_same_bits(run_dir, undisturbed)

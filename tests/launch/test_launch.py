@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -23,6 +25,8 @@ from phalanx.launch.job_script import (
     launch_script,
     parse_walltime,
 )
+from phalanx.launch.local_launch import CPU_MASKS
+from phalanx.launch.nodes import NodePlace, find_place
 from phalanx.launch.restart import GIVEN_UP
 from phalanx.training.stopping import StopRequest
 
@@ -262,6 +266,30 @@ def test_a_node_that_fails_twice_in_a_row_is_left_out_of_the_job_that_goes_on(
     assert ("a new job goes on without node002" in done.stderr) == (submits and not sbatch_exit)
 
 
+@pytest.mark.parametrize(
+    ("name", "mask"), [("frontier", "0xfefefefefefefefe"), ("lumi", "0xfefefefefefefefe"), ("dgx-h100", "")]
+)
+def test_a_job_that_begins_again_has_a_supervisor_on_each_node(name: str, mask: str, slurm: FakeSlurm) -> None:
+    machine = load_machine(name)
+    devices, nodes = machine.node.devices, 2
+    wanted = job(nodes, directory=slurm.folder, run_dir=Path("run"), restarts=2, overrides=("training.steps=5",))
+    script = launch_script(machine, wanted)
+    done = slurm.run(script, nodes)
+    assert done.returncode == 0, done.stderr
+    seen = slurm.seen()
+    assert len(seen) == nodes
+    for node, supervisor in enumerate(seen):
+        assert supervisor.arguments == ["train", "run.yaml", "--nproc", str(devices), "training.steps=5"]
+        with mock.patch.dict(os.environ, supervisor.environment, clear=True):
+            assert find_place(None, None, None) == NodePlace(nodes, node, "node001", 10_000 + JOB_ID % 20_000)
+        masks = supervisor.environment.get(CPU_MASKS, "")
+        assert masks == ",".join(machine.node.cpu_masks)
+    assert f"--cpus-per-task={devices * machine.node.cores_per_task}\n" in script
+    assert f"--cpu-bind={f'mask_cpu:{mask}' if mask else 'cores'}\n" in script
+    # What binds a device to each task would leave all ranks of a node with one.
+    assert "--gpu-bind" not in script and ("--gpus-per-task=8" in script) == (name == "frontier")
+
+
 @pytest.mark.parametrize(("saves", "code"), [(0, GIVEN_UP), (1, 137)])
 def test_a_job_without_a_node_leaves_out_another_only_after_progress(saves: int, code: int, slurm: FakeSlurm) -> None:
     wanted = job(2, directory=slurm.folder, run_dir=Path("run"), restarts=3, backoff_s=0.0)
@@ -285,7 +313,7 @@ def test_a_cancelled_job_does_not_begin_again(slurm: FakeSlurm) -> None:
     shell = slurm.start(
         launch_script(parse_machine(MACHINE, "small.yaml"), wanted), 1, RANK_EXIT="137", RANK_WAITS="yes"
     )
-    slurm.wait_for_ranks(2)
+    slurm.wait_for_ranks(1)
     shell.send_signal(signal.SIGTERM)
     slurm.let_ranks_end()
     shell.communicate(timeout=20)

@@ -110,8 +110,11 @@ class CheckpointStore(CheckpointReader):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         # After a failure other ranks may never upload their part: whoever begins the run again must not wait for it.
-        if self._uploader is not None and kind is not None and not issubclass(kind, Interrupted):
-            self._uploader.stop()
+        if self._uploader is not None and kind is not None:
+            if issubclass(kind, Interrupted):
+                self._uploader.hurry()
+            else:
+                self._uploader.stop()
         self.close()
 
     def save(self, step: int, tensors: SavedTensors, state: dict[str, Any], asynchronous: bool = False) -> SaveHandle:
@@ -176,6 +179,23 @@ class CheckpointStore(CheckpointReader):
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
+
+    def find_any(self) -> str | None:
+        """Return where there are checkpoints, the run directory or the address of uploads; None where nowhere.
+
+        Raises CheckpointError where the store does not answer.
+        """
+        upload = self._upload
+        if upload is None or self.newest() is not None:
+            return str(self.root) if self.newest() is not None else None
+
+        def look() -> str | None:
+            try:
+                return upload.address if upload.holds_any() else None
+            except DataError as error:
+                raise CheckpointError(f"checkpoint.upload={upload.address}: {error}") from error
+
+        return self._ranks.from_first(look)
 
     def fetch_newer(self) -> int | None:
         """Copy the newest whole checkpoint at the address of uploads here, if it is newer than all whole ones here.

@@ -39,6 +39,8 @@ COMPANIONS = ("tokenizer/tokenizer.json", "elements.json")
 SLOWEST = 1e6
 """Bytes per second; an upload that is slower than this counts as one that failed."""
 LONGEST_PAUSE_S = 60.0
+HURRY_S = 5.0
+"""Seconds without anything coming through after which a run that was told to stop waits for uploads no longer."""
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,10 @@ class UploadAddress:
                     f"{where}/{name}: {size} bytes expected, found {'nothing' if found is None else found}"
                 )
         return text, manifest
+
+    def holds_any(self) -> bool:
+        """Return whether there is any checkpoint, whole or damaged."""
+        return any(MANIFEST_NAME in objects for objects in self.list_objects().values())
 
     def is_whole(self, step: int, objects: dict[str, StoredFile]) -> bool:
         """Return whether the manifest of a step is sound, and every object there and as long as it should be."""
@@ -179,8 +185,9 @@ class Uploader:
         self._begun = 0
         self._sent: set[tuple[int, str]] = set()
         self._failing = False
-        self._deadline = 0.0
-        """When `close` no longer waits, on the monotonic clock."""
+        self._due = 0.0
+        """When what is being sent should be there, on the monotonic clock; `close` waits for `_patience_s` longer."""
+        self._patience_s = address.timeout_s
         self._closing = threading.Event()
         self._stopped = threading.Event()
         # A daemon: a store that never answers must not keep the process.
@@ -208,13 +215,17 @@ class Uploader:
         """Give up what is not uploaded yet; `close` then waits for nothing."""
         self._stopped.set()
 
+    def hurry(self) -> None:
+        """Have `close` wait little for a store that does not answer: who told the run to stop may soon kill it."""
+        self._patience_s = min(self._patience_s, HURRY_S)
+
     def close(self) -> None:
         """Wait until all is uploaded, or nothing more has come through for the store's time limit; then stop."""
         self._closing.set()
         with self._changed:
-            self._deadline = max(self._deadline, time.monotonic() + self._at.timeout_s)
+            self._due = max(self._due, time.monotonic())
             self._changed.notify_all()
-            while self._queue and time.monotonic() < self._deadline and not self._stopped.is_set():
+            while self._queue and time.monotonic() < self._due + self._patience_s and not self._stopped.is_set():
                 self._changed.wait(0.1)
             left = [step for _, step in self._queue]
         self._stopped.set()
@@ -272,7 +283,7 @@ class Uploader:
     def _extend(self, size: int) -> None:
         """Have `close` wait for what is sent next, unless sending has failed."""
         if not self._failing:
-            self._deadline = time.monotonic() + self._at.timeout_s + size / SLOWEST
+            self._due = time.monotonic() + size / SLOWEST
 
     def _send_files(self, number: int, step: int, text: bytes) -> None:
         folder, name = self._root / step_name(step), step_name(step)

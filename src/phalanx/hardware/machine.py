@@ -35,6 +35,8 @@ class Option(Setting):
     """An option of sbatch or srun."""
 
     option: Flag
+    per_node: Flag | Literal[""] | None = None
+    """The same, of srun, where one task starts all ranks of a node; empty leaves it out, null changes nothing."""
 
 
 class Line(Setting):

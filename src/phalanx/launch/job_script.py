@@ -17,6 +17,7 @@ from pathlib import Path
 from phalanx.errors import ConfigError
 from phalanx.hardware.machine import Line, Machine, Option, Partition
 from phalanx.launch.faults import FAILED_NODES
+from phalanx.launch.local_launch import CPU_MASKS
 from phalanx.launch.restart import GIVEN_UP
 
 STOPPED = 143
@@ -70,6 +71,11 @@ class Job:
     """Longest time that a checkpoint of this run took so far; None where none was measured."""
     examined_as: str | None = None
     """Machine name for `phalanx doctor`, which examines all ranks before they train; None leaves the examination out."""
+
+    @property
+    def supervised(self) -> bool:
+        """Whether a supervisor on each node starts the ranks there, and again after a fault, in place of Slurm."""
+        return self.run_dir is not None and self.restarts > 0
 
 
 def parse_walltime(text: str) -> int:
@@ -248,8 +254,9 @@ _TRAINING = """\
 code=0
 srun "${step[@]}" "${train[@]}" || code=$?"""
 _RESTARTS = """\
-# Where a signal killed a rank, all begin again on the same nodes, from the newest whole checkpoint. Without a newer one than
-# the time before that is in vain: after {restarts} times the job ends with {given_up} and is not queued again.
+# A supervisor on each node starts its ranks, and again after a fault. Where one of them is lost, or a signal killed it, all
+# begin again on the same nodes, from the newest whole checkpoint. Without a newer one than the time before that is in vain:
+# after {restarts} times the job ends with {given_up} and is not queued again.
 run={run}
 newest_checkpoint() {{ ls -d -- "$run/checkpoints"/step-???????? 2>/dev/null | tail -n 1 || true; }}
 # Reports of faults name their nodes here, one a line. The first of an attempt is the one whose rank failed first.
@@ -259,17 +266,17 @@ while true; do
     before=$(newest_checkpoint)
     reports=$(failed_nodes | wc -l)
     code=0
-    srun "${{step[@]}}" "${{train[@]}}" || code=$?
+    srun "${{supervisors[@]}}" "${{train[@]}}" || code=$?
     case "$code:$ended_by_slurm" in {codes}) ;; *) break ;; esac
     if [ "$(newest_checkpoint)" != "$before" ]; then vain=0 further=1 suspect=; fi
     vain=$((vain + 1))
     if [ "$vain" -gt {restarts} ]; then
-        echo "given up: a rank was killed (exit code $code), and no newer checkpoint came of {restarts} restarts" >&2
+        echo "given up: a rank or a node was lost (exit code $code), and no newer checkpoint came of {restarts} restarts" >&2
         code={given_up}
         break
     fi
     sleep {backoff}
-{leave_out}    echo "a rank was killed (exit code $code); all begin again from the newest checkpoint" >&2
+{leave_out}    echo "a rank or a node was lost (exit code $code); all begin again from the newest checkpoint" >&2
 done"""
 _LEAVE_OUT = f"""\
     failed=$(failed_nodes | sed -n "$((reports + 1))p")
@@ -301,7 +308,7 @@ esac"""
 def _training_lines(machine: Machine, job: Job) -> Iterator[str]:
     """Yield the lines that train, again and again after a fault where the job says so."""
     yield _TRAP
-    if job.run_dir is None or not job.restarts:
+    if not job.supervised:
         yield _TRAINING
     else:
         yield _RESTARTS.format(
@@ -400,7 +407,8 @@ def _folder_lines(machine: Machine, job: Job) -> Iterator[str]:
 
 def _command_lines(machine: Machine, job: Job) -> Iterator[str]:
     """Yield the commands of every rank, and the options of the step that starts them, as arrays of the shell."""
-    commands = {"train": ["phalanx", "train", str(job.run), *job.overrides]}
+    each = ["--nproc", str(machine.node.devices)] if job.supervised else []
+    commands = {"train": ["phalanx", "train", str(job.run), *each, *job.overrides]}
     if job.examined_as is not None:
         commands["doctor"] = ["phalanx", "doctor", "--cluster", job.examined_as]
     for name, words in commands.items():
@@ -410,10 +418,17 @@ def _command_lines(machine: Machine, job: Job) -> Iterator[str]:
             inside = "; ".join(["set -e", *job.setup, 'exec "$@"'])
             around = [*machine.container.command, job.image, "bash", "-c", inside, "rank"]
             yield f'{name}=({shlex.join(around)} "${{{name}[@]}}")'
-    yield "step=("
-    for line in _step_lines(machine, job.nodes, stop_seconds(machine, job)):
-        yield "    " + line
-    yield ")"
+    if not job.supervised or job.examined_as is not None:
+        yield "step=("
+        yield from ("    " + line for line in _step_lines(machine, job.nodes, stop_seconds(machine, job)))
+        yield ")"
+    if job.supervised:
+        yield "# One task on each node starts the ranks there, each on the cores nearest to its device where known."
+        if machine.node.cpu_masks:
+            yield f"export {CPU_MASKS}={','.join(machine.node.cpu_masks)}"
+        yield "supervisors=("
+        yield from ("    " + line for line in _supervisor_lines(machine, job.nodes))
+        yield ")"
 
 
 def srun_command(machine: Machine, nodes: int, command: Iterable[str], seconds: int | None = None) -> list[str]:
@@ -446,6 +461,24 @@ def _step_lines(machine: Machine, nodes: int, wait_s: int) -> Iterator[str]:
     yield from _option_lines(machine.job_slurm.srun, "")
     yield "# A rank that ends must not have the others killed while they save, nor leave them waiting for ever."
     yield f"--kill-on-bad-exit=0 --wait={wait_s}"
+
+
+def _supervisor_lines(machine: Machine, nodes: int) -> Iterator[str]:
+    """Yield the options of srun for one supervisor per node, which starts a rank for each device there."""
+    node = machine.node
+    yield f"--nodes={nodes} --ntasks={nodes} --ntasks-per-node=1"
+    yield f"--cpus-per-task={node.devices * node.cores_per_task}"
+    yield "--distribution=block"
+    if node.cpu_masks:
+        yield f"--cpu-bind=mask_cpu:{sum(int(mask, 16) for mask in node.cpu_masks):#x}"
+    else:
+        yield "--cpu-bind=cores"
+    for option in machine.job_slurm.srun:
+        if option.per_node is None or option.per_node:
+            yield _comment_line(f"{option.reason} ({option.source})")
+            yield shlex.quote(option.per_node or option.option)
+    yield "# Supervisors end each other's ranks by themselves, and go on without a node where the run file says so."
+    yield "--kill-on-bad-exit=0 --wait=0"
 
 
 def _option_lines(options: Iterable[Option], before: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ and loads no torch: it stays small, and what ends a rank does not reach it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
@@ -45,6 +46,8 @@ from phalanx.printable import write_stderr
 
 STOPPED_CODES = tuple(128 + number for number in STOP_SIGNALS)
 """Exit codes of a rank that saved and stopped because it was told to; the other ranks are about to do the same."""
+CPU_MASKS = "PHALANX_CPU_MASKS"
+"""Environment variable with a mask of cores for each device of the node, set by job scripts: ranks run on these."""
 LOST = 128 + signal.SIGKILL
 """Exit code after a node is lost: as where a signal killed a rank, so that job scripts begin again."""
 _PASSED_ON = (*STOP_SIGNALS, signal.SIGQUIT)
@@ -329,6 +332,7 @@ class RankProcesses:
             self._template = None
             process = start_interpreter(command)
         self._processes[rank] = process
+        _bind(process.pid, place)
         if self.asked:
             process.send_signal(self.asked)
 
@@ -547,3 +551,13 @@ class RankProcesses:
 def _rank_defaults(world_size: int) -> dict[str, str]:
     """Return variables for libraries that read them as they are loaded."""
     return {"OMP_NUM_THREADS": str(max(1, available_cores() // world_size)), **passive_waits(os.environ)}
+
+
+def _bind(pid: int, place: int) -> None:
+    """Have a rank that was just started run on the cores of its place, where a job script names them."""
+    masks = os.environ.get(CPU_MASKS, "").split(",")
+    if masks[0] and place < len(masks) and hasattr(os, "sched_setaffinity"):
+        mask = int(masks[place], 16)
+        # A job that has not got these cores trains all the same, on those that it has.
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(pid, {core for core in range(mask.bit_length()) if mask >> core & 1})

@@ -159,13 +159,15 @@ def restore_run(
     """
     run, applied = model.run, step.applied
     resume = run.training.resume
-    store.fetch_newer()
+    if resume != "never":
+        store.fetch_newer()
+    elif (holder := store.find_any()) is not None:
+        other = "--run-dir" if holder == str(store.root) else "checkpoint.upload"
+        raise CheckpointError(
+            f"training.resume=never, but {holder} holds checkpoints; choose another {other} or training.resume=auto"
+        )
     newest = store.newest()
     present = newest is not None
-    if resume == "never" and present:
-        raise CheckpointError(
-            f"training.resume=never, but {store.root} holds checkpoints; choose another --run-dir or training.resume=auto"
-        )
     # A run that was begun from another folder's checkpoint resumes from its own, as soon as it has one.
     elsewhere = None if present or run.training.resume_path is None else weights_path(resume)
     source = store if elsewhere is None else open_checkpoints(elsewhere)
