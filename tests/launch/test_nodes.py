@@ -46,6 +46,8 @@ with (folder / f"attempts-{{rank}}").open("a") as file:
     print(*(os.environ[name] for name in names), {token!r} in os.environ, file=file)
 attempt = len((folder / f"attempts-{{rank}}").read_text().splitlines())
 heart.begin(10)
+(folder / f"coming-{{rank}}").write_text(str(os.getpid()))
+(folder / f"coming-{{rank}}").rename(folder / f"pid-{{rank}}")
 stops = []
 for name in "INT", "TERM":
     signal.signal(getattr(signal, "SIG" + name), lambda number, frame: stops.append(number))
@@ -53,7 +55,6 @@ lost = folder / f"lost-{{attempt}}"
 for step in range(11, 1011 if "trains" in scenario else 31):
     heart.enter("data", step)
     time.sleep(0.01)
-    (folder / f"pid-{{rank}}").write_text(str(os.getpid()))
     if stops:
         # Ranks agree on the largest number.
         (folder / "stop").write_text(str(max(stops)))

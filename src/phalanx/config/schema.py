@@ -399,9 +399,9 @@ class Restart(Section):
     """Restarts in a row that may begin from the same checkpoint; then the run ends with exit code 93. 0 never restarts, nor
     does a process alone do a step again with smaller micro-batches where memory ran out."""
     layout: Literal["same", "replan"] = "same"
-    """What becomes of a rank's place (its device) that fails twice in a row without a newer checkpoint in between: it is
-    tried again (same), or left out, and the run goes on in the nearest legal layout for what is left, with the same global
-    batch (replan)."""
+    """What becomes of a rank's place (its device; over several nodes its node) that fails twice in a row without a newer
+    checkpoint in between, or of a node that is lost: it is tried again (same), or left out, and the run goes on in the
+    nearest legal layout for what is left, with the same global batch (replan)."""
     backoff_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 5.0
     """Seconds before the second restart from the same checkpoint, doubled for each further one; the first does not wait."""
     heartbeat_s: Annotated[float, Field(ge=0.5, le=86_400.0)] = 60.0
