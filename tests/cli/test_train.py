@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import phalanx_processes
+from command_line import Call
 from phalanx.cli.main import main
 from phalanx.launch.parent import PARENT
 from phalanx_processes import Command
@@ -96,6 +97,16 @@ def test_an_illegal_layout_is_refused_once(run_file: Path) -> None:
     assert errors.count("error:") == 1
     assert "layout.tp=3 does not divide model.n_heads" in errors
     assert not (run_file.parent / "illegal").exists()
+
+
+def test_nodes_without_ranks_on_each_are_refused(run_file: Path, call: Call) -> None:
+    words = ("train", str(run_file), "--nodes", "2", "--node-rank", "0", "--rendezvous", "localhost:29500")
+    outcome = call(*words)
+    assert (outcome.code, outcome.err) == (
+        2,
+        "error: --nodes, --node-rank and --rendezvous need --nproc, the ranks of each node\n",
+    )
+    assert "--rendezvous go together" in call(*words[:4], "--nproc", "1").err
 
 
 def test_the_command_ends_when_a_rank_dies(run_file: Path) -> None:

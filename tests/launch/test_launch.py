@@ -428,6 +428,7 @@ def test_jobs_that_cannot_be(changes: dict[str, object], message: str) -> None:
         ('"0xe0"', '"0x2a"', r"cpu_masks\[1\]=0x2a has core 1, which is in cpu_masks\[0\] too"),
         ('"0xe0"', '"0xd0"', r"has core 4, which is a reserved core"),
         ('"0xe0"', '"224"', r"node.cpu_masks.1=\"224\""),
+        ("name: small", "slurm: {srun: [{option: --a, per_node: b, reason: R., source: s}]}\nname: small", "per_node"),
         ("about:", "abuot:", "about: field required\nown.yaml: abuot is not a field"),
         ("name: small", "name: [", "own.yaml is not valid YAML"),
         ("name: small", "2026-11-23: small", "own.yaml holds what no field of a description can be: keys must be str"),
