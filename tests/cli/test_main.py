@@ -57,6 +57,7 @@ def test_help_lists_the_verbs_in_order_of_use(call: Call) -> None:
         "generate",
         "ensemble",
         "select",
+        "predict",
         "lammps",
         "forecast",
         "errors",

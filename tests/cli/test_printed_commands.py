@@ -100,6 +100,7 @@ TAKES_LONG: dict[str, tuple[str, ...]] = {
         "phalanx evaluate runs/mpt-1b --tasks tasks.yaml --nproc 4",
         "phalanx ensemble runs/* --top 5 --out ensembles/five --nproc 4",
         "phalanx select ensembles/xtb data/pool/candidates --top 200 --out next.extxyz --nproc 4",
+        "phalanx predict runs/materials-xtb 'md/*.extxyz' --out predictions --nproc 4",
     ),
     "It trains thousands of steps or many runs; tests/cli/test_train.py goes on, test_ensemble.py trains seeds.": (
         "phalanx train runs/quickstart training.steps=2000",

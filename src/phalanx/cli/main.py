@@ -228,6 +228,13 @@ SUBCOMMANDS = (
         ("phalanx select ensembles/xtb 'md/*.extxyz' --top 200 --out next.extxyz",),
     ),
     Subcommand(
+        "predict",
+        "models.predict",
+        "models",
+        "Predict energies and forces of many structures.",
+        ("phalanx predict runs/materials-xtb 'md/*.extxyz' --out predictions --nproc 4",),
+    ),
+    Subcommand(
         "lammps",
         "models.lammps",
         "models",

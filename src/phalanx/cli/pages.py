@@ -32,6 +32,7 @@ _OF_SUBCOMMANDS = {
     "select": "guides/ensembles.md",
     "forecast": "guides/weather.md",
     "errors": "guides/materials.md",
+    "predict": "guides/materials.md",
     "lammps": "guides/materials.md",
     "report": "guides/watch.md",
     "completion": "index.md",

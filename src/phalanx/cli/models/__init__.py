@@ -1,1 +1,1 @@
-"""Subcommands for trained models: evaluate, generate, forecast, errors, ensemble, select, report, convert."""
+"""Subcommands for trained models: evaluate, generate, forecast, errors, ensemble, select, predict, report, convert."""

@@ -277,6 +277,45 @@ class SelectArguments:
 
 
 @dataclass(frozen=True)
+class PredictArguments:
+    """Predict energies, forces and stresses of any number of structures, streamed to a folder of .npz files.
+
+    Parts are whole or absent: the same command goes on after a kill, with any number of ranks. Rows are in the order of the
+    files. Structures that cannot be computed have NaN, and are counted.
+    """
+
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Run directory, one checkpoint, or folder of an ensemble.")
+    ]
+    pools: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE...", help="Files of structures, patterns of such, or folders of prepared structures."
+        ),
+    ]
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the parts are written.")]
+    source: Annotated[
+        str | None,
+        typer.Option(metavar="FIELDS", help="Fields of a source for the files, as 'length_unit: bohr'; else angstrom."),
+    ] = None
+    branch: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The data set whose energies are meant, of models with several.")
+    ] = None
+    precision: Annotated[
+        Literal["fp32", "fp64"] | None, typer.Option(help="Number format of activations; by default that of the run.")
+    ] = None
+    part: Annotated[int, typer.Option(min=1, metavar="N", help="Structures of a part.")] = 8192
+    batch_atoms: Annotated[int, typer.Option(min=1, metavar="N", help="Atoms that are computed together, about.")] = (
+        4096
+    )
+    nproc: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Share the structures among N ranks of this machine.")
+    ] = None
+    device: Device = "auto"
+    as_json: Json = False
+
+
+@dataclass(frozen=True)
 class LammpsArguments:
     """Run an input file of LAMMPS with a network as its potential, in this process and on one rank.
 

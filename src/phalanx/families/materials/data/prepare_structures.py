@@ -20,7 +20,7 @@ import torch
 
 from phalanx.data.prepared_folder import Progress, file_record, prepare_once, worker_processes
 from phalanx.errors import DataError
-from phalanx.families.materials.config import GraphData, GraphSource
+from phalanx.families.materials.config import GraphData, GraphSource, SplitFiles
 from phalanx.families.materials.data.array_files import Arrays, Int64Array, map_arrays, write_arrays
 from phalanx.families.materials.data.given_graphs import convert_graph
 from phalanx.families.materials.data.graph_shards import (
@@ -78,7 +78,7 @@ def prepare_graphs(
     }
 
 
-def _fingerprint_files(source: GraphSource, files: Sequence[Path]) -> list[tuple[str, int, str]]:
+def fingerprint_files(files: Sequence[Path], split: SplitFiles | None = None) -> list[tuple[str, int, str]]:
     """Return name, bytes and a hash of every file of structures, and of those that say their splits."""
     described = []
     # What ADIOS2 writes is a folder, whose profile of the writing is no content.
@@ -90,7 +90,7 @@ def _fingerprint_files(source: GraphSource, files: Sequence[Path]) -> list[tuple
             # Head, tail and size: data sets of terabytes are not read twice to notice a change.
             file.seek(max(0, size - _SAMPLE_BYTES))
             described.append((path.name, size, hashlib.sha256(head + file.read()).hexdigest()))
-    for path in [] if source.split is None else list_files(source.split):
+    for path in [] if split is None else list_files(split):
         content = path.read_bytes()
         described.append((path.name, len(content), hashlib.sha256(content).hexdigest()))
     return described
@@ -124,7 +124,7 @@ def _prepare_source(
     length_factor(source)
     files = find_files(source.path)
     # The plan hashes all that the result depends on, as far as can be told without reading all of the files.
-    planned = json.dumps([settings_of(source, data), piece_structures, _fingerprint_files(source, files)])
+    planned = json.dumps([settings_of(source, data), piece_structures, fingerprint_files(files, source.split)])
     plan = hashlib.sha256(planned.encode()).hexdigest()
 
     def read_prepared(folder: Path) -> Manifest:

@@ -4,7 +4,6 @@ learning by query by committee: Seung, Opper and Sompolinsky, COLT 1992)."""
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,21 +18,16 @@ from ase import Atoms
 
 from phalanx.ensemble.members import ALONE, Share
 from phalanx.errors import ConfigError, DataError
-from phalanx.families.materials.config import GraphSource
 from phalanx.families.materials.data.array_files import ragged_offsets
-from phalanx.families.materials.data.graph_shards import MANIFEST, SPLITS, PreparedSource, read_manifest
 from phalanx.families.materials.data.labels import labels_of
 from phalanx.families.materials.data.neighbours import Edges, find_edges
-from phalanx.families.materials.data.structure_files import find_files, open_structures
-from phalanx.families.materials.data.structures import RawStructure, Structure, check_structure, convert_structure
+from phalanx.families.materials.data.structures import Structure, check_structure, convert_structure
 from phalanx.families.materials.data.trained_elements import trained_elements
 from phalanx.families.materials.ensemble.joint_predictions import LoadedEnsemble
-from phalanx.remote_files import is_remote, local_path
+from phalanx.families.materials.evaluation.structure_pools import ELECTRON_LABELS, find_pools
 
 _BATCH_ATOMS = 1024
 """Atoms that are computed together, at least: devices wait less, and members beside each other still fit."""
-_ELECTRON_LABELS = {"total_charge": {"key": "charge", "unit": "e"}, "multiplicity": {"key": "spin", "unit": "1"}}
-"""Labels of a structure's electrons, under the names of OMol25 and of the calculator."""
 _CHUNK = 16
 """Structures that a rank takes at a time: neighbours are alike, and ranks should have alike work."""
 
@@ -174,7 +168,8 @@ class _Ranking:
 
     def measure_spreads(self, pools: Sequence[str], share: Share) -> Iterator[Spread]:
         """Yield the spread of every structure of this rank that members know the elements of."""
-        opened = open_pools(pools, self.run.model.cutoff, self.run.data.max_neighbours)
+        places = find_pools(pools, self.run.model.cutoff, self.run.data.max_neighbours)
+        opened = [place.open() for place in places]
         starts = ragged_offsets(np.array([len(pool) for pool in opened], dtype=np.int64))
         chunks = [
             (number, first, min(first + _CHUNK, len(pool)))
@@ -217,7 +212,7 @@ class _Ranking:
         ]
         cells_G33 = np.stack([one.cell for one in structures]).astype(np.float64)
         shifts_E3 = [one.edges.images @ cell_33 for one, cell_33 in zip(candidates, cells_G33, strict=True)]
-        electrons = {name: [float(one.labels[name]) for one in structures] for name in _ELECTRON_LABELS}
+        electrons = {name: [float(one.labels[name]) for one in structures] for name in ELECTRON_LABELS}
         inputs: dict[str, Any] = {
             "positions_N3": torch.from_numpy(np.concatenate([one.positions for one in structures])).double(),
             "graph_N": torch.arange(len(structures)).repeat_interleave(atoms_G),
@@ -240,106 +235,3 @@ class _Ranking:
             if not np.isfinite(energy) or not np.isfinite(forces):
                 raise one.structure.raw.wrong("a member predicts no finite number; leave the structure out")
             yield Spread(one.structure, one.number, energy, forces)
-
-
-class StructurePool(ABC):
-    """Structures of one file or folder, in angstrom."""
-
-    source: GraphSource
-    """The pool as a source, by which structures are checked."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of structures."""
-
-    @abstractmethod
-    def read(self, start: int, stop: int) -> Iterator[tuple[RawStructure, Edges | None]]:
-        """Yield structures start..stop-1, each with its edges where they are known."""
-
-
-class _FilePool(StructurePool):
-    """A file of structures."""
-
-    def __init__(self, path: Path) -> None:
-        self.source = _source_of(path)
-        self._file = open_structures(path, self.source)
-
-    def __len__(self) -> int:
-        return len(self._file)
-
-    def read(self, start: int, stop: int) -> Iterator[tuple[RawStructure, Edges | None]]:
-        """See `StructurePool`: a file has no edges."""
-        for raw in self._file.read(start, stop):
-            yield raw, None
-
-
-class _PreparedPool(StructurePool):
-    """A folder of prepared structures, all of its splits one after another."""
-
-    def __init__(self, folder: Path, cutoff: float, max_neighbours: int | None) -> None:
-        """cutoff, max_neighbours: of the edges that are needed; those of the folder are taken where they are the same."""
-        self.source = _source_of(folder)
-        settings = read_manifest(folder).settings
-        self._has_edges = (settings["cutoff"], settings["max_neighbours"]) == (cutoff, max_neighbours)
-        self._splits = [PreparedSource(folder, split) for split in SPLITS]
-        self._starts = ragged_offsets(np.array([len(split) for split in self._splits]))
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def read(self, start: int, stop: int) -> Iterator[tuple[RawStructure, Edges | None]]:
-        """See `StructurePool`."""
-        for number in range(start, stop):
-            place = int(np.searchsorted(self._starts, number, side="right")) - 1
-            split, item = self._splits[place], number - int(self._starts[place])
-            shard, row = (int(part[0]) for part in split.locate(np.array([item])))
-            arrays = split.shard(shard)
-            atoms, edges = (slice(*arrays[name][row : row + 2].tolist()) for name in ("node_starts", "edge_starts"))
-            file, origin = arrays["origin"][row].tolist()
-            values = {
-                _ELECTRON_LABELS[name]["key"]: float(arrays[name][row])
-                for name in _ELECTRON_LABELS
-                if name in arrays and np.isfinite(arrays[name][row])
-            }
-            first, second, third = arrays["periodic"][row].astype(bool).tolist()
-            raw = RawStructure(
-                split.manifest.inputs[file],
-                f"structure {origin}",
-                origin,
-                arrays["species"][atoms],
-                arrays["positions"][atoms],
-                arrays["cells"][row],
-                (first, second, third),
-                values,
-            )
-            if not self._has_edges:
-                yield raw, None
-                continue
-            source, target = (arrays[name][edges].astype(np.int64) for name in ("source", "target"))
-            images = np.zeros((len(source), 3), np.int64)
-            if "images" in arrays:
-                images = arrays["images"][edges].astype(np.int64)
-            # Distances are not stored: in float64, as reading structures anew gives them.
-            wide = raw.positions.astype(np.float64)
-            vectors = wide[target] + images @ raw.cell.astype(np.float64) - wide[source]
-            yield raw, Edges(source, target, images, np.linalg.norm(vectors, axis=1))
-
-
-def open_pools(pools: Sequence[str], cutoff: float, max_neighbours: int | None) -> list[StructurePool]:
-    """Open files, patterns of files, and prepared folders (on this machine or at an address), in their order.
-
-    Raises DataError where one cannot be read.
-    """
-    found: list[StructurePool] = []
-    for pool in pools:
-        if is_remote(pool) or (Path(pool) / MANIFEST).is_file():
-            found.append(_PreparedPool(local_path(pool), cutoff, max_neighbours))
-        else:
-            found += [_FilePool(path) for path in find_files(pool)]
-    return found
-
-
-def _source_of(path: Path) -> GraphSource:
-    return GraphSource.model_validate(
-        {"name": "pool", "path": str(path), "length_unit": "A", "labels": _ELECTRON_LABELS, "no_edges": "allow"}
-    )
