@@ -3,8 +3,8 @@
     python benchmarks/streamed_predictions.py RUN WORK --out benchmarks/results/materials/streamed_predictions.json
 
 RUN: folder of a run of a materials model that knows H, C and O. Writes molecules of 3 to 6 atoms into WORK, 50,000 a file,
-and predicts them with one process on the CPU, for each number of structures that is asked for. In its memory stand the program,
-the model, one file and one part, whatever the number.
+and predicts them with one process on the CPU, for each number of structures that is asked for. In its memory stand the
+program, the model, one file and one part, whatever the number.
 """
 
 from __future__ import annotations
