@@ -62,6 +62,7 @@ OPTIONS: dict[str, Fields] = {
     "absent inputs": {"absent_inputs": "masked"},
     "three states": {"history": 3},
     "two grids": {"grids": [{"name": "wide", "n_lat": 4, "n_lon": 32}]},
+    "an ensemble": {"loss": "crps", "members": 3, "noise_channels": 8, "crps_alpha": 0.9, "init_std": 0.2},
     "dropout": {"dropout": 0.3},
     "skipped branches": {"drop_path": 0.5},
     "dropout and skipped branches": {"dropout": 0.2, "drop_path": 0.3, "qk_norm": True},
