@@ -27,7 +27,7 @@ def run_predict(asked: PredictArguments) -> None:
             f"--source {asked.source!r} is no mapping; give fields of a source, such as 'length_unit: bohr'"
         )
     ranks, device = start_or_join_ranks(asked.nproc, asked.device)
-    predictor = StructurePredictor(asked.checkpoint, branch=asked.branch, device=device.type, precision=asked.precision)
+    predictor = StructurePredictor(asked.checkpoint, branch=asked.branch, device=device, precision=asked.precision)
     options = PredictionOptions(asked.pools, fields, asked.part, asked.batch_atoms)
     with show_preparation() as report:
         found = stream_predictions(predictor, options, asked.out, report, Share(ranks.rank, ranks.world_size))

@@ -31,7 +31,7 @@ from phalanx.data.prepared_folder import Part as ManifestPart
 from phalanx.ensemble.members import ALONE, Share
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.materials.data.prepare_structures import fingerprint_files
-from phalanx.families.materials.evaluation.prediction_parts import count_reasons, predict_part
+from phalanx.families.materials.evaluation.prediction_parts import Part, count_reasons, predict_part
 from phalanx.families.materials.evaluation.structure_pools import PoolPlace, PoolSequence, find_pools
 from phalanx.families.materials.evaluation.structure_predictor import StructurePredictor
 from phalanx.files import write_atomically
@@ -182,19 +182,28 @@ def _make_parts(
         found = predict_part(predictor, structures.read(start, stop), options.batch_atoms)
         if len(found.arrays["ptr"]) != stop - start + 1:
             raise DataError(f"{', '.join(options.pools)}: structures are gone since their number was read; run again")
-        if not work.exists():
+        try:
+            _write_part(found, work, part)
+        except OSError:
+            # The first rank may have moved all parts, this one included, in place meanwhile.
+            if work.exists():
+                raise
             return
-        path = work / f"part-{part:06d}.npz"
-        found.write(path)
-        record = PartRecord(
-            file=file_record(path),
-            structures=stop - start,
-            atoms=len(found.arrays["z"]),
-            without=len(found.reasons),
-            reasons=count_reasons(found.reasons),
-        )
-        write_atomically(_record(work, part), record.model_dump_json())
         yield sum(1 for _ in work.glob("part-*.json"))
+
+
+def _write_part(found: Part, work: Path, part: int) -> None:
+    """Write a part and, when it is whole, its record. Raises OSError."""
+    path = work / f"part-{part:06d}.npz"
+    found.write(path)
+    record = PartRecord(
+        file=file_record(path),
+        structures=len(found.arrays["ptr"]) - 1,
+        atoms=len(found.arrays["z"]),
+        without=len(found.reasons),
+        reasons=count_reasons(found.reasons),
+    )
+    write_atomically(_record(work, part), record.model_dump_json())
 
 
 def _record(work: Path, part: int) -> Path:

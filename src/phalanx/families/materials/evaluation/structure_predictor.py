@@ -57,14 +57,15 @@ class StructurePredictor:
         checkpoint: str | Path,
         *,
         branch: str | None = None,
-        device: str = "auto",
+        device: str | torch.device = "auto",
         precision: str | None = None,
         edge_chunk: int | None = None,
         untrained_elements: bool = False,
         dispersion: str | None = None,
     ) -> None:
         """checkpoint: folder of a run, of one checkpoint, or of an ensemble. branch: the data set whose energies are meant,
-        of a model that has several. device: as `cluster.device`. precision: fp32 or fp64 instead of the run's. edge_chunk:
+        of a model that has several. device: as `cluster.device`, or that of a rank. precision: fp32 or fp64 instead of the
+        run's. edge_chunk:
         edges computed at a time, for structures that would not fit. untrained_elements: compute structures with elements
         that no training structure of the branch had, whatever comes of it. dispersion: functional whose D3 dispersion is
         added, of a model trained on labels without it; that which data.sources took off the labels is added without asking.
@@ -72,7 +73,7 @@ class StructurePredictor:
         Raises CheckpointError where there is no sound checkpoint, ConfigError for an unknown branch, device, precision or
         functional, and for a model without energies.
         """
-        self.device = choose_device(device)
+        self.device = device if isinstance(device, torch.device) else choose_device(device)
         dtype = find_number_format(precision, "precision")
         self.ensemble: LoadedEnsemble | None = None
         if is_ensemble(Path(checkpoint)):
