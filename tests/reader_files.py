@@ -142,7 +142,8 @@ def write_weather_files(folder: Path) -> None:
             fields["time"].attrs["units"] = "hours since 2026-11-27 06:00"
             fields.to_netcdf(folder / "analysis.nc")
     _train(folder, "small/climax-small.yaml", "runs/climax-small")
-    shutil.copytree(folder / "runs" / "climax-small", folder / "RUN_DIR")
+    for name in ("runs/before", "RUN_DIR"):
+        shutil.copytree(folder / "runs" / "climax-small", folder / name)
 
 
 def write_materials_files(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -52,14 +53,50 @@ def test_two_ranks_measured_beside_their_plan(call: Call, folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["data", "run.yaml"]
 
 
-def test_lines_for_a_person_and_a_run_that_is_kept(call: Call, folder: Path) -> None:
-    outcome = call("bench", "run.yaml", "--steps", "3", "--skip", "1", "--keep", "kept", "--cluster", "h200-x4")
+COUNTED = """
+from pathlib import Path
+from phalanx.hardware import energy
+from phalanx.training.callbacks import Callback
+
+class Counted(Callback):
+    def __init__(self, folder):
+        energy.RAPL, self.count = Path(folder), Path(folder) / "intel-rapl:0" / "energy_uj"
+
+    def on_step_begin(self, step):
+        self.count.write_text(str(int(self.count.read_text()) + 3_000_000))
+"""
+"""Callback in whose folder a processor counts 3 J more with each step."""
+
+
+@pytest.fixture
+def counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Install the callback for processes that are started, and return the field that takes it into a run."""
+    zone, described = folder / "power" / "intel-rapl:0", folder / "site" / "counted-1.0.dist-info"
+    for made in (zone, described):
+        made.mkdir(parents=True)
+    for name in ("energy_uj", "max_energy_range_uj"):
+        (zone / name).write_text("1000000000")
+    (folder / "site" / "counted.py").write_text(COUNTED)
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: counted\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text("[phalanx.callbacks]\ncounted = counted:Counted\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "site"), os.environ.get("PYTHONPATH", "")]))
+    chosen = {"name": "counted", "options": {"folder": str(zone.parent)}}
+    return f"training.callbacks={json.dumps([chosen])}"
+
+
+def test_lines_for_a_person_and_a_run_that_is_kept(call: Call, folder: Path, counted: str) -> None:
+    words = ("--steps", "3", "--skip", "1", "--keep", "kept", "--cluster", "h200-x4")
+    outcome = call("bench", "run.yaml", counted, *words)
     assert outcome.code == 0, outcome.err
-    first, measured, more, planned, caution, *_ = outcome.out.splitlines()
+    first, measured, power, more, planned, caution, *_ = outcome.out.splitlines()
     assert re.fullmatch(r"one rank on .+, attention \S+; the last 2 of 3 steps count", first), first
     assert re.match(
         r"  measured  \S+ s a step \(\S+ to \S+\), [\d,]+ tokens/s a device, \S+ model TFLOP/s \(causal\)", measured
     )
+    # Each step of 128 tokens has a part of the 3 J: what was counted between two steps is no step's.
+    joules = re.fullmatch(r" +(\S+) J a step, (\S+) J a token; all devices together draw \S+ W", power)
+    assert joules and 0.0 < float(joules[1]) <= 3.0, power
+    assert float(joules[2]) == pytest.approx(float(joules[1]) / 128, rel=1e-3)
     assert more.strip().startswith("data wait ")
     # Steps of a CPU say nothing about a plan for another device: no difference is given.
     assert re.match(r"  planned   \S+ s \(90% between \S+ and \S+\), \S+ GiB; h200-x4 by ", planned), planned

@@ -93,6 +93,9 @@ TAKES_LONG: dict[str, tuple[str, ...]] = {
     ),
     "It starts four ranks or more; those with two run here, and `train --nproc 4` of text does.": (
         "phalanx train RUN.yaml --nproc 8",
+        "phalanx train RUN.yaml --nproc 8 --nodes 2 --node-rank 1 --rendezvous node1:29500",
+        "phalanx train RUN.yaml --nproc 8 --nodes 4 --node-rank 0 --rendezvous node1:29500",
+        "srun --nodes 4 --ntasks-per-node 1 phalanx train RUN.yaml --nproc 8",
         "phalanx train examples/llama3-8b.yaml --nproc 8",
         "phalanx train examples/materials-three-sources.yaml --nproc 4",
         "phalanx train RUN.yaml layout.cp=4 --nproc 4",
@@ -132,6 +135,9 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
     "The harness downloads its tasks; tests/families/language/evaluation/test_lm_harness.py has tasks of its own.": (
         "phalanx evaluate runs/mpt-125m --harness hellaswag --harness arc_easy --nproc 4",
         "phalanx evaluate runs/mpt-125m --harness own_choices --harness-tasks tasks/ --questions 100 --json",
+    ),
+    "It needs a forecaster that makes members; tests/families/weather/test_members.py has one.": (
+        "phalanx forecast RUN_DIR --members 20 --out members.zarr",
     ),
     "Its model has a billion parameters.": ("phalanx train mpt-1b 'data.sources=[data/mytext]' --nproc 8",),
     "Slurm starts its ranks, or is handed jobs; tests/launch/test_launch.py has a Slurm of its own.": (

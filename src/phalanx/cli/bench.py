@@ -111,7 +111,7 @@ def _write_measured(layout: ResolvedLayout, found: Measured) -> Iterator[str]:
     memory = "" if found.memory_bytes is None else f", peak {format_gibibytes(found.memory_bytes, 2)} GiB"
     retries = f", the allocator found the device full {found.memory_retries} times" if found.memory_retries else ""
     if found.step_joules is not None and found.joules_per_unit is not None:
-        each = f"{found.step_joules:,.4g} J a step, {found.joules_per_unit:.4g} J a {found.unit}"
+        each = f"{found.step_joules:,.4g} J a step, {found.joules_per_unit:.4g} J a {found.unit.removesuffix('s')}"
         yield f"            {each}; all devices together draw {found.step_joules / found.step_s:,.4g} W"
     yield f"            data wait {found.data_wait_share:.2%}, first step {found.all_step_s[0]:.3g} s{memory}{retries}"
 
