@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -124,23 +122,44 @@ def test_what_cannot_be_computed_is_nan_and_counted(trained: Path, pool: Path, t
     np.testing.assert_allclose(found["energy"][sound], good["energy"][33:][sound], rtol=1e-6)
 
 
-def test_two_ranks_killed_and_begun_again_give_what_one_gives(trained: Path, pool: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "phalanx", "predict", str(trained), str(pool / "*.npz"), "--device", "cpu"]
-    words += ["--part", "1", "--batch-atoms", "20", "--out", str(tmp_path / "out"), "--nproc", "2"]
-    process = subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while len(list((tmp_path / "out" / ".work").glob("part-*.json"))) < 5 and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from phalanx.families.materials.evaluation import streamed_predictions as streamed
+from phalanx.families.materials.evaluation.structure_predictor import StructurePredictor
+
+whole, made = streamed.predict_part, []
+
+def strike(*given):
+    made.append(given)
+    if len(made) == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return whole(*given)
+
+streamed.predict_part = strike
+options = streamed.PredictionOptions([sys.argv[2]], part_structures=1, batch_atoms=20)
+predictor = StructurePredictor(Path(sys.argv[1]), device="cpu")
+streamed.stream_predictions(predictor, options, Path(sys.argv[3]), lambda *told: None)
+"""
+"""Predicts until it is killed in its sixth part."""
+
+
+def test_two_ranks_go_on_where_one_was_killed_and_give_what_one_gives(
+    trained: Path, pool: Path, tmp_path: Path
+) -> None:
+    words = [str(trained), str(pool / "*.npz"), str(tmp_path / "out")]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *words], check=False)
+    assert killed.returncode == -signal.SIGKILL
     finished = [path.with_suffix(".npz") for path in (tmp_path / "out" / ".work").glob("part-*.json")]
     before = {path.name: path.stat().st_mtime_ns for path in finished}
-    again = subprocess.run(words, check=False, capture_output=True, text=True, timeout=240)
+    assert len(before) == 5
+    words = [sys.executable, "-m", "phalanx", "predict", *words[:2], "--device", "cpu", "--out", words[2]]
+    words += ["--part", "1", "--batch-atoms", "20", "--nproc", "2"]
+    again = subprocess.run(words, check=False, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert "50 structures in 50 parts" in again.stdout
-    # What was whole when the ranks were killed was not written again.
-    assert before and before == {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in before}
+    # What was whole when the first was killed was not written again.
+    assert before == {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in before}
     predict(trained, pool, tmp_path / "one")
     found, one = arrays_of(tmp_path / "out"), arrays_of(tmp_path / "one")
     np.testing.assert_array_equal(found["pos"], one["pos"])
