@@ -185,9 +185,11 @@ class CheckpointStore(CheckpointReader):
 
         Raises CheckpointError where the store does not answer.
         """
+        if self.newest() is not None:
+            return str(self.root)
         upload = self._upload
-        if upload is None or self.newest() is not None:
-            return str(self.root) if self.newest() is not None else None
+        if upload is None:
+            return None
 
         def look() -> str | None:
             try:

@@ -129,6 +129,15 @@ class Membership:
     host: str
 
 
+def listen_for_nodes(address: str, port: int) -> socket.socket:
+    """Return a socket that other nodes reach at `address`, and at this node's other addresses only where that cannot be.
+
+    port: 0 takes a free one. Raises OSError where nothing can listen.
+    """
+    descriptor = listening_socket(address, port, one_machine=False)
+    return socket.create_server(("", port)) if descriptor is None else socket.socket(fileno=descriptor)
+
+
 def make_token(run_dir: Path) -> bytes:
     """Return a new secret of a run, for its first node, written into the run directory for the other nodes.
 
@@ -178,11 +187,8 @@ class Reception:
         self._greeting = threading.BoundedSemaphore(_GREETINGS)
         self.links: dict[int, Link] = {}
         """By node; lost ones too."""
-        descriptor = listening_socket(address, port, one_machine=False)
         try:
-            self._listener = (
-                socket.create_server(("", port)) if descriptor is None else socket.socket(fileno=descriptor)
-            )
+            self._listener = listen_for_nodes(address, port)
         except OSError as error:
             raise PhalanxError(
                 f"--rendezvous {address}:{port}: the first node cannot listen there ({error.strerror}); name an address "

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import threading
 import time
 from collections import deque
@@ -22,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.errors import ConfigError
-from phalanx.hardware.host import listening_socket
 from phalanx.launch.collectives import Collective
 from phalanx.launch.faults import Fault, Limits, NodeEnd, RankView, host_name
 from phalanx.launch.heartbeat import Beat
@@ -35,6 +33,7 @@ from phalanx.launch.node_links import (
     Message,
     Reception,
     join_first,
+    listen_for_nodes,
     make_token,
     read_token,
 )
@@ -274,8 +273,7 @@ class FirstNode(_Node):
                 return None
             time.sleep(_POLL_S)
         self._began, self._ended_at = True, None
-        descriptor = listening_socket(self._place.address, 0, one_machine=False)
-        listener = socket.create_server(("", 0)) if descriptor is None else socket.socket(fileno=descriptor)
+        listener = listen_for_nodes(self._place.address, 0)
         nodes = self._places.used
         attempt = replace(
             attempt, world_size=len(nodes) * self._own.ranks, port=listener.getsockname()[1], listener=listener

@@ -113,20 +113,21 @@ def _convert(raw: RawStructure, source: GraphSource) -> _Entry:
 
 def _predict(predictor: StructurePredictor, entries: Sequence[_Entry], reasons: list[str]) -> Arrays:
     """Return predictions of a batch by name, NaN of entries that have none; adds why to `reasons`."""
-    reasons += [one.reason for one in entries if one.reason is not None]
     sound = [one for one in entries if one.reason is None]
-    atoms = np.array([len(one.species) for one in entries])
-    if not sound:
-        return {"energy": np.full(len(entries), np.nan), "forces": np.full((int(atoms.sum()), 3), np.nan)}
+    values: Arrays = {}
+    failed = []
     try:
-        values = _predict_sound(predictor, sound)
+        if sound:
+            values = _predict_sound(predictor, sound)
     except DataError as error:
         # Which structure it is, halves tell.
         if len(sound) > 1:
             middle = len(entries) // 2
-            reasons[:] = reasons[: len(reasons) - sum(one.reason is not None for one in entries)]
             return _join([_predict(predictor, half, reasons) for half in (entries[:middle], entries[middle:])])
-        reasons.append(str(error))
+        failed = [str(error)]
+    reasons += [*(one.reason for one in entries if one.reason is not None), *failed]
+    atoms = np.array([len(one.species) for one in entries])
+    if not values:
         return {"energy": np.full(len(entries), np.nan), "forces": np.full((int(atoms.sum()), 3), np.nan)}
     kept_G = np.array([one.reason is None for one in entries])
     found: Arrays = {}
