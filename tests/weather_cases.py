@@ -36,8 +36,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "prediction": "change",
         "grids": [{"name": "coarse", "n_lat": 3, "n_lon": 7, "first_latitude": -90.0, "last_latitude": 90.0}],
     },
-    # Whose every step learns, with gradients through all of them; of each sample three members.
-    "through": {**SIZE, "n_layers": 1, "history": 2, **MEMBERS},
+    # Whose every step learns, with gradients through all of them.
+    "through": {**SIZE, "n_layers": 1, "history": 2},
+    # The same of three members of each sample.
+    "members through": {**SIZE, "n_layers": 1, "history": 2, **MEMBERS},
     # An ensemble of one step, in pipelines too.
     "members": {**SIZE, "n_layers": 2, "prediction": "change", **MEMBERS},
     "orbit": {
@@ -61,6 +63,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "latitude_weights": "area",
     },
 }
+
+
+THROUGH = ("through", "members through")
+ROLLED = ("rollout", *THROUGH)
 
 
 CHOSEN: dict[int, list[dict[str, Any]]] = {
@@ -108,8 +114,8 @@ def run_of(model: str, world: int, precision: str = "fp64", **layout: Any) -> We
                 "forcings": ["insolation"] if "insolation" in fields["variables"] else [],
                 "history": fields.get("history", 1),
                 "lead_hours": [24, 48, 72],
-                "rollout_hours": 24 if model in ("rollout", "through") else None,
-                "rollout_steps": 2 if model == "through" else None,
+                "rollout_hours": 24 if model in ROLLED else None,
+                "rollout_steps": 2 if model in THROUGH else None,
                 "splits": {"train": {"first": "2000", "last": "2001"}},
             },
             "layout": {"global_batch": 2 * world, "microbatch": 1, "precision": precision, **layout},
@@ -124,6 +130,7 @@ FEWER: dict[str, list[dict[str, Any]]] = {
     "rollout": [CHOSEN[4][0], CHOSEN[4][1], {"tp": 4, "dp_shard": 1}],
     # Later steps' gradients come back over tp: with gathered and with streamed weights, summed at once or step by step.
     "through": [CHOSEN[4][0], CHOSEN[4][1], CHOSEN[4][3], {"tp": 1, "dp_shard": 4, "zero": 1}],
+    "members through": [CHOSEN[4][1], {"tp": 1, "dp_shard": 4, "zero": 1}],
     # Shapes that change from step to step matter to what splits tokens, and to pipelines.
     "grids": [CHOSEN[4][0], {"tp": 2, "pp": 2, "dp_shard": 1, "schedule": "1f1b"}, CHOSEN[4][9]],
     # Members lie in the rows of activations that go over tp and from stage to stage.
@@ -137,4 +144,4 @@ def cases(model: str, world: int, precision: str = "fp64") -> list[ResolvedLayou
     """The layouts to verify `model` in on `world` ranks: those of `CHOSEN` or `FEWER`."""
     chosen = FEWER.get(model) or FEWER.get(precision) or CHOSEN[world]
     layouts = [resolve_layout(bind(run_of(model, world, **fields)), world) for fields in chosen]
-    return [in_few_microbatches(layout, others=model in ("rollout", "through")) for layout in layouts]
+    return [in_few_microbatches(layout, others=model in ROLLED) for layout in layouts]

@@ -24,6 +24,7 @@ RUNS = [
     (4, "climax", "fp64"),
     (4, "rollout", "fp64"),
     (4, "through", "fp64"),
+    (4, "members through", "fp64"),
     (4, "grids", "fp64"),
     (4, "orbit", "fp32"),
     (8, "orbit", "fp64"),
@@ -78,9 +79,10 @@ def test_every_kind_of_layout_is_among_them(verdicts: dict[tuple[int, str, str],
 def test_verdicts_cover_every_parameter_and_module(verdicts: dict[tuple[int, str, str], list[Verdict]]) -> None:
     for (_, model, precision), found in verdicts.items():
         names = {check.name for check in found[0].checks if check.what == "gradient"}
-        counts = {"climax": 70, "rollout": 46, "through": 35, "members": 48, "orbit": 90, "grids": 46}
+        counts = {"climax": 70, "rollout": 46, "through": 34, "orbit": 90, "grids": 46}
+        counts |= {"members": 48, "members through": 35}
         assert len(names) == counts[model]
-        fewer = {"rollout": 2, "members": 2, "through": 1, "grids": 2}
+        fewer = {"rollout": 2, "members": 2, "through": 1, "members through": 1, "grids": 2}
         blocks = [f"blocks.{n}" for n in range(fewer.get(model, 4))]
         inner = ("attention_norm", "attention", "mlp_norm", "mlp")
         modules = {*blocks, *(f"{block}.{name}" for block in blocks for name in inner)}

@@ -25,17 +25,21 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Members far enough apart that rounding changes no order of theirs, by which gradients go.
-    ensemble = {"model.loss": "crps", "model.members": 2, "model.noise_channels": 3, "model.init_std": 0.2}
-    return write_weather_run(tmp_path_factory.mktemp("weather"), ensemble)
+    return write_weather_run(tmp_path_factory.mktemp("weather"))
 
 
 @pytest.fixture(scope="module")
 def straight(run_file: Path) -> Trained:
+    return train_straight(run_file)
+
+
+def train_straight(run_file: Path) -> Trained:
+    """Train on one rank, with an evaluation where a layout ends."""
     return train(run_file, run_file.parent / "straight", STEPS * len(LAYOUTS), 1, f"evaluation.every={STEPS}")
 
 
-def test_a_checkpoint_is_bound_to_no_layout(run_file: Path, straight: Trained) -> None:
+def check_layouts(run_file: Path, straight: Trained, *, tolerance: float, ensemble: bool) -> None:
+    """Train in one layout after the other and hold losses and scores against those of one rank."""
     run_dir = run_file.parent / "matrix"
     for number, (ranks, *words) in enumerate(LAYOUTS, 1):
         found = train(run_file, run_dir, STEPS * number, ranks, *words)
@@ -48,14 +52,28 @@ def test_a_checkpoint_is_bound_to_no_layout(run_file: Path, straight: Trained) -
         assert scored["forecasts"] == expected["forecasts"] == 10
         for score, wanted in zip(scored["scores"], expected["scores"], strict=True):
             assert score.pop("variable") == wanted["variable"]
-            members, expected_members = score.pop("ensemble"), wanted["ensemble"]
-            assert members.pop("variable") == expected_members["variable"] and members["spread"] > 0
-            assert members.pop("ranks") == pytest.approx(expected_members["ranks"], abs=1e-3)
-            assert members == pytest.approx({name: expected_members[name] for name in members}, rel=1e-3, abs=1e-4)
             # SEEPS is of precipitation alone.
             for name in ("seeps", "persistence_seeps"):
                 assert score.pop(name) is wanted[name] is None
-            assert score == pytest.approx({name: wanted[name] for name in score}, rel=1e-3, abs=1e-4)
+            members, expected_members = score.pop("ensemble"), wanted["ensemble"]
+            assert (members is not None) == (expected_members is not None) == ensemble
+            if ensemble:
+                assert members.pop("variable") == expected_members["variable"] and members["spread"] > 0
+                assert members.pop("ranks") == pytest.approx(expected_members["ranks"], abs=1e-3)
+                expected_members = {name: expected_members[name] for name in members}
+                assert members == pytest.approx(expected_members, rel=tolerance, abs=1e-4)
+            assert score == pytest.approx({name: wanted[name] for name in score}, rel=tolerance, abs=1e-4)
+
+
+def test_a_checkpoint_is_bound_to_no_layout(run_file: Path, straight: Trained) -> None:
+    check_layouts(run_file, straight, tolerance=1e-4, ensemble=False)
+
+
+def test_nor_is_that_of_an_ensemble(tmp_path: Path) -> None:
+    # Members far enough apart that rounding changes no order of theirs, by which gradients go.
+    fields = {"model.loss": "crps", "model.members": 2, "model.noise_channels": 3, "model.init_std": 0.2}
+    run_file = write_weather_run(tmp_path, fields)
+    check_layouts(run_file, train_straight(run_file), tolerance=1e-3, ensemble=True)
 
 
 def test_the_same_layout_goes_on_to_the_same_bits(run_file: Path, straight: Trained) -> None:
