@@ -21,6 +21,10 @@ from phalanx.errors import ConfigError
             "training.attention=flash4 cannot compute with data.document_mask=true\nnearest: training.attention=auto",
         ),
         (
+            ["training.attention=cudnn", "training.deterministic=true"],
+            "training.attention=cudnn cannot compute with training.deterministic=true\nnearest: training.attention=auto",
+        ),
+        (
             ["training.attention=flash4", "layout.precision=fp32"],
             "training.attention=flash4 cannot compute with layout.precision=fp32\nnearest: training.attention=auto",
         ),

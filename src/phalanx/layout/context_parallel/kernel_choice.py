@@ -95,7 +95,10 @@ def check_attention(requested: str, device: torch.device) -> None:
 def choose_attention(
     requested: str, model: LanguageModel, shape: AttentionShape, device: torch.device
 ) -> AttentionChoice:
-    """Return the kernel that the run file names or, for `auto`, the fastest that can run this shape on this device."""
+    """Return the kernel that the run file names or, for `auto`, the fastest that can run this shape on this device.
+
+    See `choose_fastest` for runs with `training.deterministic`.
+    """
     if requested != "auto":
         return AttentionChoice(requested)
     if device.type == "cpu" or compat.is_rocm():
@@ -140,7 +143,14 @@ def _measure_whole(shape: tuple[int, int, int, int], dtype: torch.dtype, device:
 
 
 def choose_fastest(key: str, measure: Callable[[], dict[str, float]]) -> AttentionChoice:
-    """Return the kernel that `measure` finds fastest, by milliseconds; its times are kept under `key` for the next start."""
+    """Return the kernel that `measure` finds fastest, by milliseconds; its times are kept under `key` for the next start.
+
+    With `training.deterministic` it is the first of them that can run: which one is fastest may change from start to start,
+    and each rounds in its own way. cuDNN's is not among them, as PyTorch refuses it then.
+    """
+    if torch.are_deterministic_algorithms_enabled():
+        runnable = measure()
+        return AttentionChoice(next(iter(runnable)), runnable)
     cached = _read_cache().get(key)
     if cached is None:
         cached = measure()
