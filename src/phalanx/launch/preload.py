@@ -22,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -195,7 +196,9 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    # Libraries such as OpenBLAS end their threads when a process forks and start them anew where they are needed.
+    # Python 3.12 warns of each fork of a process with threads. Those of libraries such as OpenBLAS end when it forks and start anew
+    # where they are needed; where others are left a rank begins anew (`_become_rank`).
+    warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded", DeprecationWarning)
     trial = os.fork()
     if trial == 0:
         os._exit(0)
