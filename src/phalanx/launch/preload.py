@@ -196,8 +196,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    # Python 3.12 warns of each fork of a process with threads. Those of libraries such as OpenBLAS end when it forks and start anew
-    # where they are needed; where others are left a rank begins anew (`_become_rank`).
+    # Python 3.12 warns of each fork of a process with threads. Those of libraries such as OpenBLAS end when it forks and
+    # start anew where they are needed; where others are left a rank begins anew (`_become_rank`).
     warnings.filterwarnings("ignore", r"This process \(pid=\d+\) is multi-threaded", DeprecationWarning)
     trial = os.fork()
     if trial == 0:

@@ -87,4 +87,6 @@ def test_a_deterministic_run_takes_the_first_kernel_that_runs_however_fast_it_is
     finally:
         torch.use_deterministic_algorithms(False)
     assert chosen == ["flash", "flash"]
-    assert choose_attention("auto", LLAMA, SHAPE, CUDA).name == "efficient", "what was measured then is not believed later"
+    assert choose_attention("auto", LLAMA, SHAPE, CUDA).name == "efficient", (
+        "what was measured then is not believed later"
+    )
