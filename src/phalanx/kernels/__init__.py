@@ -11,6 +11,8 @@ import importlib.util
 from functools import cache
 from types import ModuleType
 
+from torch import Tensor
+
 LARGE = 1 << 20
 """Elements of a tensor from which on a kernel of our own is worth its launch."""
 
@@ -22,3 +24,8 @@ def triton_module(name: str) -> ModuleType | None:
     if importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module(f"phalanx.kernels.{name}")
+
+
+def kernels_for(x: Tensor, name: str) -> ModuleType | None:
+    """Return `phalanx.kernels.<name>` where Triton is installed and compiles for the device of `x`, else None."""
+    return triton_module(name) if x.is_cuda else None

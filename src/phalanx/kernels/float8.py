@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels import triton_module
+from phalanx.kernels import kernels_for
 from phalanx.torch_compat import common as compat
 
 BLOCK = 128
@@ -86,38 +86,19 @@ def quantise(
     after: a tensor that is there before: else a compiler may do in the forward pass, and keep, what the backward pass asks
     for.
     """
-    return quantise_reference(x_NI, scale, column_scale, dtype, rows, columns)
-
-
-@quantise.register_fake
-def _(
-    x_NI: Tensor,
-    scale: Tensor,
-    column_scale: Tensor,
-    dtype: torch.dtype,
-    rows: bool,
-    columns: bool,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    return _empty_pair(x_NI, dtype, rows, columns)
-
-
-@quantise.register_kernel("cuda")
-def _(
-    x_NI: Tensor,
-    scale: Tensor,
-    column_scale: Tensor,
-    dtype: torch.dtype,
-    rows: bool,
-    columns: bool,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    kernel = triton_module("float8_triton")
+    kernel = kernels_for(x_NI, "float8_triton")
     if kernel is None or not _kernel_takes(x_NI):
         return quantise_reference(x_NI, scale, column_scale, dtype, rows, columns)
     pair = _empty_pair(x_NI, dtype, rows, columns)
     kernel.run_quantise(x_NI.contiguous(), scale, column_scale, *pair)
     return pair
+
+
+@quantise.register_fake
+def _(
+    x_NI: Tensor, _s: Tensor, _c: Tensor, dtype: torch.dtype, rows: bool, columns: bool, *_: object
+) -> tuple[Tensor, Tensor]:
+    return _empty_pair(x_NI, dtype, rows, columns)
 
 
 def quantise_reference(
@@ -180,21 +161,16 @@ def requantise(x: Tensor, scale: Tensor, present: Tensor, q: Tensor) -> None:
 
     A device looks for itself which it is: the host does not wait for it.
     """
-    requantise_reference(x, scale, present, q)
+    kernel = kernels_for(x, "float8_triton")
+    if kernel is None or not (_kernel_takes(x) and x.is_contiguous() and q.is_contiguous()):
+        requantise_reference(x, scale, present, q)
+    else:
+        kernel.run_requantise(x, scale, present, q)
 
 
 @requantise.register_fake
 def _(x: Tensor, scale: Tensor, present: Tensor, q: Tensor) -> None:
     return None
-
-
-@requantise.register_kernel("cuda")
-def _(x: Tensor, scale: Tensor, present: Tensor, q: Tensor) -> None:
-    kernel = triton_module("float8_triton")
-    if kernel is None or not (_kernel_takes(x) and x.is_contiguous() and q.is_contiguous()):
-        requantise_reference(x, scale, present, q)
-    else:
-        kernel.run_requantise(x, scale, present, q)
 
 
 def requantise_reference(x: Tensor, scale: Tensor, present: Tensor, q: Tensor) -> None:
@@ -213,22 +189,17 @@ def transpose_quantised(
     rounding made too large for these become the largest of the format. None for both leaves the numbers alone. after: see
     `quantise`.
     """
-    return transpose_reference(q_OI, scale, column_scale)
-
-
-@transpose_quantised.register_fake
-def _(q_OI: Tensor, scale: Tensor | None, column_scale: Tensor | None, after: Tensor | None = None) -> Tensor:
-    return q_OI.new_empty(q_OI.shape[::-1])
-
-
-@transpose_quantised.register_kernel("cuda")
-def _(q_OI: Tensor, scale: Tensor | None, column_scale: Tensor | None, after: Tensor | None = None) -> Tensor:
-    kernel = triton_module("float8_triton")
+    kernel = kernels_for(q_OI, "float8_triton")
     if kernel is None or not q_OI.numel():
         return transpose_reference(q_OI, scale, column_scale)
     q_IO = q_OI.new_empty(q_OI.shape[::-1])
     kernel.run_transpose(q_OI.contiguous(), scale, column_scale, q_IO)
     return q_IO
+
+
+@transpose_quantised.register_fake
+def _(q_OI: Tensor, scale: Tensor | None, column_scale: Tensor | None, after: Tensor | None = None) -> Tensor:
+    return q_OI.new_empty(q_OI.shape[::-1])
 
 
 def transpose_reference(q_OI: Tensor, scale: Tensor | None, column_scale: Tensor | None) -> Tensor:
@@ -256,38 +227,19 @@ def quantise_blocks(
     square: blocks are `block` rows of as many numbers, the same of x and of the transposed. rows, columns, after: see
     `quantise`.
     """
-    return quantise_blocks_reference(x_NI, dtype, block, square, rows, columns)
-
-
-@quantise_blocks.register_fake
-def _(
-    x_NI: Tensor,
-    dtype: torch.dtype,
-    block: int,
-    square: bool,
-    rows: bool,
-    columns: bool,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_blocks(x_NI, dtype, block, square, rows, columns)
-
-
-@quantise_blocks.register_kernel("cuda")
-def _(
-    x_NI: Tensor,
-    dtype: torch.dtype,
-    block: int,
-    square: bool,
-    rows: bool,
-    columns: bool,
-    after: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    kernel = triton_module("float8_triton")
+    kernel = kernels_for(x_NI, "float8_triton")
     if kernel is None or block != BLOCK or not _kernel_takes(x_NI):
         return quantise_blocks_reference(x_NI, dtype, block, square, rows, columns)
     four = _empty_blocks(x_NI, dtype, block, square, rows, columns)
     kernel.run_quantise_blocks(x_NI.contiguous(), *four, square)
     return four
+
+
+@quantise_blocks.register_fake
+def _(
+    x_NI: Tensor, dtype: torch.dtype, block: int, square: bool, rows: bool, columns: bool, *_: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty_blocks(x_NI, dtype, block, square, rows, columns)
 
 
 def quantise_blocks_reference(
@@ -335,21 +287,16 @@ def _empty_blocks(
 @torch.library.custom_op("phalanx::row_column_amax", mutates_args=())
 def row_column_amax(x_NI: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest absolute value of each row, [N], and of each column, [I], of x in float32: one pass over x."""
-    return row_column_amax_reference(x_NI)
+    kernel = kernels_for(x_NI, "float8_triton")
+    if kernel is None or not _kernel_takes(x_NI):
+        return row_column_amax_reference(x_NI)
+    result: tuple[Tensor, Tensor] = kernel.run_row_column_amax(x_NI.contiguous())
+    return result
 
 
 @row_column_amax.register_fake
 def _(x_NI: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(x_NI.new_empty(size, dtype=torch.float32) for size in x_NI.shape)  # type: ignore[return-value]
-
-
-@row_column_amax.register_kernel("cuda")
-def _(x_NI: Tensor) -> tuple[Tensor, Tensor]:
-    kernel = triton_module("float8_triton")
-    if kernel is None or not _kernel_takes(x_NI):
-        return row_column_amax_reference(x_NI)
-    result: tuple[Tensor, Tensor] = kernel.run_row_column_amax(x_NI.contiguous())
-    return result
 
 
 def row_column_amax_reference(x_NI: Tensor) -> tuple[Tensor, Tensor]:
@@ -371,16 +318,6 @@ def scaled_product(
     registers, which keep about 14 digits, all the way. On devices that multiply no 8-bit numbers, the CPU among them, the
     operands are brought back into a wide format first: the same numbers, added up more exactly.
     """
-    return product_reference(a_MK, b_NK, a_scale.view(-1, 1), b_scale.view(-1, 1), dtype)
-
-
-@scaled_product.register_fake
-def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
-    return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]), dtype=dtype)
-
-
-@scaled_product.register_kernel("cuda")
-def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     by_row = a_scale.numel() > 1 or b_scale.numel() > 1
     if compat.float8_refusal(a_MK.device) or (by_row and dtype != torch.bfloat16):
         return product_reference(a_MK, b_NK, a_scale.view(-1, 1), b_scale.view(-1, 1), dtype)
@@ -393,6 +330,11 @@ def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch
         a_scale, b_scale = a_scale.view(()), b_scale.view(())
     product = torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=dtype, use_fast_accum=fast)
     return product if product.shape[1] == columns else product[:, :columns].contiguous()
+
+
+@scaled_product.register_fake
+def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]), dtype=dtype)
 
 
 SCALED_PRODUCT = torch.ops.phalanx.scaled_product.default
@@ -408,17 +350,7 @@ def block_product(
     a_scale: [M, K / block]. b_scale: [N, K / block], or [N / block, K / block] of square blocks; all rounded up. Partial
     sums over `block` numbers are scaled and added up in float32.
     """
-    return block_product_reference(a_MK, b_NK, a_scale, b_scale, dtype, block)
-
-
-@block_product.register_fake
-def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, block: int) -> Tensor:
-    return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]), dtype=dtype)
-
-
-@block_product.register_kernel("cuda")
-def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, block: int) -> Tensor:
-    kernel = triton_module("float8_triton")
+    kernel = kernels_for(a_MK, "float8_triton")
     known = block == BLOCK and dtype in (torch.bfloat16, torch.float16, torch.float32)
     if kernel is None or not known or compat.float8_refusal(a_MK.device):
         return block_product_reference(a_MK, b_NK, a_scale, b_scale, dtype, block)
@@ -426,6 +358,11 @@ def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch
     a, b = _pad_bytes(a_MK, 1, ALIGNMENT), _pad_bytes(b_NK, 1, ALIGNMENT)
     result: Tensor = kernel.run_block_product(a, b, a_scale, b_scale, dtype)
     return result
+
+
+@block_product.register_fake
+def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, block: int) -> Tensor:
+    return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]), dtype=dtype)
 
 
 BLOCK_PRODUCT = torch.ops.phalanx.block_product.default

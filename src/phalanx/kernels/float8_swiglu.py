@@ -7,11 +7,12 @@ and writes less than to write and read them in between.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.kernels import triton_module
+from phalanx.kernels import kernels_for, triton_module
 from phalanx.kernels.float8 import quantise_reference
 from phalanx.kernels.swiglu import SMALLEST_BLOCK, swiglu_backward_reference
 from phalanx.torch_compat import common as compat
@@ -26,21 +27,16 @@ def swiglu_gradient_amax(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor
 
     grad: [N, F], gradient of swiglu(gate_up). gate_up: [N, 2F] as in `kernels.swiglu`, of the same format.
     """
-    return _amax(grad_NF, gate_up, block)
+    kernel = kernels_for(gate_up, "float8_triton")
+    if kernel is None or not _covers(gate_up, block):
+        return swiglu_backward_reference(grad_NF, gate_up, block)[0].abs().amax().float().view(1)
+    result: Tensor = kernel.run_swiglu_gradient_amax(grad_NF.contiguous(), gate_up.contiguous(), block)
+    return result
 
 
 @swiglu_gradient_amax.register_fake
 def _(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
     return grad_NF.new_empty(1, dtype=torch.float32)
-
-
-@swiglu_gradient_amax.register_kernel("cuda")
-def _(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
-    kernel = triton_module("float8_triton")
-    if kernel is None or not _covers(gate_up, block):
-        return _amax(grad_NF, gate_up, block)
-    result: Tensor = kernel.run_swiglu_gradient_amax(grad_NF.contiguous(), gate_up.contiguous(), block)
-    return result
 
 
 @torch.library.custom_op("phalanx::quantise_swiglu_gradient", mutates_args=())
@@ -59,46 +55,22 @@ def quantise_swiglu_gradient(
     grad, gate_up: see `swiglu_gradient_amax`. scale, hidden_scale: float32 [1]. Formed in at least float32, rounded twice,
     first to the format of gate_up, as numbers that lie in memory are.
     """
-    return _quantise(grad_NF, gate_up, block, scale, hidden_scale, dtype, hidden_dtype)
-
-
-@quantise_swiglu_gradient.register_fake
-def _(
-    grad_NF: Tensor,
-    gate_up: Tensor,
-    block: int,
-    scale: Tensor,
-    hidden_scale: Tensor,
-    dtype: torch.dtype,
-    hidden_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_results(grad_NF, gate_up, dtype, hidden_dtype)
-
-
-@quantise_swiglu_gradient.register_kernel("cuda")
-def _(
-    grad_NF: Tensor,
-    gate_up: Tensor,
-    block: int,
-    scale: Tensor,
-    hidden_scale: Tensor,
-    dtype: torch.dtype,
-    hidden_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    kernel = triton_module("float8_triton")
+    kernel = kernels_for(gate_up, "float8_triton")
     if kernel is None or not _covers(gate_up, block):
-        return _quantise(grad_NF, gate_up, block, scale, hidden_scale, dtype, hidden_dtype)
+        return quantise_swiglu_reference(grad_NF, gate_up, block, scale, hidden_scale, dtype, hidden_dtype)
     results = _empty_results(grad_NF, gate_up, dtype, hidden_dtype)
     inputs = grad_NF.contiguous(), gate_up.contiguous()
     kernel.run_quantise_swiglu_gradient(*inputs, block, scale, hidden_scale, *results)
     return results
 
 
-def _amax(grad_NF: Tensor, gate_up: Tensor, block: int) -> Tensor:
-    return swiglu_backward_reference(grad_NF, gate_up, block)[0].abs().amax().float().view(1)
+@quantise_swiglu_gradient.register_fake
+def _(grad_NF: Tensor, gate_up: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, dtype, hidden_dtype = rest
+    return _empty_results(grad_NF, gate_up, dtype, hidden_dtype)
 
 
-def _quantise(
+def quantise_swiglu_reference(
     grad_NF: Tensor,
     gate_up: Tensor,
     block: int,
@@ -107,6 +79,7 @@ def _quantise(
     dtype: torch.dtype,
     hidden_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Do as `quantise_swiglu_gradient` in plain PyTorch, for every device and format."""
     rounded, hidden = swiglu_backward_reference(grad_NF, gate_up, block)
     q, q_t = quantise_reference(rounded, scale, scale, dtype, True, True)
     return q, q_t, quantise_reference(hidden, hidden_scale, hidden_scale, hidden_dtype, False, True)[1]
@@ -137,7 +110,9 @@ def quantises_gradients(device: torch.device) -> bool:
         draw = torch.Generator().manual_seed(rows)
         grad, gate_up = (torch.randn(rows, size, generator=draw).bfloat16().to(device) for size in (128, 256))
         q, q_t, hidden_t = (x.float() for x in quantise_swiglu_gradient(grad, gate_up, 64, one, one, kind, kind))
-        wanted, _, wanted_hidden = (x.float() for x in _quantise(grad, gate_up, 64, one, one, kind, kind))
+        wanted, _, wanted_hidden = (
+            x.float() for x in quantise_swiglu_reference(grad, gate_up, 64, one, one, kind, kind)
+        )
         errors = [(a - b).norm() / b.norm() for a, b in ((q, wanted), (q_t.t(), wanted), (hidden_t, wanted_hidden))]
         if not max(map(float, errors)) <= 1e-2:
             return False

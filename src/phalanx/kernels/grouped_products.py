@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels import triton_module
+from phalanx.kernels import kernels_for
 from phalanx.kernels.float8 import ALIGNMENT, power_of_two_scale, product_reference, quantise
 from phalanx.kernels.swiglu import swiglu, swiglu_backward
 from phalanx.torch_compat import common as compat
@@ -30,25 +30,19 @@ def grouped_product(rows_RI: Tensor, matrices_GOI: Tensor, ends_G: Tensor, compl
     group, never falling. complete: whether every row belongs to a group, which saves a pass. Sums are formed in at least
     float32 and rounded once.
     """
-    return grouped_product_reference(rows_RI, matrices_GOI, ends_G)
+    if _library_takes(rows_RI, matrices_GOI.shape[1]):
+        out_RO = F.grouped_mm(rows_RI.contiguous(), matrices_GOI.transpose(1, 2), offs=ends_G)
+        return out_RO if complete else _clear_rows_behind(out_RO, ends_G)
+    kernel = kernels_for(rows_RI, "grouped_products_triton")
+    if kernel is None or not _kernel_takes(rows_RI, matrices_GOI.shape[1]):
+        return grouped_product_reference(rows_RI, matrices_GOI, ends_G)
+    result: Tensor = kernel.run_grouped_product(rows_RI.contiguous(), matrices_GOI, ends_G, complete)
+    return result
 
 
 @grouped_product.register_fake
 def _(rows_RI: Tensor, matrices_GOI: Tensor, ends_G: Tensor, complete: bool) -> Tensor:
     return rows_RI.new_empty((rows_RI.shape[0], matrices_GOI.shape[1]))
-
-
-@grouped_product.register_kernel("cuda")
-def _(rows_RI: Tensor, matrices_GOI: Tensor, ends_G: Tensor, complete: bool) -> Tensor:
-    rows_RI = rows_RI.contiguous()
-    if _library_takes(rows_RI, matrices_GOI.shape[1]):
-        out_RO = F.grouped_mm(rows_RI, matrices_GOI.transpose(1, 2), offs=ends_G)
-        return out_RO if complete else _clear_rows_behind(out_RO, ends_G)
-    kernel = triton_module("grouped_products_triton")
-    if kernel is None or not _kernel_takes(rows_RI, matrices_GOI.shape[1]):
-        return grouped_product_reference(rows_RI, matrices_GOI, ends_G)
-    result: Tensor = kernel.run_grouped_product(rows_RI, matrices_GOI, ends_G, complete)
-    return result
 
 
 @torch.library.custom_op("phalanx::grouped_gradient", mutates_args=())
@@ -57,24 +51,18 @@ def grouped_gradient(grad_RO: Tensor, rows_RI: Tensor, ends_G: Tensor) -> Tensor
 
     grad: [R, O], of the result. rows and ends: as there.
     """
-    return grouped_gradient_reference(grad_RO, rows_RI, ends_G)
+    if _library_takes(rows_RI, grad_RO.shape[1]):
+        return F.grouped_mm(grad_RO.contiguous().t(), rows_RI.contiguous(), offs=ends_G)
+    kernel = kernels_for(rows_RI, "grouped_products_triton")
+    if kernel is None or not _kernel_takes(rows_RI, grad_RO.shape[1]):
+        return grouped_gradient_reference(grad_RO, rows_RI, ends_G)
+    result: Tensor = kernel.run_grouped_gradient(grad_RO.contiguous(), rows_RI.contiguous(), ends_G)
+    return result
 
 
 @grouped_gradient.register_fake
 def _(grad_RO: Tensor, rows_RI: Tensor, ends_G: Tensor) -> Tensor:
     return grad_RO.new_empty((len(ends_G), grad_RO.shape[1], rows_RI.shape[1]))
-
-
-@grouped_gradient.register_kernel("cuda")
-def _(grad_RO: Tensor, rows_RI: Tensor, ends_G: Tensor) -> Tensor:
-    grad_RO, rows_RI = grad_RO.contiguous(), rows_RI.contiguous()
-    if _library_takes(rows_RI, grad_RO.shape[1]):
-        return F.grouped_mm(grad_RO.t(), rows_RI, offs=ends_G)
-    kernel = triton_module("grouped_products_triton")
-    if kernel is None or not _kernel_takes(rows_RI, grad_RO.shape[1]):
-        return grouped_gradient_reference(grad_RO, rows_RI, ends_G)
-    result: Tensor = kernel.run_grouped_gradient(grad_RO, rows_RI, ends_G)
-    return result
 
 
 GROUPED_PRODUCT = torch.ops.phalanx.grouped_product.default
@@ -91,7 +79,7 @@ def _clear_rows_behind(out_RO: Tensor, ends_G: Tensor) -> Tensor:
 def _library_takes(rows_RI: Tensor, out_features: int) -> bool:
     """Return whether PyTorch's grouped product is to be used: on NVIDIA, in bfloat16, on rows of whole 16 bytes."""
     whole = rows_RI.shape[1] % 8 == 0 and out_features % 8 == 0 and rows_RI.numel() > 0
-    return rows_RI.dtype == torch.bfloat16 and whole and not compat.is_rocm()
+    return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and whole and not compat.is_rocm()
 
 
 def _kernel_takes(rows_RI: Tensor, out_features: int) -> bool:
@@ -146,16 +134,7 @@ def scaled_grouped_product(
 
 
 @scaled_grouped_product.register_fake
-def _(
-    a_RK: Tensor,
-    b_GNK: Tensor,
-    a_scale_R: Tensor,
-    b_scale_GN: Tensor,
-    ends_G: Tensor,
-    dtype: torch.dtype,
-    complete: bool,
-    fast: bool,
-) -> Tensor:
+def _(a_RK: Tensor, b_GNK: Tensor, _a: Tensor, _b: Tensor, _ends: Tensor, dtype: torch.dtype, *_: object) -> Tensor:
     return a_RK.new_empty((a_RK.shape[0], b_GNK.shape[1]), dtype=dtype)
 
 

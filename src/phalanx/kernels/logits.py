@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.kernels import triton_module
+from phalanx.kernels import kernels_for
 
 
 def log_partition(logits_NV: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def replace_by_gradient_reference(logits_NV: Tensor, log_z_N: Tensor, target_N: 
 @torch.library.custom_op("phalanx::log_partition", mutates_args=())
 def log_partition_kernel(logits_NV: Tensor) -> Tensor:
     """Do as `log_partition`, by our own kernel where there is one."""
-    kernel = triton_module("logits_triton") if logits_NV.is_cuda else None
+    kernel = kernels_for(logits_NV, "logits_triton")
     if kernel is None or not _covers(logits_NV):
         return log_partition_reference(logits_NV)
     result: Tensor = kernel.run_log_partition(logits_NV)
@@ -61,7 +61,7 @@ def _(logits_NV: Tensor) -> Tensor:
 @torch.library.custom_op("phalanx::replace_by_gradient", mutates_args=("logits_NV",))
 def replace_by_gradient_kernel(logits_NV: Tensor, log_z_N: Tensor, target_N: Tensor, factor_N: Tensor) -> None:
     """Do as `replace_by_gradient`, by our own kernel where there is one."""
-    kernel = triton_module("logits_triton") if logits_NV.is_cuda else None
+    kernel = kernels_for(logits_NV, "logits_triton")
     if kernel is None or not _covers(logits_NV):
         replace_by_gradient_reference(logits_NV, log_z_N, target_N, factor_N)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from phalanx.kernels import LARGE, triton_module
+from phalanx.kernels import LARGE, kernels_for
 
 
 def sum_parts(parts: Tensor, total: Tensor, *, add: bool = False) -> None:
@@ -13,7 +13,7 @@ def sum_parts(parts: Tensor, total: Tensor, *, add: bool = False) -> None:
 
     Sums are formed in the format of `total`, at least as wide as that of `parts`; on an accelerator one after another.
     """
-    kernel = triton_module("parts_sum_triton") if total.is_cuda else None
+    kernel = kernels_for(total, "parts_sum_triton")
     if kernel is None or total.dtype != torch.float32 or parts.shape[0] > _MOST_RANKS or not total.numel():
         if add and parts.shape[0] == 1:
             # A sum of one part would be a copy of it in the wider format.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.kernels import triton_module
+from phalanx.kernels import kernels_for
 
 
 @torch.library.custom_op("phalanx::combine_rows", mutates_args=())
@@ -22,21 +22,16 @@ def combine_rows(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None
     rows: [R, D]. position: int32 [T, K]. weights: float32 (float64 where rows are) [T, K]. Summed in the format of the
     weights, at least float32, in the order of k, and rounded once to the rows' format.
     """
-    return combine_rows_reference(rows_RD, position_TK, weights_TK)
+    kernel = kernels_for(rows_RD, "routed_rows_triton")
+    if kernel is None or not _kernel_takes(rows_RD):
+        return combine_rows_reference(rows_RD, position_TK, weights_TK)
+    result: Tensor = kernel.run_combine(rows_RD.contiguous(), position_TK, weights_TK)
+    return result
 
 
 @combine_rows.register_fake
 def _(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
     return rows_RD.new_empty((position_TK.shape[0], rows_RD.shape[1]))
-
-
-@combine_rows.register_kernel("cuda")
-def _(rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    kernel = triton_module("routed_rows_triton")
-    if kernel is None or not _kernel_takes(rows_RD):
-        return combine_rows_reference(rows_RD, position_TK, weights_TK)
-    result: Tensor = kernel.run_combine(rows_RD.contiguous(), position_TK, weights_TK)
-    return result
 
 
 @torch.library.custom_op("phalanx::combine_rows_backward", mutates_args=())
@@ -47,23 +42,18 @@ def combine_rows_backward(
 
     Every sorted row must be a copy of some token: `position` takes each of 0 .. R-1 once.
     """
-    return combine_rows_backward_reference(grad_TD, rows_RD, position_TK, weights_TK)
-
-
-@combine_rows_backward.register_fake
-def _(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    return rows_RD.new_empty(rows_RD.shape), weights_TK.new_empty(weights_TK.shape)
-
-
-@combine_rows_backward.register_kernel("cuda")
-def _(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    kernel = triton_module("routed_rows_triton")
+    kernel = kernels_for(rows_RD, "routed_rows_triton")
     if kernel is None or not _kernel_takes(rows_RD):
         return combine_rows_backward_reference(grad_TD, rows_RD, position_TK, weights_TK)
     result: tuple[Tensor, Tensor] = kernel.run_combine_backward(
         grad_TD.contiguous(), rows_RD.contiguous(), position_TK, weights_TK
     )
     return result
+
+
+@combine_rows_backward.register_fake
+def _(grad_TD: Tensor, rows_RD: Tensor, position_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    return rows_RD.new_empty(rows_RD.shape), weights_TK.new_empty(weights_TK.shape)
 
 
 COMBINE_ROWS = torch.ops.phalanx.combine_rows.default

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.kernels import triton_module
+from phalanx.kernels import kernels_for
 
 SMALLEST_BLOCK = 16
 """Shorter groups leave threads too little contiguous memory; a generated kernel does no worse there."""
@@ -86,7 +86,11 @@ def swiglu_backward(grad_hidden: Tensor, gate_up: Tensor, block: int) -> tuple[T
     grad_hidden: [..., F]; gate_up: [..., 2F] as in `swiglu`, of the same format. Returns ([..., 2F], [..., F]), contiguous,
     in that format: computed in at least float32 and rounded once.
     """
-    return swiglu_backward_reference(grad_hidden, gate_up, block)
+    kernel = kernels_for(gate_up, "swiglu_triton")
+    if kernel is None or not _covers_tensor(gate_up, block):
+        return swiglu_backward_reference(grad_hidden, gate_up, block)
+    result: tuple[Tensor, Tensor] = kernel.run_swiglu_backward(grad_hidden.contiguous(), gate_up.contiguous(), block)
+    return result
 
 
 SWIGLU_BACKWARD = torch.ops.phalanx.swiglu_backward.default
@@ -96,15 +100,6 @@ SWIGLU_BACKWARD = torch.ops.phalanx.swiglu_backward.default
 @swiglu_backward.register_fake
 def _(grad_hidden: Tensor, gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]:
     return gate_up.new_empty(gate_up.shape), grad_hidden.new_empty(grad_hidden.shape)
-
-
-@swiglu_backward.register_kernel("cuda")
-def _(grad_hidden: Tensor, gate_up: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    kernel = triton_module("swiglu_triton")
-    if kernel is None or not _covers_tensor(gate_up, block):
-        return swiglu_backward_reference(grad_hidden, gate_up, block)
-    result: tuple[Tensor, Tensor] = kernel.run_swiglu_backward(grad_hidden.contiguous(), gate_up.contiguous(), block)
-    return result
 
 
 def _covers_tensor(gate_up: Tensor, block: int) -> bool:

@@ -206,9 +206,7 @@ def _build_parts(
     store = opened.enter_context(_open_store(run, directory, upload))
     applied = apply_layout(model, place.layout, place.mesh, device, attention)
     step = build_step(model, applied, device)
-    copies = _open_copies(run, directory)
-    if copies is not None:
-        opened.callback(copies.close)
+    copies = _open_copies(run, directory, opened)
     restored = restore_run(model, store, step, inputs, copies)
     # Loading filled the main parameters; what the model computes with follows them.
     applied.refresh()
@@ -322,14 +320,16 @@ def _open_store(run: Run, directory: RunDirectory, upload: UploadAddress | None)
     )
 
 
-def _open_copies(run: Run, directory: RunDirectory) -> MemoryCopies | None:
-    """Return the copies of the run's state in memory, where it makes some."""
+def _open_copies(run: Run, directory: RunDirectory, opened: ExitStack) -> MemoryCopies | None:
+    """Return the copies of the run's state in memory, where it makes some; `opened` closes them."""
     if run.checkpoint.memory_every is None:
         return None
     identity = RankGroup.default().from_first(lambda: claim_identity(directory.path))
-    return MemoryCopies(
+    copies = MemoryCopies(
         node_memory_folder(identity), timeout_s=run.training.timeout_s, warn=partial(_warn_user, directory)
     )
+    opened.callback(copies.close)
+    return copies
 
 
 def _warn_user(directory: RunDirectory, text: str) -> None:

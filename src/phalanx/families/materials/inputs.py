@@ -135,13 +135,7 @@ class MaterialsInputs(TrainableModel):
         """See `TrainableModel`."""
         run = self.run
         training = open_prepared(run.data, "train")
-        for source in training:
-            heaviest = max(source.manifest.statistics.elements)
-            if heaviest > run.model.max_atomic_number:
-                raise DataError(
-                    f"{source.path} has atomic number {heaviest}, model.max_atomic_number={run.model.max_atomic_number} is "
-                    f"less; set model.max_atomic_number={heaviest} or more"
-                )
+        _require_embedded_elements(run.model, training)
         if first:
             _tell_missing_references(run, training)
             _tell_periodic_dipoles(run, training)
@@ -241,6 +235,17 @@ class MaterialsInputs(TrainableModel):
         sums = torch.tensor(labelled, dtype=torch.float64)[:, :, None].expand(-1, -1, SUMS)
         errors = GraphErrors(0.0, 0, error_rows(run, sums))
         return ExpectedEvaluation(errors.as_dict(), frozenset(("loss", "mae", "rmse")))
+
+
+def _require_embedded_elements(model: MaterialsModel, sources: Sequence[PreparedSource]) -> None:
+    """Raise DataError where a source has an element that the model's embedding has no row for."""
+    for source in sources:
+        heaviest = max(source.manifest.statistics.elements)
+        if heaviest > model.max_atomic_number:
+            raise DataError(
+                f"{source.path} has atomic number {heaviest}, model.max_atomic_number={model.max_atomic_number} is "
+                f"less; set model.max_atomic_number={heaviest} or more"
+            )
 
 
 def _open_store(

@@ -15,6 +15,7 @@ from typing import Any
 
 from phalanx.config.load import dump_run, load_run
 from phalanx.config.schema import Run
+from phalanx.config.studies import Tune
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.families.registry import bind
 from phalanx.files import write_atomically
@@ -122,17 +123,8 @@ def run_tuning(
         ranks=ranks,
         ranks_per_node=ranks_per_node,
     )
-    settings = Settings(
-        folder=folder,
-        metric=section.metric,
-        sharing=automatic_sharing(slots) if section.slots == "auto" else section.slots,
-        time_limit_s=section.time_limit_s,
-        study_time_s=section.study_time_s,
-        memory_bytes=None if section.memory_gib is None else section.memory_gib * 2**30,
-        packing=QUEUED if arrays is not None else PACKED if packing else UNPACKED,
-        sampler=section.engine,
-    )
-    return Tuner(store, queue, slots, settings, tell, arrays).run()
+    how = QUEUED if arrays is not None else PACKED if packing else UNPACKED
+    return Tuner(store, queue, slots, Settings.of_section(section, folder, slots, how), tell, arrays).run()
 
 
 def describe_jobs(run: Run, folder: Path, machine: Machine | None, job: Job | None) -> JobArrays:
@@ -224,6 +216,20 @@ class Settings:
     """Bytes of a device for all trials on it; None takes what the device has."""
     packing: Packing = PACKED
     sampler: str = "random"
+
+    @classmethod
+    def of_section(cls, section: Tune, folder: Path, slots: Sequence[DeviceSlot], packing: Packing) -> Settings:
+        """Return what the run file's `tune` section asks for on these slots."""
+        return cls(
+            folder=folder,
+            metric=section.metric,
+            sharing=automatic_sharing(slots) if section.slots == "auto" else section.slots,
+            time_limit_s=section.time_limit_s,
+            study_time_s=section.study_time_s,
+            memory_bytes=None if section.memory_gib is None else section.memory_gib * 2**30,
+            packing=packing,
+            sampler=section.engine,
+        )
 
 
 class Tuner(StudyLoop[TuningJob]):

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -269,7 +269,7 @@ def find_devices(
     ]
 
 
-def automatic_sharing(devices: list[DeviceSlot]) -> int:
+def automatic_sharing(devices: Sequence[DeviceSlot]) -> int:
     """Return how many trials may share a device where nobody says."""
     return _AUTO_SHARING[devices[0].accelerator]
 

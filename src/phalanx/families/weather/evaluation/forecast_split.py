@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,13 +158,11 @@ def forecast_split(
     count = member_count(run, members)
     comparison = Comparison(reader, climatologies, device, count, details=True)
     chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
-    usual = [name for name in _MAPPED if name in reader.outputs]
-    shown = _MapKeeper(reader, list(mapped) or usual or list(reader.outputs[:_MAPS]), list(steps), chosen)
+    shown = _MapKeeper(reader, mapped, list(steps), chosen)
     mine = [rows[rank::ranks] for rows in chosen]
-    with ExitStack() as opened:
-        file = None
-        if out is not None:
-            file = opened.enter_context(_open_file(out, loaded, reader, chosen, steps, count, rank, ranks))
+    # Without `out` nothing is opened, and nothing is written below.
+    opened = nullcontext() if out is None else _open_file(out, loaded, reader, chosen, steps, count, rank, ranks)
+    with opened as file:
         for index, rows, column, forecast in _forecast_rows(loaded, reader, mine, steps, grid, count, progress):
             if file is not None:
                 file.write(np.searchsorted(chosen[index], rows), column, forecast)
@@ -173,11 +171,8 @@ def forecast_split(
                 scored = forecast.unflatten(0, (len(rows), count))[torch.from_numpy(known).to(device)]
                 comparison.add(cases, scored.flatten(0, 1))
                 shown.look(cases, scored.mean(1))
-    maps = [shown.maps] * ranks
     if ranks > 1:
         comparison.all_reduce()
-        # One rank has the start that is shown.
-        dist.all_gather_object(maps, shown.maps)
     return Forecasts(
         split=split,
         starts=sum(map(len, chosen)),
@@ -186,7 +181,7 @@ def forecast_split(
         rows=comparison.rows(),
         spectra=comparison.spectra(),
         by_start=comparison.by_start(),
-        maps=max(maps, key=len),
+        maps=shown.gather_maps(ranks),
         grid=reader.grid,
         without_climatology=without,
     )
@@ -390,7 +385,13 @@ class _MapKeeper:
     def __init__(
         self, reader: FieldReader, variables: Sequence[str], leads: Sequence[int], chosen: Sequence[Int64Array]
     ) -> None:
-        """leads: hours, as in the columns of the windows. chosen: rows of each source's windows, in the order of `look`."""
+        """Choose what is shown.
+
+        variables: none takes the usual ones. leads: hours, as in the columns of the windows. chosen: rows of each source's
+        windows, in the order of `look`. Raises ConfigError for a variable that is not predicted.
+        """
+        usual = [name for name in _MAPPED if name in reader.outputs]
+        variables = variables or usual or reader.outputs[:_MAPS]
         for name in variables:
             if name not in reader.outputs:
                 raise ConfigError(f"--map {name}: not predicted; the model predicts {', '.join(reader.outputs)}")
@@ -420,3 +421,11 @@ class _MapKeeper:
         for index in self._variables:
             values = forecast[int(found[0]), index].cpu().numpy()
             self.maps.append(FieldMap(self._reader.outputs[index], lead, start, values, truth[index]))
+
+    def gather_maps(self, ranks: int) -> list[FieldMap]:
+        """Return the maps on every one of `ranks` ranks; all of them call it together."""
+        found = [self.maps] * ranks
+        if ranks > 1:
+            dist.all_gather_object(found, self.maps)
+        # One rank has the start that is shown; the others kept nothing.
+        return max(found, key=len)
