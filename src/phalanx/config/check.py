@@ -83,6 +83,7 @@ def _check_batch(run: Run) -> Iterator[Problem]:
     if problems:
         yield from problems
         return
+    # From here on all sizes are whole numbers of samples.
     sizes = batch_sizes(run)
     for number, (_, warm) in enumerate(sizes.stages):
         if warm > sizes.final:

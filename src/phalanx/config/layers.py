@@ -263,13 +263,16 @@ class AttentionConfig:
     def matrix_parameters(self) -> int:
         """Return the parameters of the projections."""
         if self.latent is not None:
+            # Queries are expanded from a latent of their own where there is one, else from the stream itself.
             x, expanded = self.latent, self.heads * self.head_size
             queries = self.width * expanded
             if x.query_rank is not None:
                 queries = x.query_rank * (self.width + expanded)
+            # The rotated key is not expanded: all heads share it.
             down = self.width * (x.key_value_rank + x.rope_size)
             up = x.key_value_rank * self.heads * (x.nope_size + x.value_size)
             return queries + down + up + self.heads * x.value_size * self.width
+        # Queries and the output have a matrix of all heads each; keys and values have one of `kv_heads` each.
         return 2 * self.width * (self.heads + self.kv_heads) * self.head_size
 
     def parameter_count(self) -> int:
@@ -321,6 +324,7 @@ class MLPConfig:
 
     def parameter_count(self) -> int:
         """Return all parameters."""
+        # One for each hidden feature of gate and up, and one for each output.
         biases = (2 if self.gated else 1) * self.hidden + self.width if self.bias else 0
         return self.matrix_parameters() + biases
 
@@ -351,6 +355,7 @@ class MixtureConfig:
 
     def _count_parameters(self, experts: int) -> int:
         shared = 0 if self.shared is None else self.shared.parameter_count() + self.settings.shared_gate * self.width
+        # The router has a row for every expert, used or not; an expert has gate, up and down.
         return self.width * (self.settings.count + 3 * experts * self.hidden) + shared
 
 
@@ -374,5 +379,6 @@ class LayerConfig:
 
     def parameter_count(self) -> int:
         """Return all parameters."""
+        # Attention and MLP each have one norm, or one on either side.
         norms = 4 if self.norm_position == "sandwich" else 2
         return self.attention.parameter_count() + self.mlp.parameter_count() + norms * self.norm.parameter_count()

@@ -83,8 +83,10 @@ def quantise_kernel(
 def requantise_kernel(
     x: tl.tensor, scale: tl.tensor, present: tl.tensor, q: tl.tensor, n: tl.tensor, TILE: tl.constexpr
 ) -> None:
-    """Tiles of the `n` numbers of x divided by `scale`, each program's as many apart as there are programs; nothing where
-    `present` is that already."""
+    """Write the `n` numbers of x divided by `scale`, unless `present` is that already.
+
+    A program takes tiles as many apart as there are programs.
+    """
     wanted = tl.load(scale)
     if wanted == tl.load(present):
         return
@@ -185,8 +187,10 @@ def row_column_amax_kernel(
     columns: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """The largest sizes of the rows and of the columns of one tile; by_row: [tiles across, rows], by_column: [tiles down,
-    columns]."""
+    """Write the largest sizes of the rows and of the columns of one tile.
+
+    by_row: [tiles across, rows]. by_column: [tiles down, columns].
+    """
     across = tl.cdiv(columns, TILE)
     tile_row, tile_column = tl.program_id(0) // across, tl.program_id(0) % across
     row, column = tile_row * TILE + tl.arange(0, TILE), tile_column * TILE + tl.arange(0, TILE)
@@ -231,7 +235,7 @@ def swiglu_gradient_amax_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """The largest size of TILE rows of one group, into amax [groups, tiles of rows]."""
+    """Write the largest size of TILE rows of one group into amax [groups, tiles of rows]."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     of_gate, of_up, _ = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK)
     largest = tl.max(tl.max(tl.maximum(tl.abs(of_gate), tl.abs(of_up)), 1), 0)
@@ -255,7 +259,7 @@ def quantise_swiglu_gradient_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """TILE rows of the gradients of one group in 8 bits, as they are and transposed, and of their product, transposed.
+    """Write TILE rows of the gradients of one group in 8 bits, as they are and transposed, and their product, transposed.
 
     same_scale: `scale` once more, so that no compiler takes the two quantisations for one.
     """

@@ -23,7 +23,7 @@ def log_partition_kernel(
     columns: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """The log-partition of one row of logits [rows, columns], into log_z [rows], float32."""
+    """Write the log-partition of one row of logits [rows, columns] into log_z [rows], float32."""
     # Whole tensors have more elements than 32 bits count.
     logits += tl.program_id(0).to(tl.int64) * columns
     place = tl.arange(0, TILE)
@@ -47,7 +47,7 @@ def replace_by_gradient_kernel(
     columns: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    """TILE columns of one row: softmax(logits) * factor, less one in the column of the target, in their place."""
+    """Write softmax(logits) * factor, less one in the column of the target, over TILE columns of one row."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * columns
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -93,12 +93,12 @@ class ParallelModel:
 
     def hold_parameters(self, model: LayoutModel) -> HeldParameters:
         """Return what an optimizer may know of how this rank holds the parameters of `model`."""
-        rows = {name: found for name in self.parameters if (found := model.matrix_rows(name)) is not None}
         # Tables that families count among matrices (of elements, by degree) may have more dims.
-        wanted = {
-            name for name, parameter in self.parameters.items() if parameter.dim() == 2 and parameter.requires_grad
+        rows = {
+            name: found
+            for name, parameter in self.parameters.items()
+            if parameter.dim() == 2 and parameter.requires_grad and (found := model.matrix_rows(name)) is not None
         }
-        rows = {name: found for name, found in rows.items() if name in wanted}
         dtype = model.precision.compute_dtype
         if self.mesh.world is None:
             matrices = WholeMatrices({self.parameters[name]: found for name, found in rows.items()}, dtype)
@@ -197,6 +197,7 @@ def apply_layout(
         branch=frozenset(name for name, parameter in parameters.items() if parameter in apart),
         experts=frozenset(name for one in built for name in one.experts if mesh.ep.size > 1),
     )
+    # Copies in a narrower format were allocated before the main parameters had their values.
     applied.refresh()
     return applied
 
@@ -238,6 +239,7 @@ class StageBuilder:
         cast_parameters(module, precision.compute_dtype if self.low_precision else precision.main_dtype)
         self.trained.apply(named_parameters(module, self.names))
         recompute_stage(stage, self.layout.recompute)
+        # Blocks at either end may keep products of 16 bits.
         first, last = model.run.layout.fp8_keep_ends, model.run.model.n_layers - model.run.layout.fp8_keep_ends
         for number, block in zip(chunk.blocks, module.blocks, strict=True):
             if first <= number < last:
@@ -251,6 +253,7 @@ class StageBuilder:
         self.context.sharding.shard_stage(stage)
         main = module
         if self.low_precision:
+            # A second module, on meta, has the same names and shapes: its parameters become the main ones.
             main = cast_parameters(model.build(self.context, chunk)[0], precision.main_dtype)
         self.trained.apply(named_parameters(main, self.names))
         # Memory for this rank's shards alone: the whole model never exists anywhere.

@@ -28,7 +28,6 @@ class Executor:
         self.mesh = applied.mesh
         self.heartbeat: Heartbeat = SILENT
         """Told of each micro-batch's passes."""
-        # Without a pipeline no rank waits for another one's compiler, so nothing is gained by compiling beforehand.
         self._warm: set[tuple[str, SampleShape]] = set()
         """Kinds of pass, and shapes of samples, whose programs a pipeline has compiled."""
 

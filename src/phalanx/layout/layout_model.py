@@ -64,6 +64,7 @@ class LayoutModel(BoundModel):
     @cached_property
     def whole_shapes(self) -> WholeShapes:
         """Shapes in the whole model: what its checkpoints hold."""
+        # A rank alone holds the whole model; on meta that takes no memory.
         share = SequenceShare(Axis("cp"), Axis("tp"), "ring")
         adapters = Adapters.of(self.run.training.lora)
         context = BuildContext(torch.device("meta"), AttentionChoice("sdpa"), share, adapters=adapters)
@@ -296,6 +297,7 @@ def named_parameters(part: nn.Module, tied: dict[str, str]) -> dict[str, nn.Para
 
 def saved_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of `module` that are saved, by name."""
+    # `state_dict` leaves out buffers that are not persistent, such as counts of the running step.
     saved = module.state_dict(keep_vars=True).keys() - dict(module.named_parameters()).keys()
     return {compat.full_name(name): buffer for name, buffer in module.named_buffers() if name in saved}
 

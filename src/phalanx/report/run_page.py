@@ -283,6 +283,7 @@ def list_notes(log: RunLog, summary: Summary) -> list[str]:
         found.append(f"{len(rewinds):,} rewinds to a checkpoint; {passed:,.0f} batches were passed over.")
     found += [f"Step {event.step:,}: replicas of parameters differed." for event in log.of_kind("replicas_differ")]
     if chosen := log.of_kind("checkpoint_interval"):
+        # Each choice replaces the one before.
         every, step, stall, failure, goodput = (
             chosen[-1].number(name) for name in ("every", "step_seconds", "stall_seconds", "failure_seconds", "goodput")
         )

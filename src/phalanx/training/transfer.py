@@ -182,6 +182,7 @@ def check_patterns(model: TrainableModel) -> None:
     asked = {"training.freeze": run.training.freeze, "optimizer.lr_ratios": list(run.optimizer.lr_ratios)}
     if lora is not None:
         asked["training.lora.train"] = lora.train
+    # Names come from building the whole model on meta: not for runs that ask nothing of them.
     if lora is None and not any(asked.values()):
         return
     names, trained = model.whole_shapes.parameters, TrainedParameters.of(run.training)

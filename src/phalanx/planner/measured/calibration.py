@@ -132,7 +132,7 @@ def jacobian(function: Callable[[Floats], Floats], x: Floats) -> Floats:
 
 
 def choose(sensitivity: Floats, most: int) -> list[int]:
-    """Runs that together tell most about the constants, ascending.
+    """Return the numbers, ascending, of the runs that together tell most about the constants.
 
     sensitivity: [runs, constants], how each run's rate depends on each constant, in units of the noise and of the constant's
     prior spread.

@@ -95,7 +95,7 @@ def compare(
     *,
     calibrated: bool,
 ) -> list[CheckedRun]:
-    """Hold `runs` against what their `groups` and `peak` say of them.
+    """Compare `runs` with what their `groups` and `peak` say of them.
 
     refuse: says why the time of a run cannot be predicted. peak: predicts the bytes of live tensors on the worst rank.
     """

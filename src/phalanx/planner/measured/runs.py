@@ -119,6 +119,7 @@ def read_runs(path: Path) -> list[MeasuredRun]:
 
 def _read_row(row: Row) -> MeasuredRun:
     attempt = Attempts(row)
+    # Every column is read, though one of them cannot be: its reason is noted, and what follows from it is None.
     status = status_of(row.text("status"))
     model, precision = attempt(model_of), attempt(precision_of)
     device, per_unit = attempt(device_of) or (None, 1)
@@ -128,6 +129,7 @@ def _read_row(row: Row) -> MeasuredRun:
     attempt(check_stages_hold_blocks, model, layout)
     recompute, length, memory = attempt(_recompute_of), attempt(length_of), attempt(_memory_of)
     rate = attempt(timed_rate, devices, length, per_unit)
+    # A run that ended for want of memory says something about memory without any figure.
     if status == "ok" and rate is None and memory is None:
         attempt.reasons.append("it states neither tokens, step time nor samples a second, nor memory")
     return MeasuredRun(

@@ -58,7 +58,7 @@ class PartBytes:
     """Those in `gathered` that are."""
 
     def plus(self, other: PartBytes) -> PartBytes:
-        """Both together, where both are held at once."""
+        """Return the bytes of both together, where both are held at once."""
         return PartBytes(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def unpadded(self, shards: FloatArray) -> PartBytes:

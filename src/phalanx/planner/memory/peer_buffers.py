@@ -24,7 +24,10 @@ _STEPS = 3
 
 
 def peer_buffer_bytes(state: MemoryState, parts: RankParts) -> Amount:
-    """Most bytes of the buffers, which lie beside the allocator's memory; 0 without peer copies. parts: of each rank."""
+    """Return the most bytes of the buffers, which lie beside the allocator's memory; 0 without peer copies.
+
+    parts: of each rank.
+    """
     if not state.peer_copies:
         return 0 * parts.layers
     rank = _RankSizes(state, parts)
@@ -58,7 +61,7 @@ class _RankSizes:
         self.width_sent = np.where(self.exchanges.whole, state.master, state.width)
 
     def pool_of_pipelines(self) -> Amount:
-        """Stages reduce among one another in an order of their own: as many buffers as most of them need."""
+        """Return a pool for stages that reduce in an order of their own: buffers as large as most of them need."""
         largest = np.where(self.leading > 0, np.maximum(self.block, self.leading_block), self.block)
         return self.width_sent * (self.unit * largest + sum(self.ends))
 
@@ -117,7 +120,7 @@ class _Pool:
     exchanges: int = 0
 
     def exchange(self, size: int) -> None:
-        """Through a buffer that rests."""
+        """Exchange `size` bytes through a buffer that rests, or a new one."""
         found = next_free_buffer(self.buffers, size, self.exchanges)
         if found is None:
             found = _Buffer(align_size(size))

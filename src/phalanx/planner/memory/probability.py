@@ -62,7 +62,7 @@ BESIDE_SPREAD = 0.5
 
 
 def communicators(candidates: LayoutTable) -> npt.NDArray[np.int64]:
-    """Groups that a rank communicates in: all ranks, and each axis of several ranks that is not all of them."""
+    """Return how many groups a rank communicates in: all ranks, and each axis of several ranks that is not all of them."""
     c = candidates
     world = c.world_size
     return np.asarray(
@@ -86,9 +86,11 @@ def fits(
     peer_buffers: Any = 0.0,
     load_spread: Any = 0.0,
 ) -> FloatArray:
-    """Probability that layouts fit devices of `capacity` bytes, as vendors count them; other arguments as `device_bytes`.
+    """Return the probability that layouts fit devices of `capacity` bytes, as vendors count them.
 
-    load_spread: one standard deviation of the bytes that uneven loads of experts take.
+
+    Other arguments are those of `device_bytes`. load_spread: one standard deviation of the bytes that uneven loads of
+    experts take.
 
     The logarithm of what is needed is taken as normally distributed.
     """

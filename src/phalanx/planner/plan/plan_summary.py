@@ -76,6 +76,7 @@ def layout_rows(plan: Plan, ranked: RankedLayouts, task: Task | None = None) -> 
     task = task or plan.task
     seconds_per_step, watts = ranked.times.total, plan.watts(ranked)
     rates, speeds = task.model_tflops(seconds_per_step), task.device_throughput(seconds_per_step)
+    # Without a published peak of this format there is no MFU.
     peak = plan.device.peak_tflops.get(task.run.layout.peak_format)
     rows = []
     for index in range(len(ranked)):

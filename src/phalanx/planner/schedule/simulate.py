@@ -116,7 +116,7 @@ def makespans_together(pipelines: Sequence[tuple[ScheduleTable, StageTimes]]) ->
 
 
 def _lots(pipelines: Sequence[tuple[ScheduleTable, StageTimes]]) -> Iterator[list[int]]:
-    """Places of pipelines that are simulated together: about equally long, of one runtime, as many as there is room for."""
+    """Yield the places of pipelines to simulate together: about equally long, of one runtime, as many as fit."""
     sizes = [(table.stages_per_rank > 1, table.kind.shape[1] + table.pp) for table, _ in pipelines]
     lot: list[int] = []
     actions = candidates = 0
@@ -133,7 +133,7 @@ def _lots(pipelines: Sequence[tuple[ScheduleTable, StageTimes]]) -> Iterator[lis
 
 
 def _latest(last: FloatArray, table: ScheduleTable, times: StageTimes) -> FloatArray:
-    """Makespans, [candidates]. last: when the last action of each rank ends, [ranks, candidates]."""
+    """Return the makespans, [candidates]. last: when the last action of each rank ends, [ranks, candidates]."""
     return np.asarray((last.T + _per_rank(table, times)).max(axis=1))
 
 
@@ -264,7 +264,7 @@ class _Costs:
     """[stages, candidates]; the last row, for what stays on its rank, is zero."""
 
     def duration(self, actions: slice) -> FloatArray:
-        """Computing time of these actions, [actions, candidates]."""
+        """Return the computing time of these actions, [actions, candidates]."""
         return self.compute.take(self.program.column[actions], axis=0)
 
     def lots(self, size: int) -> Iterator[_Costs]:

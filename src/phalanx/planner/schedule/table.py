@@ -188,7 +188,7 @@ def _one_forward_one_backward(pp: int, microbatches: int) -> IntArray:
 
 
 def _interleaved(pp: int, stages_per_rank: int, microbatches: int, *, splits_backward: bool) -> IntArray:
-    """Interleaved 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2.2) as PyTorch has it: columns as above.
+    """Order the passes of interleaved 1F1B (Narayanan et al., arXiv:2104.04473, section 2.2.2) as PyTorch has it.
 
     Micro-batches come in rounds of about pp, of which each stage of a rank takes one after the other. splits_backward: the
     zero-bubble form (Qi et al., arXiv:2401.10241, ZB-H1): fewer forward passes ahead, and rank r computes the gradients of
@@ -213,7 +213,7 @@ def _interleaved(pp: int, stages_per_rank: int, microbatches: int, *, splits_bac
 
 
 def _check_complete(table: ScheduleTable) -> None:
-    """Every stage computes every micro-batch once forward and once backward, in an order a stage can compute them in."""
+    """Assert that each stage computes each micro-batch once forward and once backward, in an order that it can run."""
     name = f"{table.schedule} over {table.pp} x {table.stages_per_rank} stages, {table.microbatches} micro-batches"
     place = positions(table)
     count = np.bincount(table.kind.ravel(), minlength=len(Pass))

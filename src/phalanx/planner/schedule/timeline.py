@@ -130,7 +130,7 @@ class Costs:
         return sum(kept.bytes for kept in self.kept)
 
     def flops(self, *phases: Phase) -> int:
-        """Floating-point operations of matmuls and attention in these phases (all of them if none is named)."""
+        """Return the floating-point operations of matmuls and attention in these phases (all of them if none is named)."""
         return sum(op.flops * op.times for op in self._of(phases) if op.kind in ("matmul", "attention"))
 
     def traffic(self, *phases: Phase) -> int:
@@ -138,7 +138,7 @@ class Costs:
         return sum((op.bytes_read + op.bytes_written) * op.times for op in self._of(phases) if op.kind != "collective")
 
     def collectives(self, *phases: Phase) -> list[Collective]:
-        """Communication in these phases (all of them if none is named), in order."""
+        """Return the collectives of these phases (all of them if none is named), in order."""
         return [op.collective for op in self._of(phases) if op.collective is not None for _ in range(op.times)]
 
     def _of(self, phases: tuple[Phase, ...]) -> Iterator[Operation]:
@@ -171,8 +171,10 @@ class Timeline:
         return len(self.buffers) - 1
 
     def costs(self, scale: Scale, times: Sequence[int] = ()) -> Costs:
-        """Costs in the micro-batch that `scale` leads to. times: how often each step runs, forward and backward; once each
-        where it is empty."""
+        """Return the costs of the micro-batch that `scale` leads to.
+
+        times: how often each step runs, forward and backward; once each where it is empty.
+        """
         output, gradients = set(self.output), set(self.gradients)
         sizes = [buffer.bytes(scale) for buffer in self.buffers]
         kept = [
@@ -205,6 +207,7 @@ class Timeline:
         products = [place for place in again if (x := self.backward[place].matmul) is not None and x.groups]
         if not products:
             return 0
+        # Experts are computed again from their first grouped product on; what is held by then stays.
         first = products[0]
         held = before + sum(sizes[number] for step in self.backward[:first] for number in step.makes)
         held -= sum(sizes[number] for step in self.backward[:first] for number in step.drops)
@@ -228,6 +231,7 @@ class Timeline:
         for step, count, beside in zip(steps, times or [1] * len(steps), self._beside, strict=True):
             if step.kind == "free":
                 continue
+            # Traced sizes become those of the wanted micro-batch.
             matmul, attention, collective = step.matmul, step.attention, step.collective
             # Pointwise work and reductions count one operation an element.
             flops = sum(scale(elements) for elements in step.work)
@@ -297,7 +301,10 @@ def _count_beside(steps: Sequence[Step]) -> list[int]:
 
 
 def _peak(steps: Sequence[Step], before: int, sizes: Sequence[int], passing: frozenset[int] = frozenset()) -> int:
-    """Most bytes at once. before: held when the steps begin. sizes: of buffers. passing: buffers that go at once."""
+    """Return the most bytes that are held at once.
+
+    before: held when the steps begin. sizes: of buffers. passing: buffers that go at once.
+    """
     now = peak = before
     for step in steps:
         reused = 0

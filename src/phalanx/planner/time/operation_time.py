@@ -220,7 +220,7 @@ def _odd(size: Ints, aligned: Ints) -> Floats:
 def operation_rows(
     part: int, operations: Sequence[Operation], *, biased: bool = False, eager: bool = False
 ) -> list[tuple[float, ...]]:
-    """Rows of an `OperationTable` for one part.
+    """Return the rows of an `OperationTable` for one part.
 
     biased: whether attention adds a bias to the scores. eager: whether the part is not compiled.
     """

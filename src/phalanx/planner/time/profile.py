@@ -182,13 +182,13 @@ def default_profile(device: str) -> NamedProfile:
 
 
 def _ratios(device: str) -> dict[str, float]:
-    """Shares and constants that a device has by default; of an unknown one those of all."""
+    """Return the shares and constants that a device has by default; of an unknown one those of all."""
     table = _defaults()
     return {**table["shares"], **table["devices"].get(device, {})}
 
 
 def _rate(facts: DeviceFacts, ratios: Mapping[str, float]) -> float:
-    """Operations a second of large products of 16-bit numbers: the highest anybody saw, or a share of the peak."""
+    """Return operations a second of large products of 16-bit numbers: the highest anybody saw, or a share of the peak."""
     for precision in ("bf16", "fp16"):
         if precision in facts.matmul_tflops:
             return facts.matmul_tflops[precision] * 1e12 * ratios["matmul"]
@@ -208,7 +208,7 @@ def _wider(facts: DeviceFacts) -> tuple[float, float]:
 
 
 def _eighth(facts: DeviceFacts) -> float:
-    """Rate of 8-bit products over that of 16-bit ones: as the highest published rates are, else as the nominal peaks."""
+    """Return the rate of 8-bit products over that of 16-bit ones, by the highest published rates, else the nominal peaks."""
     for rates in (facts.matmul_tflops, facts.peak_tflops):
         if "fp8" in rates and "bf16" in rates:
             return rates["fp8"] / rates["bf16"]
@@ -220,7 +220,7 @@ _SINGLE, _DOUBLE = 1 / 16, 1 / 2
 
 
 def spread_of(name: str) -> float:
-    """Standard deviation of the logarithm of a constant before anything is measured."""
+    """Return the standard deviation of the logarithm of a constant before anything is measured."""
     return float(_defaults()["spread"][name])
 
 
@@ -238,7 +238,7 @@ _DEFAULTS = "defaults"
 
 @cache
 def shipped_profiles() -> tuple[str, ...]:
-    """Names of the fitted profiles that come with the package."""
+    """Return the names of the fitted profiles that come with the package."""
     folder = files("phalanx.planner.time").joinpath("profiles")
     names = (file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
     return tuple(sorted(name for name in names if name != _DEFAULTS))

@@ -405,7 +405,7 @@ class DataParallel:
         return np.where(streams.parameters > 0, shown, 0.0)
 
     def _message(self, steps: Steps, size: Floats) -> Floats:
-        """Each rank sends `size` bytes to the next one."""
+        """Return the seconds in which each rank sends `size` bytes to the next one."""
         sent = send(size, steps.shards, self.constants)
         if not np.any(self.copied):
             return sent

@@ -228,6 +228,7 @@ class _Reader:
         kinds = {kind_of(name_of(node)) for node in kernel.nodes}
         kind = kinds.pop() if kernel.alone else next(kind for kind in _FUSED_KINDS if kind in kinds)
         value = (written or kernel.nodes)[0].meta["val"]
+        # Operations of several results, such as attention, have the format of the first.
         result = value if isinstance(value, Tensor) else value[0]
         assert isinstance(result, Tensor)
         step = Step(name, kind, phase, result.dtype)
@@ -238,6 +239,7 @@ class _Reader:
         ]
         step.writes = [Access(self.buffer[node], element_count(node)) for node in written]
         step.makes = [self.buffer[node] for node in written]
+        # A reduction works on each element of its input, which is larger than its output.
         if not kernel.alone:
             step.work = [
                 max(element_count(other) for other in (node, *node.all_input_nodes))
@@ -260,8 +262,10 @@ class _Reader:
 
     def _looked_into(self, node: fx.Node, kernel: Kernel, phase: Phase) -> list[Step]:
         """Return the steps behind one opaque operation, on buffers of this timeline."""
+        # The compiler sees one node; what runs are many operations, so these are run on meta tensors and recorded.
         recorder = Recorder(self.axes, self.opaque)
         recorder.backward = phase != "forward"
+        # Which buffer here each of the recorder's is: at first those of the arguments.
         known: dict[int, int] = {}
 
         def meta(argument: fx.Node) -> Any:

@@ -198,6 +198,7 @@ class Scale:
 
     def collective(self, x: Collective, itemsize: int) -> Collective:
         """Return `x`, of elements of so many bytes, in the wanted micro-batch."""
+        # The trace of experts is of any number of ranks.
         size = self.experts.wanted.ranks if self.experts is not None and x.axis in ("ep", "ep_across") else x.size
         return replace(x, size=size, bytes=self(x.bytes // itemsize) * itemsize)
 
@@ -322,6 +323,7 @@ def kind_of(name: str) -> Kind:
         return "reduction"
     if name in _LOOKUP:
         return "lookup"
+    # What no table names computes element by element.
     return "copy" if name in _COPY or name in QUANTISATION else "pointwise"
 
 
@@ -342,6 +344,7 @@ def matmul_of(name: str, arguments: Sequence[Any]) -> Matmul | None:
         return Matmul(1, a.shape[0], b.shape[0], a.shape[1], 2 if slow else a.dtype.itemsize)
     if name not in _MATMUL:
         return None
+    # Some begin with what is added to the product.
     first = _MATMUL[name]
     a, b = arguments[first], arguments[first + 1]
     batch = a.shape[0] if a.dim() == 3 else 1
@@ -352,6 +355,7 @@ def attention_of(operation: Any, arguments: Sequence[Any], keywords: dict[str, A
     """Return the sizes of a fused attention kernel, from its arguments; None for other operations."""
     if not base_name(operation).startswith(_ATTENTION):
         return None
+    # By the names of the schema: kernels differ in the order of their arguments and in which they have.
     names = [argument.name for argument in operation._schema.arguments]
     given = {**dict(zip(names, arguments, strict=False)), **keywords}
     samples, heads, queries, size = given["query"].shape

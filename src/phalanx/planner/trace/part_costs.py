@@ -350,6 +350,7 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
     named = part_parameters(stage, setting)
     if setting.attention != "cpu":
         fuse_norms(stage, recorder)
+    # Parameters are there before the pass begins: none of its allocations.
     for parameter in stage.parameters():
         recorder.hold(parameter, "given")
     blocks = list(stage.part.blocks)
@@ -360,6 +361,7 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
         (block,) = blocks
         arguments = block_arguments(stage, example_batch("block", stage, setting, samples))
         x = arguments[0]
+        # Masks and rotary tables are made once for all blocks.
         shared = [recorder.hold(tensor, "given", name) for name, tensor in _shared_inputs(arguments).items()]
         _mark_forward(block, recorder)
         recompute_block(block, setting.recompute)
@@ -383,6 +385,7 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
     streamed = streamed_parameters(stage)
     whole = [parameter for parameter in stage.parameters() if parameter not in streamed]
     experts = expert_parameters(stage) if setting.ep > 1 else []
+    # Streamed parameters are gathered piece by piece, and their gradients leave the same way.
     _record_passes(recorder, run, whole, experts)
     timeline = recorder.timeline
     timeline.adds_experts = setting.casts_experts

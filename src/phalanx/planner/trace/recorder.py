@@ -245,7 +245,7 @@ def _format_key(value: Any) -> Any:
 
 
 def _formats_of(result: Any, arguments: list[Tensor]) -> _Formats | None:
-    """Formats of what an operation gave; None where that is no new tensor, or not all of its memory."""
+    """Return the formats of what an operation gave; None where that is no new tensor, or not all of its memory."""
     single = isinstance(result, Tensor)
     every = (result,) if single else result
     tensors = tensors_in(every)

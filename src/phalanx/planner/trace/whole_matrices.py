@@ -72,6 +72,7 @@ def _block_matrices(name: PartName, setting: Setting) -> tuple[MatrixKind, ...]:
     found = []
     for parameter_name, parameter in named_parameters(stage.part, tracer.tied()).items():
         rows = tracer.matrix_rows(parameter_name)
+        # Norms, biases and tables are updated element by element, frozen parameters not at all.
         if rows is None or parameter.dim() != 2 or not parameter.requires_grad:
             continue
         shape = (parameter.shape[0], parameter.shape[1])
@@ -89,6 +90,7 @@ def share_units(kinds: tuple[MatrixKind, ...], counts: tuple[int, ...], ranks: i
     """
     owned, load = np.zeros((len(kinds), ranks), np.int64), np.zeros(ranks)
     for number, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
+        # A whole expert goes to one of the ranks that hold it: each group of these has an equal part of all experts.
         groups = ranks // holders if kind.expert and holders else 1
         each, left = divmod(count // groups, ranks // groups)
         owned[number] = each
@@ -143,6 +145,7 @@ def share_of_layout(
 
     blocks, leading: blocks of the pipeline rank, leading ones apart.
     """
+    # All ranks of a pipeline stage share the work on its matrices, replicas too.
     ranks = int(layouts.world_size[row] // layouts.pp[row])
     parts = int(layouts.tp[row] * layouts.shards[row])
     # Of an expert: ranks that hold parts of it, and ranks that hold the same part.

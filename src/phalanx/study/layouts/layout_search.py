@@ -245,6 +245,7 @@ def _summarise_effects(space: LayoutSpace, posterior: Posterior) -> Row | None:
     if not can_be_told_apart(codes):
         return None
     effects = shapley_effects([one.name for one in space.parameters], codes, values)
+    # A parameter with one value left among these points has no pairs to show.
     varying = np.flatnonzero(np.ptp(codes, axis=0) > 0).tolist()
     parameters = [space.parameters[number] for number in varying]
     pairs = interactions(
