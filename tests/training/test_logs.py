@@ -21,7 +21,7 @@ from phalanx.training.logs import (
     ConsoleSink,
     Sink,
     TensorBoardSink,
-    format_duration,
+    format_clock,
     open_sinks,
 )
 from phalanx.training.metrics import StepMetrics
@@ -155,8 +155,8 @@ def test_the_bar_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_durations() -> None:
-    assert format_duration(2499.6) == "0:41:40"
-    assert format_duration(100 * 3600) == "100:00:00"
+    assert format_clock(2499.6) == "0:41:40"
+    assert format_clock(100 * 3600) == "100:00:00"
 
 
 def test_tensorboard_files_hold_the_loss(tmp_path: Path) -> None:

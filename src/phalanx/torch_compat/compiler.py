@@ -1,5 +1,5 @@
 """The private parts of PyTorch's compiler that cost models read. Beside `compat`, of which it is a part, because
-importing the compiler takes two seconds: only what traces waits for that, and no verb does that finds its traces kept."""
+importing the compiler takes two seconds: only what traces waits for that, and no subcommand whose traces are kept."""
 
 from __future__ import annotations
 

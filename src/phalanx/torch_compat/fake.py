@@ -1,7 +1,7 @@
 """The private parts of PyTorch that a dry run changes while it lasts: ranks that are not there, tensors without memory.
 
-Beside `compat`, of which it is a part, because the fake backend comes with PyTorch's own test code, which no other verb
-should load.
+Beside `compat`, of which it is a part, because the fake backend comes with PyTorch's own test code, which no other
+subcommand should load.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The private parts of PyTorch's sharded tensors. Beside `compat`, of which it is a part, because importing them takes a
-second, which no verb that shards nothing should wait for."""
+second, which no subcommand that shards nothing should wait for."""
 
 from __future__ import annotations
 

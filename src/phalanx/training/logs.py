@@ -127,7 +127,7 @@ class ConsoleSink(Sink):
         # An average that forgets: the first step (compilation, warm-up) must not spoil the ETA for long.
         last = metrics.step_seconds
         self._seconds = last if self._seconds is None else 0.8 * self._seconds + 0.2 * last
-        eta = format_duration(self._seconds * (self.total_steps - metrics.step))
+        eta = format_clock(self._seconds * (self.total_steps - metrics.step))
         if self._progress is not None:
             rate = f"{metrics.tokens_per_second:,.0f} {self.unit}/s"
             line = self._fit_line([f"loss {metrics.loss:.3f}", f"ETA {eta}", rate], metrics.step)
@@ -200,7 +200,7 @@ def _describe_step(m: StepMetrics, unit: str) -> str:
     return "  ".join(parts)
 
 
-def format_duration(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Return seconds as h:mm:ss."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

@@ -32,7 +32,7 @@ from phalanx.report.run_log import EVALUATED_EVENT, SAVE_EVENT
 from phalanx.training.callbacks import CallbackList, TrainingContext
 from phalanx.training.checkpointing import Restored, collect_state, load_newest
 from phalanx.training.inputs import Inputs, ScheduledEvaluator, TrainableModel
-from phalanx.training.logs import RunLog, format_duration
+from phalanx.training.logs import RunLog, format_clock
 from phalanx.training.metrics import RankTimes, StepMeter, StepMetrics
 from phalanx.training.run_dir import RunDirectory, measured_save_seconds
 from phalanx.training.safeguards.checkpoint_interval import CheckpointInterval
@@ -182,7 +182,7 @@ class Trainer:
             raise PhalanxError(f"trained to step {self.step}, but {lost}")
         seconds = time.perf_counter() - start
         log.event("end", self.step, seconds=seconds)
-        log.note(f"trained to step {self.step} in {format_duration(seconds)}")
+        log.note(f"trained to step {self.step} in {format_clock(seconds)}")
 
     @contextmanager
     def _called_back(self) -> Iterator[None]:

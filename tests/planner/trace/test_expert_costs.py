@@ -144,7 +144,7 @@ def sent_rows(costs: PartCosts) -> int:
 def memory(block: PartCosts) -> list[int]:
     """Bytes of a block."""
     costs = block.costs
-    return [costs.kept_bytes, costs.forward_peak, costs.backward_peak, costs.coming_bytes, costs.gradient_bytes]
+    return [costs.kept_bytes, costs.forward_peak, costs.backward_peak, costs.pending_bytes, costs.gradient_bytes]
 
 
 def seconds(setting: Setting) -> float:

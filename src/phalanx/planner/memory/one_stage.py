@@ -191,7 +191,7 @@ class StepMoments:
                 **self.gradients(self.layers - left, self.untied, done),
                 **self.gathered({"blocks": left, "embedding": 1, "head": self.tied}, {"blocks": size}),
                 **{f"sent_{part}": count for part, count in sent.items()},
-                "coming": not self.step.several,
+                "pending": not self.step.several,
                 "blocks_kept": left - done,
                 "block_backward": 1,
                 "tied_gradient": self.tied,

@@ -32,7 +32,7 @@ class PartBytes:
     """Most bytes it makes in its forward pass, what is kept among them."""
     backward: FloatArray
     """Most bytes in its backward pass beside what is kept: incoming gradient, temporaries, gradients of parameters."""
-    coming: FloatArray
+    pending: FloatArray
     """Bytes more in the first micro-batch's, of gradients that others find."""
     count: FloatArray
     """Parameters, before data parallelism shares them out; streamed ones are no part of it."""
@@ -213,7 +213,7 @@ class _RankParts:
             kept=self.column(lambda c: c[name].costs.kept_bytes),
             forward=self.column(lambda c: c[name].costs.forward_peak),
             backward=self.column(lambda c: c[name].costs.backward_peak - c[name].costs.kept_bytes),
-            coming=self.column(lambda c: c[name].costs.coming_bytes),
+            pending=self.column(lambda c: c[name].costs.pending_bytes),
             count=count,
             shard=shard + streamed,
             gathered=shard * shards,
@@ -237,7 +237,7 @@ class _RankParts:
             kept=nothing,
             forward=self.column(lambda c: _behind_experts(c["block"])[0]),
             backward=self.column(lambda c: _behind_experts(c["block"])[1]),
-            coming=nothing,
+            pending=nothing,
             count=count,
             shard=shard,
             gathered=shard * gathered_of,

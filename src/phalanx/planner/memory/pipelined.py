@@ -256,7 +256,7 @@ class _Moments(Replay):
             "whole_blocks": np.where(new & frees, blocks, 0),
             "whole_head": new & self.is_last,
             "whole_embedding": new & self.is_first & embedding,
-            "coming": new & frees,
+            "pending": new & frees,
         }
 
     def of_reductions(self) -> dict[str, tuple[Counts, Counts]]:

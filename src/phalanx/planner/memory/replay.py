@@ -48,7 +48,7 @@ COUNTS = (
     "shared_embedding",
     "shared_head",
     "shared_leading",
-    "coming",
+    "pending",
     "gathered_blocks",
     "gathered_leading",
     "gathered_embedding",
@@ -97,9 +97,9 @@ COUNTS = (
   backward pass. results: of the last block, on their way into the head.
 - messages: buffers besides, of the size of what stages exchange. sent: messages that the transport holds; sent_lately: where
   it lets go after a round of them; later_sent: of each micro-batch beyond those of the table.
-- whole_..: gradients before they are sharded. shared_..: afterwards. coming: see `PartBytes`. own_..: in the format they are
-  computed in, not yet reduced. tied_gradient: that of a shared table, made by the head. streamed_gradients: of matrices
-  that are never gathered.
+- whole_..: gradients before they are sharded. shared_..: afterwards. pending: see `PartBytes`. own_..: in the format
+  they are computed in, not yet reduced. tied_gradient: that of a shared table, made by the head. streamed_gradients: of
+  matrices that are never gathered.
 - gathered_..: parameters. arrived_..: in the buffer that they came in as well. arriving_..: on their way.
 - sent_blocks, sent_embedding, sent_head: gradients in the buffer that they were reduced from. summed_embedding: reduced.
 - updated_..: parts whose matrices are updated whole, with a direction and an update of each; updates: such an update.

@@ -104,7 +104,7 @@ def causes_of(counts: FloatArray, weight: dict[str, Allocations], constant: Allo
 def _gradients(r: Exchanges) -> dict[str, Allocations]:
     s, z = r.s, r.s.sizes
     found: dict[str, Allocations] = {
-        "coming": {"gradients": z.block.coming},
+        "pending": {"gradients": z.block.pending},
         "summed_embedding": {"reduce buffers": s.sharded * s.master * z.embedding.trained_shard},
         "tied_gradient": {"one part's pass": s.width * z.embedding.trained_count},
         "streamed_gradients": {"gradients": s.master * z.block.streamed},

@@ -240,15 +240,15 @@ def _groups(tables: Sequence[ScheduleTable], waits_for: IntArray) -> Iterator[In
     # A column past the last action, which nothing fulfils, holds the ranks that are through.
     ends = np.cumsum(each)
     waiting = np.insert(waits_for, ends, never)
-    coming = ends - each + np.arange(len(each))
+    upcoming = ends - each + np.arange(len(each))
     while left:
         # The next action of each rank, if the action that it waits for is in an earlier group.
-        ready = np.flatnonzero(done.take(waiting.take(coming)))
+        ready = np.flatnonzero(done.take(waiting.take(upcoming)))
         assert len(ready), f"{', '.join({t.schedule for t in tables})}: ranks wait for each other for ever"
         # Rows are shorter by one without that column.
-        group = coming.take(ready) - ready
+        group = upcoming.take(ready) - ready
         done[group] = True
-        coming[ready] += 1
+        upcoming[ready] += 1
         left -= len(group)
         yield group
 

@@ -107,7 +107,7 @@ class Costs:
     """Most bytes held at once in forward of what the part makes, results and kept values among them, input not."""
     backward_peak: int
     """Most bytes held at once in backward: what is kept (input among it), incoming gradient, temporaries and gradients."""
-    coming_bytes: int
+    pending_bytes: int
     """Most bytes that the first micro-batch of a step holds more in backward: gradients of streamed matrices."""
     gradient_bytes: int
     """Gradients of whole parameters, in the format they are computed in, at the end of backward."""
@@ -158,7 +158,7 @@ class Timeline:
     """Buffers alive between the passes, the result not counted unless backward needs it."""
     gradients: list[int] = field(default_factory=list)
     """Buffers of parameters' gradients."""
-    coming: list[int] = field(default_factory=list)
+    pending: list[int] = field(default_factory=list)
     """Buffers of gradients that the first micro-batch of a step makes and further ones add to."""
     expert_gradients: list[int] = field(default_factory=list)
     """Buffers of the gradients of experts that are sharded over ranks."""
@@ -184,9 +184,9 @@ class Timeline:
         ]
         # A backward pass begins with what was kept, and with the gradient that the next part sends.
         before = sum(part.bytes for part in kept) + sum(sizes[number] for number in self._numbers("incoming"))
-        coming = frozenset(self.coming)
+        pending = frozenset(self.pending)
         # Further micro-batches add to gradients that the first one has made.
-        later = [0 if number in coming else size for number, size in enumerate(sizes)] if coming else sizes
+        later = [0 if number in pending else size for number, size in enumerate(sizes)] if pending else sizes
         added = frozenset(self.expert_gradients if self.adds_experts else ())
         backward_peak = _peak(self.backward, before, later, added)
         return Costs(
@@ -195,7 +195,7 @@ class Timeline:
             output_bytes=sum(sizes[number] for number in output),
             forward_peak=_peak(self.forward, 0, sizes),
             backward_peak=backward_peak,
-            coming_bytes=_peak(self.backward, before, sizes) - backward_peak if coming or added else 0,
+            pending_bytes=_peak(self.backward, before, sizes) - backward_peak if pending or added else 0,
             gradient_bytes=sum(sizes[number] for number in gradients),
             behind_experts=self._peak_behind_experts(before, sizes),
             beside_experts=self._peak_beside_experts(before, sizes),

@@ -389,10 +389,10 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
     _record_passes(recorder, run, whole, experts)
     timeline = recorder.timeline
     timeline.adds_experts = setting.casts_experts
-    coming = {recorder.hold(p.grad, "made") for p in streamed if p.grad is not None}
-    timeline.coming = sorted(coming)
+    pending = {recorder.hold(p.grad, "made") for p in streamed if p.grad is not None}
+    timeline.pending = sorted(pending)
     for step in timeline.backward:
-        if step.makes and coming.issuperset(step.makes):
+        if step.makes and pending.issuperset(step.makes):
             # The first micro-batch alone allocates gradients of streamed matrices; later ones add to what is there.
             step.kind = "free"
     if not stage.part.part.first:

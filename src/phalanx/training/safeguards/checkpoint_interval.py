@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 
 from phalanx.checkpoint import RankGroup
 from phalanx.config.schema import Run
+from phalanx.formatting import format_duration
 from phalanx.hardware.reliability import RESTART_MINUTES, find_goodput
 from phalanx.layout.mesh import Ranks
-from phalanx.training.logs import RunLog, format_duration
+from phalanx.training.logs import RunLog
 
 FIRST_STEPS = 8
 """Steps before the first checkpoint of a run that begins or resumes: by it a save and steps are measured."""
