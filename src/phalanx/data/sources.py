@@ -148,6 +148,7 @@ class SourceReader:
 
     def read(self, numbers: Int64Array) -> SampleBatch:
         """Read the samples with these global numbers, int64 [n], in order."""
+        # A function of the number alone: ranks need no common state, and a resumed run none of the past.
         shuffle = EpochShuffle(self.source.count_items("train"), stable_key("samples", self.seed))
         return self.read_items("train", shuffle(numbers), numbers)
 

@@ -61,6 +61,7 @@ def require_one_family(members: Sequence[Member]) -> None:
     Each family checks by itself that its members predict the same numbers of the same data.
     """
     first, *others = members
+    # By where links and relative paths lead: two names may be one checkpoint.
     seen: dict[Path, Path] = {first.checkpoint.resolve(): first.path}
     for other in others:
         place = other.checkpoint.resolve()

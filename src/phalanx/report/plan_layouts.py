@@ -169,6 +169,7 @@ def list_rows(plan: Plan, listed: LayoutList) -> list[Row]:
         "bubble_share": times.causes[WAITING] / times.total,
         "exposed_share": np.sum(waiting, axis=0) / times.total,
     }
+    # Column by column: an access to a row of arrays takes longer than the row of lists that pages need.
     columns: dict[str, list[Any]] = {name: getattr(listed.layouts, name).tolist() for name in CHOSEN}
     columns |= {name: [NAMED[name][place] for place in columns[name]] for name in NAMED}
     columns |= {"memory_bytes": listed.memory_bytes.tolist(), "p_fits": listed.p_fits.tolist()}
@@ -183,6 +184,7 @@ def answer_rows(plan: Plan, listed: LayoutList, rows: Sequence[Row]) -> list[str
     """Return what each layout of the list loses against the best one, or why it does not fit."""
     times, best = listed.times, listed.times.total[0]
     differences = {name: (values - values[0]).tolist() for name, values in times.causes.items()}
+    # The list begins with the fastest layout that fits.
     answers = ["the best layout"]
     for place in range(1, listed.fitting):
         by_cause = {name: values[place] for name, values in differences.items()}

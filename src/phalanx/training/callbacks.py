@@ -170,6 +170,7 @@ class WindowRecorder(Callback):
             / self.kind
             / f"steps-{self.window.first}-{self.window.last}-rank-{context.rank}.{self.suffix}"
         )
+        # A run may begin inside the window, or end before it.
         self.recording = False
 
     def needs_finished(self, step: int) -> bool:

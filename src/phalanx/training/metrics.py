@@ -104,6 +104,7 @@ class StepMetrics:
 
     def numbers(self) -> dict[str, float]:
         """Return every number but the step and the loads of single experts by name, for trackers that take numbers alone."""
+        # Trackers draw a curve for each number: loads of single experts would be thousands.
         found = {
             f"experts/layer_{use.layer}/{name}": value
             for use in self.experts

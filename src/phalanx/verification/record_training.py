@@ -100,6 +100,7 @@ def record_training(
     optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, held, model.rate_ratio)
     scaler = GradScaler(device.type) if model.run.layout.scales_loss else None
     step = RecordedStep(applied, optimizer, run.optimizer, device=device, scaler=scaler)
+    # Each data-parallel rank has neighbouring samples of the global batch, as in training.
     share = layout.samples_per_rank
     first = mesh.data_rank * share
     watch = ModuleWatch(layout.global_batch)
@@ -109,6 +110,7 @@ def record_training(
     routers = find_routers(applied.stages)
     done = []
     for number in range(1, steps + 1):
+        # Ranks of a task head have samples of its data sets alone.
         if layout.branch_groups:
             batch = model.branch_samples(number, layout, mesh.data_rank)
         else:
@@ -122,6 +124,7 @@ def record_training(
         # The first step alone: after an update, activations differ by as much as the updates may.
         watch.stop()
     parameters = _copy_parameters(applied)
+    # Noise, if any, was added before the copy that updates are measured from.
     moved = {name: parameters[name]._replace(local=parameters[name].local - was.local) for name, was in before.items()}
     return Record(watch.activations, watch.input_gradients, done, parameters, moved)
 
@@ -160,6 +163,7 @@ class RecordedStep(TrainStep):
     def update_parameters(self, loss: Tensor) -> Tensor:
         """Keep the gradients, then update with them."""
         self.gradients = {}
+        # Without the scale of the loss, so that records of all formats are compared alike.
         scale = 1.0 if self.scaler is None else float(self.scaler.scale(torch.ones((), device=self.device)))
         for name, parameter in self.applied.parameters.items():
             if not parameter.requires_grad:

@@ -152,6 +152,7 @@ def model_of(width: int, length: int) -> LanguageModel:
         d_model=width,
         n_heads=heads,
         n_kv_heads=max(1, heads // 4),
+        # Llama 3's ratio, rounded up to what tensor cores like.
         d_ff=-(-width * 7 // 2 // 256) * 256,
         vocab_size=32 * width if width < 1024 else 32768,
         max_positions=length,
@@ -216,6 +217,7 @@ def _spread_out(products: Sequence[Product], most: int) -> tuple[Product, ...]:
 
 def spread_points(places: Sequence[Sequence[float]], most: int) -> list[int]:
     """Return the indices of at most `most` of `places`, each the farthest from those before it; the first is 0."""
+    # Models have many shapes in common: the farthest next one covers the range evenly, whatever is frequent.
     points = np.asarray(places, np.float64)
     chosen = [0]
     distance = np.linalg.norm(points - points[0], axis=1)

@@ -155,6 +155,7 @@ def device_of(row: Row) -> tuple[str, int]:
     if stated.lower() == "a100":
         row.assumed.append("80 GB a device")
     unit = row.text("gpu_unit").lower()
+    # A module of two GCDs counts as one device in some tables and as two in others.
     if name.startswith("MI250") and not unit and not stated.lower().endswith("gcd"):
         raise Unusable("it is not said whether figures are for modules or for GCDs")
     return name, 2 if unit.startswith("module") else 1
@@ -188,6 +189,7 @@ def replicas_of(row: Row, data_ranks: int) -> int:
     if not words:
         return 1
     shards, replicas = (int(number) for number in words.groups() if number)
+    # Where words and numbers of a row disagree, neither can be trusted.
     if shards * replicas != data_ranks:
         raise Unusable(f"{shards} shards x {replicas} replicas are not the {data_ranks} data-parallel ranks stated")
     return replicas

@@ -99,6 +99,7 @@ def compare(
 
     refuse: says why the time of a run cannot be predicted. peak: predicts the bytes of live tensors on the worst rank.
     """
+    # Runs of a machine and format are predicted together, by the profile that is fitted to these.
     predicted: dict[str, float] = {}
     for group in groups:
         rates = group.rates(group.profile(calibrated=calibrated))
@@ -117,6 +118,7 @@ def compare(
                 measured_tokens_per_s=measured,
                 error=rate / measured - 1,
             )
+        # A prediction of memory traces the model, which takes long: not where nothing was measured.
         wanted = run.used and (run.memory is not None or run.status == "oom")
         checked.append(replace(row, **_memory(run, peak(run) if wanted else None)))
     return checked
@@ -212,6 +214,7 @@ def _regret(pairs: Sequence[tuple[CheckedRun, MeasuredRun]]) -> float | None:
     for row, run in pairs:
         if run.layout is not None:
             batch = run.layout.global_batch * (run.sequence_length or 0)
+            # Layouts compete where they trained the same model on as many devices by as many tokens a step.
             choices.setdefault((run.model, run.sequence_length, run.devices, batch, run.system), []).append(row)
     regrets = []
     for rows in choices.values():

@@ -78,6 +78,7 @@ def explain_choice(planner: Planner, ranking: Ranking, words: str) -> WhyNot:
     if has_it.any():
         fits = has_it[ranking.fitting]
         fitting, bounds = ranking.fitting[fits], ranking.bounds.take(fits)
+        # Bounds of the first ranking hold, but it simulated the best of all alone, few of which have the choice.
         legal, peak = ranking.legal.take(has_it), ranking.peak[has_it]
         ranked = planner.simulate_best(task.model, ranking.legal.take(fitting), ranking.peak[fitting], bounds)
     else:

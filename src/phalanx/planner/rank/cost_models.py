@@ -168,6 +168,7 @@ class CostModels:
         return self._time(model, layouts, bound_pipelines)
 
     def _time(self, model: TracedModel, layouts: LayoutTable, pipelines: PipelineModel) -> Times:
+        # Nothing is traced for no layouts.
         if not len(layouts):
             return Times(np.zeros(0), {name: np.zeros(0) for name in STEP_COMPONENTS.values()}, np.zeros(0))
         profile, constants = self.profile.profile, self._constants
@@ -292,6 +293,7 @@ def memory_fits(model: BoundModel, capacity: float, *, rocm: bool, seen: SeenMem
     def estimate(layout: ResolvedLayout) -> MemoryEstimates:
         return memory(model, layout.table, kernels, peer_copies=copies)
 
+    # The model is taken to err by one factor in all layouts that are asked about.
     correction = 1.0 if seen is None else seen.allocated / float(estimate(seen.layout).allocated[0])
 
     def probably_fits(layout: ResolvedLayout) -> bool:

@@ -216,6 +216,7 @@ class TracedModel(LayoutModel):
             # Chunks are computed one by one from Python, outside any compiled program.
             setting = replace(setting, streamed=layout.shards, compile=False)
         if layout.ep > 1:
+            # Experts that are sharded with nobody are not cast as they are gathered, so every pass casts them.
             apart = bool(layout.table.lone_experts[0]) and self.precision.copies_parameters
             setting = replace(setting, ep=layout.ep, expert_tp=layout.expert_tp, casts_experts=apart)
             setting = replace(setting, ep_chunks=layout.ep_chunks, ep_node=layout.ep_node)
@@ -308,11 +309,13 @@ def build_stage(name: PartName, setting: Setting, stream: Stream | None = None) 
         Axis(axis, 0, size, None, tuple(range(size)), axis) for axis, size in (("tp", setting.tp), ("cp", setting.cp))
     )
     stage = tracer.build_stage(name, SequenceShare(cp, tp, setting.context), stream)
+    # Adapters are added as the names of their layers are asked for.
     list(add_adapters(stage.part, setting.trained.adapters))
     for parameter_name, parameter in named_parameters(stage.part, tracer.tied()).items():
         parameter.requires_grad_(not setting.freezes(parameter_name))
     if not setting.joint_gradients:
         separate_gradients(stage)
+    # Embedding and head keep the plain product in every precision.
     if name in BLOCKS:
         choose_products(stage.part.blocks, PRECISIONS[setting.precision], torch.device("meta"))
         choose_expert_products(stage.part.blocks, PRECISIONS[setting.precision], torch.device("meta"))
@@ -351,6 +354,7 @@ def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]
     spread = {id(parameter) for parameter in expert_parameters(stage)} if setting.ep > 1 else set()
     whole = tracer.whole_part(stage.part.part)
     list(add_adapters(whole, setting.trained.adapters))
+    # What `tp` splits is not declared again here: a rank's part has another shape than one device's.
     shapes = {name: parameter.shape for name, parameter in named_parameters(whole, tied).items()}
     layers = [module for module in stage.modules() if isinstance(module, Linear)]
     quantised = {id(layer.weight) for layer in layers if isinstance(layer.multiply, Float8Product)}

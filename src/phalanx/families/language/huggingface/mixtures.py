@@ -99,6 +99,7 @@ class Qwen3MoeFields(MixtureFields):
 
     @model_validator(mode="after")
     def _dense_layers_first(self) -> Self:
+        # The decoder counts the blocks without experts from the first one on.
         layers = self.mlp_only_layers or []
         if sorted(set(layers)) != list(range(len(set(layers)))):
             raise ValueError(f"mlp_only_layers={layers} are not the first layers; the decoder has MLPs in those alone")

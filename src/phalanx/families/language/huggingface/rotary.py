@@ -73,6 +73,7 @@ class RopeParameters(KnownKeys):
     def _old_name(cls, value: Any) -> Any:
         if not isinstance(value, dict) or "type" not in value:
             return value
+        # Older files call it `type`; some have both names.
         others = {name: part for name, part in value.items() if name != "type"}
         if others.get("rope_type", value["type"]) != value["type"]:
             raise ValueError(f"type={value['type']} and rope_type={others['rope_type']} differ")
@@ -193,6 +194,7 @@ def find_window(layer_types: Sequence[str], window: int | None) -> dict[str, obj
 
     Raises ValueError for a pattern other than every so many-th layer attending to all tokens.
     """
+    # The decoder has no list of layers: its pattern is a window and how often a layer does without it.
     full = [kind == "full_attention" for kind in layer_types]
     if all(full) or window is None:
         return {"sliding_window": None, "global_every": 0}
