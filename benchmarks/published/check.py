@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from phalanx.cli.console import print_json
 from phalanx.cli.planning.plan import list_checked_runs, print_checked_groups
-from phalanx.planner.measured.check import CheckedRun, compare, summarise_check
+from phalanx.planner.measured.check_predictions import CheckedRun, compare, summarise_check
 from published.groups import grouped, refused
 from published.memory import published_peak
 from published.runs import PublishedRun, read_published_runs

@@ -11,8 +11,8 @@ from typing import Any, Self
 import yaml
 
 from phalanx.hardware.machine import load_machine
-from phalanx.planner.measured import groups as measured
-from phalanx.planner.measured.groups import MeasuredGroup, System, timed_precision
+from phalanx.planner.measured import measured_groups as measured
+from phalanx.planner.measured.measured_groups import MeasuredGroup, System, timed_precision
 from phalanx.planner.measured.runs import MeasuredRun
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.profile import NamedProfile, default_profile, load_profile, shipped_profiles

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from phalanx.families.language.config import LanguageRun
 from phalanx.families.registry import bind
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.planner.measured.check import run_of
+from phalanx.planner.measured.check_predictions import run_of
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.parts import model_bytes
 from phalanx.planner.memory.ranks import blocks_in_flight

@@ -25,7 +25,7 @@ from phalanx.families.weather.config import WeatherModel
 from phalanx.families.weather.sizes import model_flops_per_sample
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
-from phalanx.planner.measured.groups import System
+from phalanx.planner.measured.measured_groups import System
 from phalanx.planner.time.profile import load_profile
 from phalanx.planner.time.step_parts import steps_of
 from phalanx.planner.time.step_time import StepBreakdown

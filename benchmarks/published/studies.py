@@ -18,7 +18,7 @@ from phalanx.config.presets import load_preset
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, Recompute, ResolvedLayout
 from phalanx.planner.measured.calibration import NOISE, fit_near_priors
-from phalanx.planner.measured.groups import System
+from phalanx.planner.measured.measured_groups import System
 from phalanx.planner.time.operation_time import Floats
 from phalanx.planner.time.profile import CONSTANTS, NamedProfile, default_profile, spread_of
 from phalanx.planner.time.step_parts import steps_of

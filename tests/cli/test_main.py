@@ -23,8 +23,8 @@ from command_line import Call
 from phalanx import __version__
 from phalanx.cli import main
 from phalanx.cli.console import print_error, print_json, short_count
+from phalanx.cli.guide_pages import find_page
 from phalanx.cli.main import SUBCOMMANDS, Subcommand
-from phalanx.cli.pages import find_page
 from phalanx.config.families import FAMILIES, find_family
 from phalanx.config.fields import run_sections
 from phalanx.errors import CheckFailed, ConfigError, DataError, PhalanxError

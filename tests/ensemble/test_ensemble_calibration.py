@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.ensemble.calibrate import (
+from phalanx.ensemble.error_calibration import (
     KINDS,
     Calibration,
     calibrate_residuals,

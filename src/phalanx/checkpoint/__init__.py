@@ -3,6 +3,7 @@
 Knows tensors, names and files; knows nothing of models, run files or the training loop.
 """
 
+from phalanx.checkpoint.checkpoint_store import CheckpointStore, RunLock
 from phalanx.checkpoint.folders import Checkpoint
 from phalanx.checkpoint.memory_copies import MemoryCopies
 from phalanx.checkpoint.rank_group import RankGroup
@@ -14,7 +15,6 @@ from phalanx.checkpoint.reader import (
     read_tensors,
 )
 from phalanx.checkpoint.saver import SaveHandle
-from phalanx.checkpoint.store import CheckpointStore, RunLock
 from phalanx.checkpoint.training_state import (
     RngState,
     collect_tensors,

@@ -24,7 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from phalanx import __version__
 from phalanx.cli.console import print_error, show_examples
-from phalanx.cli.pages import find_page
+from phalanx.cli.guide_pages import find_page
 from phalanx.errors import Interrupted, PhalanxError, nearest_names
 from phalanx.hardware.host import passive_waits
 from phalanx.launch.parent import die_with_parent

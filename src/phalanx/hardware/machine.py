@@ -17,7 +17,7 @@ import yaml
 from pydantic import Field, PositiveInt, StringConstraints, ValidationError, model_validator
 
 from phalanx.errors import ConfigError
-from phalanx.hardware.network import Links, Name, Network, OneLine, Section, Text
+from phalanx.hardware.interconnect import Links, Name, Network, OneLine, Section, Text
 
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Flag = Annotated[str, StringConstraints(pattern=r"^--[a-z][^\s]*$")]

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.errors import ConfigError
+from phalanx.hardware.interconnect import Links, Network
 from phalanx.hardware.machine import Machine
-from phalanx.hardware.network import Links, Network
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

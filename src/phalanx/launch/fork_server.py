@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.launch.parent import interrupts_deferred, interrupts_ignored
-from phalanx.torch_compat.groups import run_gloo_in_order
+from phalanx.torch_compat.process_groups import run_gloo_in_order
 
 PRELOADED = (
     "torch",

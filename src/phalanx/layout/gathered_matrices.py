@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.layout.place import TensorSplits, place_of
 from phalanx.nn.parameters import MatrixRows
 from phalanx.optimizers.whole_matrices import WholeMatrices, Work, work_on_parts
-from phalanx.torch_compat.groups import exchanges_nothing
+from phalanx.torch_compat.process_groups import exchanges_nothing
 
 ROUND_ELEMENTS = 2**26
 """Elements of whole matrices that a rank holds at a time, and that it sends to all that hold parts of them; more where a

@@ -29,7 +29,7 @@ from phalanx.layout.spec import (
     SINGLE_STAGE,
     ResolvedLayout,
 )
-from phalanx.torch_compat.groups import new_group, run_gloo_in_order
+from phalanx.torch_compat.process_groups import new_group, run_gloo_in_order
 
 
 @dataclass(frozen=True)

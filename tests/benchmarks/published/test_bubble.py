@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from phalanx.planner.schedule.schedule_table import schedule_table
 from phalanx.planner.schedule.simulate import StageTimes, makespans
-from phalanx.planner.schedule.table import schedule_table
 from published.bubble import MeanStage, makespan
 
 SCHEDULES = [

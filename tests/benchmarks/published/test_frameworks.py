@@ -10,7 +10,7 @@ from phalanx.config.model import LanguageModel
 from phalanx.hardware.collectives import default_constants
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
-from phalanx.planner.measured.groups import System
+from phalanx.planner.measured.measured_groups import System
 from phalanx.planner.time.framework import COMPILED
 from phalanx.planner.time.operation_time import Direction, Form, OperationTable, PartBreakdown, operation_rows
 from phalanx.planner.time.part_time import part_times, parts_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.planner.measured.check import CheckedRun, summarise_check
+from phalanx.planner.measured.check_predictions import CheckedRun, summarise_check
 from phalanx.planner.measured.runs import Rate
 from published.check import check_published, main
 from published.runs import PublishedRun, read_published_runs

@@ -10,7 +10,7 @@ from phalanx.config.model import LanguageModel
 from phalanx.config.presets import load_preset
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
-from phalanx.planner.measured.groups import System
+from phalanx.planner.measured.measured_groups import System
 from phalanx.planner.time.profile import default_profile, load_profile
 from phalanx.planner.time.step_parts import steps_of
 from phalanx.planner.trace.traced_model import Setting

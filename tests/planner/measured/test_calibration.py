@@ -9,7 +9,7 @@ from phalanx.config.model import LanguageModel
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.measured.calibration import calibrate, calibrate_machines, choose
-from phalanx.planner.measured.groups import MeasuredGroup, System, grouped, refused
+from phalanx.planner.measured.measured_groups import MeasuredGroup, System, grouped, refused
 from phalanx.planner.measured.runs import MeasuredRun, Rate
 from phalanx.planner.time.framework import EAGER
 from phalanx.planner.time.profile import default_profile

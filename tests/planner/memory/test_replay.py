@@ -13,7 +13,7 @@ from phalanx.planner.memory import pipelined
 from phalanx.planner.memory.pipelined import candidates_of_each_rank, cut_to_rounds, pipeline_candidates
 from phalanx.planner.memory.ranks import ranks_that_may_be_worst
 from phalanx.planner.memory.replay import COLUMN, COUNTS, Pipeline, Replay
-from phalanx.planner.schedule.table import Pass, schedule_table
+from phalanx.planner.schedule.schedule_table import Pass, schedule_table
 from phalanx.torch_compat.pipeline_stage import keep_gathered
 
 SHAPES = [(2, 2, 4), (2, 5, 8), (4, 3, 8), (3, 4, 3), (4, 2, 12)]

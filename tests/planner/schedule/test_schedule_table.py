@@ -18,7 +18,7 @@ from phalanx.layout.resolve import every_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import rank_of_stage, stages_of_rank
 from phalanx.planner.schedule.bounds import in_flight
-from phalanx.planner.schedule.table import LETTERS, Action, Pass, schedule_table, table_of
+from phalanx.planner.schedule.schedule_table import LETTERS, Action, Pass, schedule_table, table_of
 from phalanx.torch_compat.common import schedule_actions
 from whole_model import backward, laid_out, whole_run
 
@@ -142,7 +142,9 @@ SECOND_RANK = [("F", 1, 0), ("F", 3, 0), ("B", 3, 0), ("B", 1, 0)]
 def test_a_table_that_cannot_be_is_noticed(
     first_rank: Any, second_rank: Any, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.planner.schedule.table.schedule_actions", lambda *_: [first_rank, second_rank])
+    monkeypatch.setattr(
+        "phalanx.planner.schedule.schedule_table.schedule_actions", lambda *_: [first_rank, second_rank]
+    )
     with pytest.raises(AssertionError, match=complaint):
         schedule_table.__wrapped__("zbv", 2, 2, 1)
 

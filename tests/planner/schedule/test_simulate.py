@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.schedule.bounds import bound_makespan
+from phalanx.planner.schedule.schedule_table import Action, Pass, ScheduleTable, schedule_table
 from phalanx.planner.schedule.simulate import StageTimes, makespans, makespans_together, simulate
-from phalanx.planner.schedule.table import Action, Pass, ScheduleTable, schedule_table
 
 SCHEDULES = [
     ("gpipe", 1),

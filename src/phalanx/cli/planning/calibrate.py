@@ -27,7 +27,7 @@ from phalanx.hardware.device import choose_device, device_name
 from phalanx.hardware.machine import Machine
 from phalanx.layout.mesh import join_process_group, ranks_from_environment
 from phalanx.planner.measured.calibration import Calibration, calibrate_machines
-from phalanx.planner.measured.groups import grouped
+from phalanx.planner.measured.measured_groups import grouped
 from phalanx.planner.measured.runs import read_runs
 from phalanx.planner.time.profile import (
     CONSTANTS,

@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError
 from phalanx.formatting import format_duration
 from phalanx.hardware.machine import load_machine, machine_names
 from phalanx.hardware.reliability import MTBF_HOURS
-from phalanx.planner.measured.check import CheckedGroup, CheckedRun, check, summarise_check
+from phalanx.planner.measured.check_predictions import CheckedGroup, CheckedRun, check, summarise_check
 from phalanx.planner.measured.runs import read_runs
 from phalanx.planner.plan.budget import Reliability
 from phalanx.planner.plan.make_plan import Plan, Wishes, make_plan, make_smallest_plan

@@ -40,8 +40,8 @@ from phalanx.hardware.calibrate.time_operations import (
 )
 from phalanx.hardware.device import device_name, synchronize
 from phalanx.hardware.device_facts import device_kind
+from phalanx.hardware.interconnect import Links, Switch
 from phalanx.hardware.machine import Machine, Node, described_names, load_machine
-from phalanx.hardware.network import Links, Switch
 from phalanx.planner.time.timed_operations import TimedOperation
 
 Report = Callable[[str], None]

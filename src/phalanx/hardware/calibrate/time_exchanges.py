@@ -25,7 +25,7 @@ from phalanx.layout.mesh import Axis
 from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts
 from phalanx.torch_compat import common as compat
 from phalanx.torch_compat.fsdp import ShardSize
-from phalanx.torch_compat.groups import new_group
+from phalanx.torch_compat.process_groups import new_group
 
 Group = dist.ProcessGroup
 

@@ -33,7 +33,7 @@ from phalanx.hardware.doctor.rank_facts import (
 )
 from phalanx.hardware.machine import Machine
 from phalanx.layout.mesh import Ranks, join_process_group, open_rendezvous
-from phalanx.torch_compat.groups import new_group
+from phalanx.torch_compat.process_groups import new_group
 
 
 @dataclass(frozen=True)

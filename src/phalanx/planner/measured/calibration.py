@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from phalanx.planner.measured.groups import MeasuredGroup
+from phalanx.planner.measured.measured_groups import MeasuredGroup
 from phalanx.planner.time.operation_time import Floats
 from phalanx.planner.time.profile import CONSTANTS, NamedProfile, Profile, default_profile, spread_of
 

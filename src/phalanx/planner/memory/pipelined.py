@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.layout.spec import SCHEDULES
 from phalanx.planner.memory.ranks import ranks_that_may_be_worst
 from phalanx.planner.memory.replay import COLUMN, COUNTS, Counts, Mask, PeakCandidates, Pipeline, Replay
-from phalanx.planner.schedule.table import IntArray
+from phalanx.planner.schedule.schedule_table import IntArray
 
 
 @cache

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE, LayoutTable, ResolvedLayout
 from phalanx.layout.stage_assignment import count_leading, stage_layer_counts, stages_of_rank
 from phalanx.planner.distinct_rows import distinct_rows
-from phalanx.planner.schedule.table import table_of
+from phalanx.planner.schedule.schedule_table import table_of
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.layout.stage_assignment import count_leading, stage_layer_counts
-from phalanx.planner.schedule.table import IntArray, Pass, ScheduleTable, schedule_table
+from phalanx.planner.schedule.schedule_table import IntArray, Pass, ScheduleTable, schedule_table
 
 Mask = npt.NDArray[np.bool_]
 Counts = npt.NDArray[Any]

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from phalanx.planner.memory.replay import COLUMN, COUNTS, PeakCandidates
 from phalanx.planner.memory.state import Allocations, Amount, Exchanges
-from phalanx.planner.schedule.table import IntArray
+from phalanx.planner.schedule.schedule_table import IntArray
 
 FloatArray = npt.NDArray[np.float64]
 

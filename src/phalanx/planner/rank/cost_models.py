@@ -18,8 +18,8 @@ from phalanx.layout.resolve import MemoryFits
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.planner.memory.model import Kernels, MemoryEstimates, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, Beside, communicators, fits
+from phalanx.planner.schedule.schedule_table import Pass, schedule_table
 from phalanx.planner.schedule.simulate import StageTimes, simulate
-from phalanx.planner.schedule.table import Pass, schedule_table
 from phalanx.planner.time.part_time import in_training, part_times
 from phalanx.planner.time.pipeline_time import PipelineModel, bound_pipelines, simulate_pipelines, stage_times
 from phalanx.planner.time.profile import NamedProfile

@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.planner.schedule.table import IntArray, Pass, ScheduleTable, positions
+from phalanx.planner.schedule.schedule_table import IntArray, Pass, ScheduleTable, positions
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -12,8 +12,8 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import count_leading, stage_layer_counts
 from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.schedule.bounds import bound_makespan
+from phalanx.planner.schedule.schedule_table import table_of
 from phalanx.planner.schedule.simulate import StageTimes, makespans_together
-from phalanx.planner.schedule.table import table_of
 from phalanx.planner.time.operation_time import Direction, Floats, Ints
 from phalanx.planner.time.part_time import PartTimes
 from phalanx.planner.time.profile import Profile

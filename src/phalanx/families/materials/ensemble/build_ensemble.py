@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from phalanx.ensemble.calibrate import Fitted, calibrate_residuals, conformal_part
+from phalanx.ensemble.error_calibration import Fitted, calibrate_residuals, conformal_part
 from phalanx.ensemble.family import EnsembleOptions, Progress
 from phalanx.ensemble.members import (
     ALONE,

@@ -33,7 +33,7 @@ from phalanx.families.materials.data.in_memory.held_structures import (
 from phalanx.formatting import format_gibibytes
 from phalanx.hardware.host import available_memory
 from phalanx.printable import write_stderr
-from phalanx.torch_compat.groups import new_group
+from phalanx.torch_compat.process_groups import new_group
 
 _USABLE = 0.9
 """Share of the memory that a host has free which structures may take: batches and training need some too."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_ranks import run_ranks
-from phalanx.torch_compat.groups import new_group
+from phalanx.torch_compat.process_groups import new_group
 
 WORLD_S = 97.0
 

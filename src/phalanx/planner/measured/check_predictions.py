@@ -12,7 +12,7 @@ from phalanx.config.families import find_family
 from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.hardware.device_facts import known_devices
-from phalanx.planner.measured.groups import MeasuredGroup, grouped, refused
+from phalanx.planner.measured.measured_groups import MeasuredGroup, grouped, refused
 from phalanx.planner.measured.runs import MeasuredRun
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.probability import BESIDE, communicators, fits
