@@ -68,6 +68,17 @@ def plain_scalar(text: str) -> Scalar:
     return number if math.isfinite(number) else text
 
 
+def flatten_fields(value: Value, name: str = "") -> dict[str, Scalar]:
+    """Return every scalar of a document by its dotted name; what is in a list is named by its place. name: of `value`."""
+    if isinstance(value, dict):
+        parts = [(f"{name}.{key}" if name else str(key), item) for key, item in value.items()]
+    elif isinstance(value, list):
+        parts = [(f"{name}.{number}", item) for number, item in enumerate(value)]
+    else:
+        return {name: value}
+    return {path: scalar for part, item in parts for path, scalar in flatten_fields(item, part).items()}
+
+
 def show_value(value: object, width: int = 60) -> str:
     """Return `value` as it would stand in a run file, on one line and cut to about `width` characters."""
     text = ""

@@ -129,7 +129,7 @@ class Pipeline:
         loss = torch.empty(
             1, dtype=torch.promote_types(stage.part.dtype, torch.float32), device="meta", requires_grad=True
         )
-        lean = LeanStage(
+        built = LeanStage(
             stage,
             stage.index,
             self.layout.n_stages,
@@ -139,10 +139,10 @@ class Pipeline:
             group=self.pp.group,
         )
         if stage.low_precision is not None:
-            lean.collect = stage.low_precision.collect
+            built.collect = stage.low_precision.collect
         if self.pp.links:
-            lean.link_of = self._link
-        return lean
+            built.link_of = self._link
+        return built
 
     def _link(self, sender: int, kind: str) -> dist.ProcessGroup:
         """Return the group over which stage `sender` sends its activations or gradients."""

@@ -32,7 +32,7 @@ from phalanx.checkpoint import (
     rng_state,
     set_rng_state,
 )
-from phalanx.config.document import Value, parse_document, show_value
+from phalanx.config.document import flatten_fields, parse_document, show_value
 from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import LoRA, Run
 from phalanx.errors import CheckpointError, ConfigError
@@ -347,7 +347,7 @@ def _check_same_run(run: Run, state: TrainingState, data_fingerprint: str, where
 
 def _describe_differences(run: Run, before: str) -> str:
     """Return the fields that choose samples and differ from the run file `before`, with both values, for a message."""
-    was, now = (_flatten_fields(parse_document(text, "run").value) for text in (before, dump_run(run)))
+    was, now = (flatten_fields(parse_document(text, "run").value) for text in (before, dump_run(run)))
     changed = [
         f"{name} was {show_value(was.get(name))}, now {show_value(now.get(name))}"
         for name in {**was, **now}
@@ -360,17 +360,6 @@ def _describe_differences(run: Run, before: str) -> str:
 def _chooses_samples(name: str) -> bool:
     chosen = name.startswith(CHOOSE_SAMPLES)
     return chosen or (name.startswith("data.") and name not in CHOOSE_NO_SAMPLES)
-
-
-def _flatten_fields(value: Value, name: str = "") -> dict[str, Value]:
-    """Return every scalar of a document by its dotted name."""
-    if isinstance(value, dict):
-        parts = [(f"{name}.{key}" if name else key, item) for key, item in value.items()]
-    elif isinstance(value, list):
-        parts = [(f"{name}.{number}", item) for number, item in enumerate(value)]
-    else:
-        return {name: value}
-    return {path: scalar for part, item in parts for path, scalar in _flatten_fields(item, part).items()}
 
 
 def _nothing_to_resume(model: TrainableModel, where: Path) -> CheckpointError:

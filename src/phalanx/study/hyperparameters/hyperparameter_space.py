@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
+from phalanx.config.document import flatten_fields
 from phalanx.config.load import dump_run, parse_run
 from phalanx.config.schema import Run
 from phalanx.config.studies import Tune
@@ -97,7 +97,7 @@ class HyperparameterSpace:
 
     @cached_property
     def _own(self) -> dict[str, Scalar]:
-        return _flatten_fields(self.run.model_dump(mode="json"))
+        return flatten_fields(self.run.model_dump(mode="json"))
 
     def _holds(self, condition: str, values: Mapping[str, Scalar]) -> bool:
         # Conditions take columns of many choices; here there is one. A None needs the type object.
@@ -118,7 +118,7 @@ def build_hyperparameter_space(run: Run) -> HyperparameterSpace:
         raise ConfigError(
             "tune.parameters is empty; name fields to choose, as in optimizer.lr: {low: 1e-4, high: 1e-2}"
         )
-    own = _flatten_fields(run.model_dump(mode="json"))
+    own = flatten_fields(run.model_dump(mode="json"))
     found: list[Parameter] = []
     for name, given in section.parameters.items():
         if name in _FIXED or name.partition(".")[0] in _NOT_CHOSEN:
@@ -154,17 +154,3 @@ def build_hyperparameter_space(run: Run) -> HyperparameterSpace:
             "widen tune.parameters, or drop one of them"
         )
     return space
-
-
-def _flatten_fields(values: Any, prefix: str = "") -> dict[str, Scalar]:
-    """Return all values that are no list or mapping, by dotted name."""
-    if isinstance(values, dict):
-        items = values.items()
-    elif isinstance(values, list):
-        items = {str(place): item for place, item in enumerate(values)}.items()
-    else:
-        return {prefix: values}
-    found: dict[str, Scalar] = {}
-    for name, value in items:
-        found |= _flatten_fields(value, f"{prefix}.{name}" if prefix else str(name))
-    return found

@@ -154,13 +154,11 @@ def forecast_split(
     steps = lead_steps(run, hours, step_hours)
     reader = fields.reader(split, seed=run.training.seed, leads=list(steps))
     climatologies, without = known_climatologies(fields, reader)
-    device = next(loaded.model.parameters()).device
     count = member_count(run, members)
-    comparison = Comparison(reader, climatologies, device, count, details=True)
+    comparison = Comparison(reader, climatologies, next(loaded.model.parameters()).device, count, details=True)
     chosen = [spread_rows(source.windows, starts, len(reader.sources)) for source in reader.sources]
     shown = _MapKeeper(reader, mapped, list(steps), chosen)
     mine = [rows[rank::ranks] for rows in chosen]
-    # Without `out` nothing is opened, and nothing is written below.
     opened = nullcontext() if out is None else _open_file(out, loaded, reader, chosen, steps, count, rank, ranks)
     with opened as file:
         for index, rows, column, forecast in _forecast_rows(loaded, reader, mine, steps, grid, count, progress):
@@ -168,7 +166,7 @@ def forecast_split(
                 file.write(np.searchsorted(chosen[index], rows), column, forecast)
             cases, known = known_cases(reader, index, rows, column)
             if len(cases):
-                scored = forecast.unflatten(0, (len(rows), count))[torch.from_numpy(known).to(device)]
+                scored = forecast.unflatten(0, (len(rows), count))[torch.from_numpy(known).to(forecast.device)]
                 comparison.add(cases, scored.flatten(0, 1))
                 shown.look(cases, scored.mean(1))
     if ranks > 1:
