@@ -224,7 +224,7 @@ class LanguageModel(BlockModel):
         return self
 
     def layer(self, number: int) -> LayerConfig:
-        """Return what layer `number` (from 0) is."""
+        """Return the configuration of layer `number` (from 0)."""
         return LayerConfig(
             norm=self.residual_norm,
             norm_position=self.norm_position,

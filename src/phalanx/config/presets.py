@@ -104,7 +104,7 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def describe_recipe(name: str) -> str:
-    """Return what the recipe `name` trains: the first line of its file, a comment.
+    """Return a description of the recipe `name`: the first line of its file, a comment.
 
     Raises KeyError where there is none of that name.
     """

@@ -91,7 +91,7 @@ def starting_families() -> list[str]:
 
 
 def find_start(family: str) -> Fields:
-    """Return what run files of `family` begin with. Raises ConfigError for a family that there is none for."""
+    """Return the run file that `family` begins with. Raises ConfigError for a family that there is none for."""
     known = starting_families()
     if family not in known:
         raise ConfigError(f"--family {family} must be {_join_words(known)}{_suggest_nearest(family, known)}")

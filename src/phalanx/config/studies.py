@@ -22,7 +22,7 @@ class TuneRange(Section):
     """What one field may be: one of `values`, or a number from `low` to `high`."""
 
     values: list[Scalar] | None = None
-    """What it may be, without an order."""
+    """Values to choose among, without an order."""
     low: Number | None = None
     """Least value; where this and `high` are whole numbers, all values are."""
     high: Number | None = None
@@ -102,7 +102,7 @@ class Tunable(Section):
     """A choice beside the layout: a field of the run file, or a variable of the ranks' environment."""
 
     values: Annotated[list[Scalar], Field(min_length=1)]
-    """What it may be; null leaves it as the run file, or the environment, has it."""
+    """Values to choose among; null leaves it as the run file, or the environment, has it."""
     when: str | None = None
     """Condition on the layout and on earlier knobs without which it stays as it is, such as "zero == 3 and tp > 1"."""
 

@@ -116,7 +116,7 @@ def token_scores(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
 def _capped_chunk_loss(
     kernel: ChunkLoss, softcap: float, logits_NV: Tensor, targets_N: Tensor, z_loss: float, with_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return what `kernel` gives for capped logits, the gradient with respect to those before the cap."""
+    """Return the results of `kernel` for capped logits, the gradient with respect to those before the cap."""
     capped_NV = soft_cap(logits_NV, softcap)
     # Before the kernel, which writes over what it is given.
     slope_NV = 1.0 - (capped_NV / softcap).square() if with_grad else None

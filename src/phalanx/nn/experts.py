@@ -118,7 +118,7 @@ class Router(nn.Module):
         return self.best_experts(self.rank_scores(scores_TE))
 
     def rank_scores(self, scores_TE: Tensor) -> Tensor:
-        """Return what experts are chosen by, [T, E]: their scores, with the selection biases where there are any."""
+        """Return the scores that experts are chosen by, [T, E], with the selection biases where there are any."""
         return scores_TE if self.bias is None else scores_TE + self.bias
 
     def best_experts(self, ranked_TE: Tensor) -> Tensor:
@@ -339,7 +339,7 @@ class MixtureOfExperts(nn.Module):
         return out_BSD if shared_BSD is None else out_BSD + shared_BSD
 
     def _compute_shared(self, x_BSD: Tensor) -> Tensor | None:
-        """Return what the network that every token shares gives; None where there is none."""
+        """Return the output of the network that every token shares; None where there is none."""
         if self.shared is None:
             return None
         shared_BSD: Tensor = self.shared(x_BSD)

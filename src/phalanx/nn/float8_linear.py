@@ -117,7 +117,7 @@ class Float8Product:
         return y if bias_O is None else y + bias_O
 
     def gated_pair(self, second: LinearProduct | None) -> GatedPair | None:
-        """Return what computes this product, SwiGLU and the product `second` together; None where that gains nothing."""
+        """Return a function of this product, SwiGLU and the product `second` together; None where that gains nothing."""
         if self.scaling == "tensor" and isinstance(second, Float8Product):
             return partial(_apply_pair, self, second)
         return None

@@ -195,7 +195,7 @@ class Norm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
     def factor(self) -> Tensor:
-        """Return what normalised features are multiplied by, [width], in the parameters' format."""
+        """Return the factors of normalised features, [width], in the parameters' format."""
         # Added before anything is rounded: 16 bits keep fewer digits of 1 + weight than of the weight.
         return 1.0 + self.weight if self.offset else self.weight
 

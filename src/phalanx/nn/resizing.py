@@ -28,7 +28,7 @@ Resizes = list[tuple[str, Resize]]
 
 
 def match_rows(before: Sequence[str], after: Sequence[str], what: str, dim: int = 0) -> Resize:
-    """Return what takes the parts of a parameter along `dim` by name; those of unknown names keep initial values.
+    """Return a resize that takes the parts of a parameter along `dim` by name; those of unknown names keep initial values.
 
     before, after: names of the parts, of the stored parameter and of this model's. Each part may hold several rows: as many
     as the parameter has for each name. what: the parts, for a person.
@@ -49,7 +49,7 @@ def match_rows(before: Sequence[str], after: Sequence[str], what: str, dim: int 
 
 
 def keep_first(before: int, after: int, what: str, dim: int) -> Resize:
-    """Return what makes `after` parts of `before` equal parts along `dim`: the first stay, further ones are 0.
+    """Return a resize that makes `after` parts of `before` equal parts along `dim`: the first stay, further ones are 0.
 
     what: the parts, for a person. With zeros a sum over parts is what it was.
     """
@@ -66,7 +66,7 @@ def keep_first(before: int, after: int, what: str, dim: int) -> Resize:
 
 
 def resample_grid(before: tuple[int, int], after: tuple[int, int]) -> Resize:
-    """Return what interpolates a table [rows * columns, D] to another grid, bilinearly, as images are.
+    """Return a resize that interpolates a table [rows * columns, D] to another grid, bilinearly, as images are.
 
     before, after: rows and columns; positions of a text are one column. Nothing is joined across the edges: tables of places
     begin as waves that do not go round the globe (the published ClimaX code resizes its table in the same way).
@@ -90,7 +90,7 @@ def interpolate_grid(table: Tensor, before: tuple[int, int], after: tuple[int, i
 
 
 def resample_patches(before: int, after: int, dim: int, *, reads: bool) -> Resize:
-    """Return what brings the points of square patches of edge `before` to edge `after`, along `dim` of a parameter.
+    """Return a resize that brings the points of square patches of edge `before` to edge `after`, along `dim` of a parameter.
 
     reads: whether the parameter multiplies patches. Then it gives of a field what it gave of the field brought to the grid
     before; otherwise it writes what it wrote, brought to the new grid. Bilinear. A dim may hold several patches.
@@ -108,7 +108,7 @@ def resample_patches(before: int, after: int, dim: int, *, reads: bool) -> Resiz
 
 
 def chain_resizes(*resizes: Resize | None) -> Resize | None:
-    """Return what applies these one after another, of which some may be None; None where all are.
+    """Return a resize that applies these one after another, of which some may be None; None where all are.
 
     All but the last must give what the next one takes, of whatever size: they are handed the same initial values.
     """

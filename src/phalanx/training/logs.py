@@ -384,7 +384,7 @@ class MlflowSink(Sink):
 
 
 def _tracker_identity(folder: Path, tracker: str, make: Callable[[], str]) -> str:
-    """Return what a tracker knows this run directory by; made once, so that a resumed run continues the same record."""
+    """Return a tracker's name of this run directory; made once, so that a resumed run continues the same record."""
     # In the run directory, not in the tracker's own cache: the run may go on from another host.
     path = folder / TRACKERS
     known: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

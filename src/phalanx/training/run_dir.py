@@ -232,7 +232,7 @@ def _identify_folder(folder: Path) -> tuple[int, int]:
 
 
 def describe_machine(device: torch.device, world_size: int, peaks: Peaks, flops_convention: str) -> dict[str, Any]:
-    """Return what machine.json holds: device, host and versions, and the peaks that MFU figures refer to."""
+    """Return the contents of machine.json: device, host and versions, and the peaks that MFU figures refer to."""
     # The host's memory, not what is free now: two runs on one machine say the same.
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {

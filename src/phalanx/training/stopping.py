@@ -98,7 +98,7 @@ def lost_a_rank(error: BaseException) -> bool:
 
 
 def name_failure(error: BaseException) -> Cause:
-    """Return what kind of failure `error` is, by itself or by what it was raised from."""
+    """Return the kind of failure that `error` is, by itself or by what it was raised from."""
     chain = _chain_causes(error)
     if any(ran_out_of_memory(one) for one in chain):
         return "out of memory"

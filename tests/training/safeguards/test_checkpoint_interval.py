@@ -62,6 +62,11 @@ def test_no_interval_is_shorter_than_a_save_or_a_step() -> None:
     assert slow_save.interval_s == 50.0 and 0 <= slow_save.share < 1
 
 
+def test_a_choice_is_told_with_times_below_a_second() -> None:
+    words = choose_interval(0.25, 2.0, 0.125, 1, 100.0).in_words(1, 100.0)
+    assert "holds training up for 0.25 s and is on storage after 2 s, a step takes 0.125 s" in words
+
+
 def test_nodes_are_those_the_run_file_or_the_launcher_tells() -> None:
     run = parsed()
     assert count_nodes(run, Ranks(world_size=16, ranks_per_node=8)) == 2

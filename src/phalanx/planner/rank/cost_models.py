@@ -206,7 +206,7 @@ class CostModels:
         return [{**rank.causes, "peer buffers": rank.peer_buffers} for rank in ranks]
 
     def timeline(self, model: TracedModel, layouts: LayoutTable) -> list[Bar]:
-        """Return what the pipeline ranks of one layout do in a step: as many micro-batches as fill its pipeline twice."""
+        """Return the passes of one layout's pipeline ranks in a step: as many micro-batches as fill the pipeline twice."""
         layout = layouts.row(0)
         if layout.pp == 1:
             return []

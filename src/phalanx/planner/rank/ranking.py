@@ -310,7 +310,7 @@ class Planner:
         return dict(sorted(worst.items(), key=lambda item: -item[1]))
 
     def _explain_nothing_legal(self, task: Task) -> str:
-        """Return what the rules say of the fixed fields with all else as it is by default."""
+        """Return the message of the rules for the fixed fields with all else as it is by default."""
         free = type(task.run.layout).model_fields
         plain = {name: task.fixed.get(name, free[name].default) for name in CHOSEN}
         run = task.run.model_copy(update={"layout": task.run.layout.model_copy(update=plain)})
@@ -396,7 +396,10 @@ def count_gathered_bytes(model: TracedModel, layouts: LayoutTable) -> Floats:
 
 
 def count_expert_bytes(model: TracedModel) -> float:
-    """Return the same of one expert of a block, which `expert_tp` shards where a rank has no other; 0 without experts."""
+    """Return bytes of one expert of a block that is gathered whole; 0 without experts.
+
+    `expert_tp` shards an expert where a rank has no other. Counted as `count_gathered_bytes` counts those of a block.
+    """
     experts = model.experts()
     if experts is None:
         return 0.0

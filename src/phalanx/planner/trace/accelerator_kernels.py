@@ -126,7 +126,7 @@ def _record_kernel(recorder: Recorder | None, name: str, reads: list[Tensor], wr
 
 
 def ring_operations() -> dict[Any, Opaque]:
-    """Return what a recorder runs in place of each operation of ring attention."""
+    """Return the functions that a recorder runs in place of each operation of ring attention."""
 
     def recorded(along: Callable[..., Any]) -> Opaque:
         def run(recorder: Recorder, *arguments: Any) -> Any:

@@ -322,7 +322,7 @@ class _Reached(Exception):
 
 
 def block_arguments(stage: Stage, batch: dict[str, Tensor]) -> tuple[Any, ...]:
-    """Return what a stage of one block calls it with. batch: what the stage is called with."""
+    """Return the arguments with which a stage of one block calls it. batch: arguments of the stage."""
     (block,) = stage.part.blocks
     found: list[Any] = []
 

@@ -183,7 +183,7 @@ class Recorder(TorchDispatchMode):
 
 
 def collective_of(name: str, arguments: Any, x: Tensor, result: Tensor, axes: dict[str, str]) -> Collective:
-    """Return what is communicated, from a functional collective's arguments."""
+    """Return what ranks communicate, from a functional collective's arguments."""
     operation = COLLECTIVES[name]
     whole = max(x.numel(), result.numel())
     axis = axes[arguments[-1]]

@@ -178,10 +178,10 @@ class PartTracer(DeclaredModel):
 
     @abstractmethod
     def example_batch(self, name: PartName, stage: Stage, samples: int) -> dict[str, Tensor]:
-        """Return what a stage of this part is called with, on meta."""
+        """Return the arguments of a stage of this part, on meta."""
 
     def expert_share(self) -> ExpertShare:
-        """Return what a rank of `ep` has of the experts of a block; by default there are none."""
+        """Return the share of a block's experts that a rank of `ep` has; by default there are none."""
         return ExpertShare(self.setting.ep * self.setting.expert_tp, 0, Fraction(1), self.setting.expert_tp)
 
     def random_drops(self) -> bool:
@@ -282,7 +282,7 @@ def bind_planned(run: Run) -> TracedModel:
 
 
 def part_tracer(setting: Setting) -> PartTracer:
-    """Return what traces the parts of `setting`'s model."""
+    """Return the tracer of the parts of `setting`'s model."""
     return bound_class(setting.model.family, TracedModel).tracer(setting)
 
 
