@@ -129,7 +129,6 @@ class CheckpointReader:
         self,
         tensors: SavedTensors,
         *,
-        prefix: str = "",
         optional: str | None = None,
         check: Callable[[Checkpoint, dict[str, Any]], None] | None = None,
     ) -> tuple[Checkpoint, dict[str, Any]] | None:
@@ -145,7 +144,7 @@ class CheckpointReader:
         damages = []
         for checkpoint in self._ranks.from_first(self._published):
             try:
-                state = self.load(checkpoint, tensors, prefix=prefix, optional=optional)
+                state = self.load(checkpoint, tensors, optional=optional)
                 if check is not None:
                     check(checkpoint, state)
                 return checkpoint, state

@@ -144,15 +144,15 @@ def write_file(file: Path, text: str) -> None:
         raise PhalanxError(f"cannot write {file}: {error.strerror}; name another file") from error
 
 
-def require_folder(folder: Path, option: str) -> None:
-    """Refuse a folder of the command line in which nothing could be written, before there is anything to write.
+def require_out_folder(folder: Path) -> None:
+    """Refuse a folder of `--out` in which nothing could be written, before there is anything to write.
 
     Raises ConfigError."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise ConfigError(f"{option} {folder}: {there} is a file; name a folder")
+        raise ConfigError(f"--out {folder}: {there} is a file; name a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {folder}: nothing may be written in {there}; name another folder")
+        raise ConfigError(f"--out {folder}: nothing may be written in {there}; name another folder")
 
 
 def short_count(number: float) -> str:

@@ -11,18 +11,16 @@ import typer
 from phalanx.errors import ConfigError
 from phalanx.hardware.device import choose_device
 from phalanx.launch.local_launch import launch_ranks
-from phalanx.launch.parent import GRACE_S
 from phalanx.layout.mesh import Ranks, join_process_group, ranks_from_environment
 
 
-def start_ranks(words: Sequence[str], nproc: int, *, grace_s: float = GRACE_S) -> None:
+def start_ranks(words: Sequence[str], nproc: int) -> None:
     """Run `phalanx WORDS` as `nproc` ranks, and end with the code of the first that fails.
 
-    grace_s: seconds after which ranks that were told to stop are killed. Raises ConfigError where torchrun or srun has
-    started ranks already.
+    Raises ConfigError where torchrun or srun has started ranks already.
     """
     require_no_ranks(nproc)
-    code = launch_ranks(words, nproc, grace_s=grace_s)
+    code = launch_ranks(words, nproc)
     if code:
         raise typer.Exit(code)
 

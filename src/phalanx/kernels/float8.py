@@ -259,10 +259,10 @@ def quantise_blocks_reference(
     return four
 
 
-def quantise_with_blocks(x_NI: Tensor, scales: Tensor, dtype: torch.dtype, block: int) -> Tensor:
-    """Return x divided by given scales of square blocks, [N / block, I / block] rounded up, in `dtype`: [N, I]."""
+def quantise_with_blocks(x_NI: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x divided by given scales of square blocks, [N / BLOCK, I / BLOCK] rounded up, in `dtype`: [N, I]."""
     wide = x_NI.bfloat16().to(torch.promote_types(x_NI.dtype, torch.float32))
-    return (wide / _spread(scales, block, *x_NI.shape)).to(dtype)
+    return (wide / _spread(scales, BLOCK, *x_NI.shape)).to(dtype)
 
 
 def _empty_pair(x_NI: Tensor, dtype: torch.dtype, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_table, require_folder, write_file
+from phalanx.cli.console import make_progress_bar, print_json, print_lines, print_table, require_out_folder, write_file
 from phalanx.cli.options.models import EnsembleArguments
 from phalanx.cli.ranks import start_ranks
 from phalanx.config.load import load_run
@@ -64,7 +64,7 @@ def run_ensemble(asked: EnsembleArguments) -> None:
         side_by_side=asked.side_by_side,
         hours=asked.hours,
     )
-    require_folder(asked.out, "--out")
+    require_out_folder(asked.out)
     candidates, options = find_candidates(paths, options, train=asked.train)
     if asked.seeds is not None and not asked.train:
         raise ConfigError(f"--seeds {asked.seeds} says what to train; add --train")

@@ -198,14 +198,13 @@ class _Mask(NamedTuple):
     softcap: float | None
 
 
-class _Task:
+class _Task(NamedTuple):
     """A pair of slices of queries and keys with something to compute, and its mask."""
 
-    def __init__(self, queries: slice, keys: slice, *, causal: bool = False, bias: Tensor | None = None) -> None:
-        self.queries = queries
-        self.keys = keys
-        self.causal = causal
-        self.bias = bias
+    queries: slice
+    keys: slice
+    causal: bool = False
+    bias: Tensor | None = None
 
 
 _ALL = slice(None)

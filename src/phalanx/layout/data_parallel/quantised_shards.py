@@ -186,7 +186,7 @@ class QuantisedShard:
             part, blocks = rows[piece], -(-(piece.stop - piece.start) // BLOCK)
             if len(part) % BLOCK:
                 # A block that ranks share has the scale of them all.
-                q[piece] = quantise_with_blocks(part, scale[place : place + blocks], self.format, BLOCK)
+                q[piece] = quantise_with_blocks(part, scale[place : place + blocks], self.format)
             else:
                 q[piece] = quantise_blocks(part, self.format, BLOCK, True, True, False)[0]
 

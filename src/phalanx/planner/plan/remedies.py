@@ -45,8 +45,11 @@ class Remedy:
         return f"{self.words} (takes {self.memory:.0%} of the memory and {self.seconds:.0%} of the time, as planned)"
 
 
-def find_remedies(model: TracedModel, layout: ResolvedLayout, device: str, most: int = 3) -> list[Remedy]:
-    """Return the `most` changes of `layout` that take less memory for the least time, the cheapest first.
+MOST_REMEDIES = 3
+
+
+def find_remedies(model: TracedModel, layout: ResolvedLayout, device: str) -> list[Remedy]:
+    """Return the MOST_REMEDIES changes of `layout` that take less memory for the least time, the cheapest first.
 
     device: name of the devices, as machine descriptions call them. Raises ConfigError for a run that cannot be planned for.
     """
@@ -72,4 +75,4 @@ def find_remedies(model: TracedModel, layout: ResolvedLayout, device: str, most:
             changed = [word for word in write_overrides(run, legal.row(int(smaller[best]))) if word not in before]
             saved, slower = float(needed[smaller[best]] / peak), float(total[best] / seconds)
             found.append(Remedy(" ".join(changed), saved, slower))
-    return sorted(found, key=lambda remedy: remedy.seconds)[:most]
+    return sorted(found, key=lambda remedy: remedy.seconds)[:MOST_REMEDIES]
