@@ -20,6 +20,20 @@ from phalanx.cli.arguments import (
 )
 from phalanx.families.language.huggingface.folder_files import DEFAULT_SHARD_BYTES
 
+StructureRanks = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Share the structures among N ranks of this machine.")
+]
+PotentialPath = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="Run directory, one checkpoint, or folder of an ensemble.")
+]
+EnergyBranch = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The data set whose energies are meant, of models with several.")
+]
+PotentialPrecision = Annotated[
+    Literal["fp32", "fp64"] | None, typer.Option(help="Number format of activations; by default that of the run.")
+]
+"""Options of several subcommands for networks of atoms."""
+
 
 @dataclass(frozen=True)
 class EvaluateArguments:
@@ -237,9 +251,7 @@ class ErrorsArguments:
     samples: Annotated[
         int | None, typer.Option(min=1, help="Take this many structures, spread evenly over the split; by default all.")
     ] = None
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Share the structures among N ranks of this machine.")
-    ] = None
+    nproc: StructureRanks = None
     device: Device = "auto"
     as_json: Json = False
 
@@ -269,9 +281,7 @@ class SelectArguments:
     branch: Annotated[
         str | None, typer.Option(metavar="NAME", help="The data set that is meant, of models with several.")
     ] = None
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Share the structures among N ranks of this machine.")
-    ] = None
+    nproc: StructureRanks = None
     device: Device = "auto"
     as_json: Json = False
 
@@ -284,9 +294,7 @@ class PredictArguments:
     files. Structures that cannot be computed have NaN, and are counted.
     """
 
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Run directory, one checkpoint, or folder of an ensemble.")
-    ]
+    checkpoint: PotentialPath
     pools: Annotated[
         list[str],
         typer.Argument(
@@ -298,19 +306,13 @@ class PredictArguments:
         str | None,
         typer.Option(metavar="FIELDS", help="Fields of a source for the files, as 'length_unit: bohr'; else angstrom."),
     ] = None
-    branch: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The data set whose energies are meant, of models with several.")
-    ] = None
-    precision: Annotated[
-        Literal["fp32", "fp64"] | None, typer.Option(help="Number format of activations; by default that of the run.")
-    ] = None
+    branch: EnergyBranch = None
+    precision: PotentialPrecision = None
     part: Annotated[int, typer.Option(min=1, metavar="N", help="Structures of a part.")] = 8192
     batch_atoms: Annotated[int, typer.Option(min=1, metavar="N", help="Atoms that are computed together, about.")] = (
         4096
     )
-    nproc: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Share the structures among N ranks of this machine.")
-    ] = None
+    nproc: StructureRanks = None
     device: Device = "auto"
     as_json: Json = False
 
@@ -323,16 +325,12 @@ class LammpsArguments:
     log as it always does. See docs/guides/materials.md.
     """
 
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Run directory, one checkpoint, or folder of an ensemble.")
-    ]
+    checkpoint: PotentialPath
     input: Annotated[Path, typer.Argument(metavar="INPUT", help="Input file of LAMMPS, with units metal or real.")]
     elements: Annotated[
         str, typer.Option(metavar='"H O"', help="Elements of the atom types 1, 2, ..., as pair_coeff has them.")
     ]
-    branch: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The data set whose energies are meant, of models with several.")
-    ] = None
+    branch: EnergyBranch = None
     charge: Annotated[
         float | None,
         typer.Option(metavar="E", help="Total charge; by default what the charges of the atoms add up to."),
@@ -344,9 +342,7 @@ class LammpsArguments:
     untrained_elements: Annotated[
         bool, typer.Option("--untrained-elements", help="Compute elements that no training structure had, too.")
     ] = False
-    precision: Annotated[
-        Literal["fp32", "fp64"] | None, typer.Option(help="Number format of activations; by default that of the run.")
-    ] = None
+    precision: PotentialPrecision = None
     device: Device = "auto"
 
 
