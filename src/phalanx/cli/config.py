@@ -199,6 +199,7 @@ def explain_fields(
         raise ConfigError(f"{section} is not a section\nnearest: {matches[0] if matches else ', '.join(known)}")
     chosen = [info for info in table if section in (None, info.name)]
     if as_json:
+        # Fields have more than what a program that reads this may rely on.
         told = ("name", "description", "allowed", "required", "default", "choices")
         sections = [
             {
@@ -233,6 +234,7 @@ def summarise_run_file(run: Run) -> dict[str, Any]:
         return summary | _describe_units(run)
     if not isinstance(run, LanguageRun):
         return summary
+    # A warm-up of batches reads fewer samples than steps times the final batch.
     tokens = summary["samples"] * run.data.sequence_length
     per_token = model_flops_per_token(run.model, run.data.sequence_length, run.training.flops)
     return summary | {
@@ -248,6 +250,7 @@ def summarise_run_file(run: Run) -> dict[str, Any]:
 
 def _describe_units(run: MaterialsRun) -> dict[str, Any]:
     """Return what the run file leaves to the training data, in words: the values, where the data are prepared."""
+    # Fitting reads manifests by way of torch, which other run files are checked without.
     fitting = import_module("phalanx.families.materials.fitted_units")
     unstated = fitting.unstated_units(run.model)
     if not unstated:
@@ -261,6 +264,7 @@ def _describe_units(run: MaterialsRun) -> dict[str, Any]:
 
 
 def _describe_summary(run: Run, summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the lines of `summarise_run_file` for a person, as names and texts."""
     preset = f"{run.model.preset}: " if run.model.preset else ""
     yield "model", f"{preset}{sizes_of(run.model).in_words(run.model)}"
     yield "parameters", f"{summary['parameters']:,} ({short_count(summary['matmul_parameters'])} in matmuls)"

@@ -139,6 +139,7 @@ def _open_splits(address: str) -> dict[str, TokenSource]:
 
 
 def _print_sources(path: str, json_output: bool) -> None:
+    """Print what a folder of tokens holds: sizes of its splits, its tokenizer, and what preparing left out."""
     splits = _open_splits(path)
     summary: dict[str, Any] = {
         name: {"tokens": source.tokens, "documents": source.documents, "text_bytes": source.text_bytes}

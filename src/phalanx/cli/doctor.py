@@ -55,6 +55,7 @@ def run_doctor(asked: DoctorArguments) -> None:
 
 
 def _print_examination(found: Examination) -> None:
+    """Print the ranks and rates of an examination, then each finding, and PASS where nothing failed."""
     devices = Counter(one.device for one in found.facts)
     hosts = len({one.host for one in found.facts})
     versions = found.facts[0].versions

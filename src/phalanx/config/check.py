@@ -77,6 +77,7 @@ def _count_samples(run: Run, stated: int | str, path: FieldPath) -> int:
 
 
 def _check_batch(run: Run) -> Iterator[Problem]:
+    """Yield a problem for a batch that is no whole number of samples, larger than is possible, or not divided evenly."""
     problems = list(_batch_in_tokens(run, run.layout.global_batch, ("layout", "global_batch")))
     for number, stage in enumerate(run.layout.batch_warmup):
         problems += _batch_in_tokens(run, stage.global_batch, ("layout", "batch_warmup", number, "global_batch"))
@@ -135,6 +136,7 @@ _MUON_FIELDS = ("momentum", "nesterov", "newton_schulz_steps", "adamw_lr_ratio")
 
 
 def _check_optimizer(run: Run) -> Iterator[Problem]:
+    """Yield a problem for steps of warm-up and decay that do not fit into the run, and for fields of another optimizer."""
     optimizer, steps = run.optimizer, run.training.steps
     path: FieldPath = ("optimizer", "warmup_steps")
     stated = f"optimizer.warmup_steps={optimizer.warmup_steps}"

@@ -91,6 +91,7 @@ def field_pattern(path: Sequence[str | int], kind: type[Run] = Run) -> str:
     found: tuple[str, ...] = ()
     for part in path:
         known = str(part)
+        # An override writes the place in a list as a word.
         if isinstance(part, int) or part.isdecimal():
             known = "N"
         if (*found, known) not in _name_prefixes(kind) and (*found, "NAME") in _name_prefixes(kind):
@@ -129,6 +130,7 @@ def fields_in(parent: str, kind: type[Run] = Run) -> list[str]:
 
 def _fields_of(model: type[BaseModel], prefix: str) -> Iterator[Field]:
     for name, info in model.model_fields.items():
+        # Pydantic keeps a field's constraints apart from its type: joined again, they are read as nested ones are.
         hint = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
         yield Field(
             name=prefix + name,
@@ -198,6 +200,7 @@ def _in_words(hint: Any) -> str:
 
 
 def _allowed_phrases(hint: Any) -> list[str]:
+    """Return what a field of this type may be, in phrases that follow "must be": one a member of a union."""
     base, constraints = _unwrap_hint(hint)
     told = [item.text for item in constraints if isinstance(item, Words)]
     if told:
@@ -231,6 +234,7 @@ def _allowed_phrases(hint: Any) -> list[str]:
 def _sequence_in_words(base: Any, constraints: list[Any]) -> str:
     items = get_args(base)
     item = _in_words(items[0])
+    # tuple[int, int] has a length of its own; tuple[int, ...] and lists have bounds, if any.
     if get_origin(base) is tuple and items[-1] is not Ellipsis:
         return f"a list of {len(items)}, each {item}"
     least = next((item.min_length for item in constraints if hasattr(item, "min_length")), 0)

@@ -163,6 +163,7 @@ class ResolvedLayout:
         return [f"layout.{name}={_write_value(value).lower()}" for name, value in self._chosen(everything=True)]
 
     def _chosen(self, *, everything: bool = False) -> list[tuple[str, Any]]:
+        """Return fields and values that tell this layout: those that matter in it, or all."""
         # People are told what differs from a plain layout; a command line needs every field.
         plain = {field.name: field.default for field in fields(self)}
         chosen = [(name, getattr(self, name)) for name in DEGREES]

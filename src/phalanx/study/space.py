@@ -212,6 +212,7 @@ class _TooLarge(Exception):
 
 
 def _evaluate_node(node: ast.AST, columns: Mapping[str, npt.NDArray[Any]]) -> Any:
+    """Return the value of a part of a condition for each choice. Raises _Unknown for what is no part of conditions."""
     match node:
         case ast.Constant(value=int() | float() | str() | bool() as value):
             if isinstance(value, int) and value > _MAX_WHOLE:

@@ -544,6 +544,7 @@ class Checkpointer:
             return self._save(step, final=final)
 
     def _save(self, step: int, *, final: bool) -> float:
+        """Save the state after `step`; see `save`. final: the run ends with it, so that it must be on disk."""
         parts = self._parts
         # The last step may be due anyway: once is enough, but it has to be on disk before the run ends.
         if self.saved_step == step:

@@ -135,6 +135,7 @@ def _run_tasks(asked: EvaluateArguments) -> None:
 
 
 def _run_harness(asked: EvaluateArguments, names: list[str]) -> None:
+    """Score the model on tasks of lm-evaluation-harness and print a row a task; ranks share the requests."""
     try:
         from phalanx.families.language.evaluation.lm_harness import score_harness_tasks  # noqa: PLC0415
     except ModuleNotFoundError as error:

@@ -100,6 +100,7 @@ def _write_profile(path: Path, named: NamedProfile) -> None:
 
 
 def _print_profile(found: Found, measured: Measurements, machine: Machine, path: Path, *, json: bool) -> None:
+    """Print a fitted profile: its constants, and how far off it is for what it was fitted to and for whole blocks."""
     named = found.named
     facts: dict[str, Any] = {
         "written": str(path),

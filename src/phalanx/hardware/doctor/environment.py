@@ -61,6 +61,7 @@ def environment_findings(
         *_check_folders(environment, around),
         *([] if machine is None else _check_machine_settings(environment, around, machine)),
     ]
+    # The store on rank 0 has a connection to each rank; the process itself needs some files more.
     if first and around.open_files < (wanted := around.world_size + 256):
         findings.append(
             Finding(
@@ -105,6 +106,7 @@ def _check_variables(environment: Mapping[str, str], around: Surroundings) -> It
         if environment.get(row["name"]) == row["value"]:
             message = f"{row['name']}={row['value']}: {row['message']} ({row['source']})"
             yield Finding(row["level"], "setting", message, row["fix"])
+    # The runtimes of a device each hide devices, one on top of the other.
     given = [name for name in _VISIBLE if environment.get(name) is not None]
     if _VISIBLE[0] in given and len(given) > 1:
         values = " and ".join(f"{name}={environment[name]}" for name in given)
@@ -125,6 +127,7 @@ def _check_variables(environment: Mapping[str, str], around: Surroundings) -> It
 
 
 def _nearest_name(name: str, known: frozenset[str]) -> str | None:
+    # A name that was cut off is likelier than one with other letters.
     longer = sorted(one for one in known if one.startswith(f"{name}_"))
     if longer:
         return longer[0]
@@ -137,6 +140,7 @@ def _check_interfaces(environment: Mapping[str, str], around: Surroundings) -> I
     for name in _INTERFACES:
         value = environment.get(name, "")
         wanted = [] if value.startswith("^") else [word for word in value.removeprefix("=").split(",") if word]
+        # NCCL takes prefixes of names, unless an equals sign stands in front; gloo takes whole names.
         exact = value.startswith("=") or name.startswith("GLOO")
         found = [
             w
@@ -173,6 +177,7 @@ def _check_folders(environment: Mapping[str, str], around: Surroundings) -> Iter
                 f"{name}: compiled kernels are kept in {folder} on {kind}, which {around.nodes:,} nodes write at once",
                 f"export {name} as a folder of each node's own, in /tmp say",
             )
+    # Each rank imports thousands of small files, which a shared file system looks up one by one.
     if around.world_size > _MANY_RANKS and (kind := around.shared(around.python)):
         yield Finding(
             "warning",

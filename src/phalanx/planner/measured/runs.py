@@ -118,6 +118,7 @@ def read_runs(path: Path) -> list[MeasuredRun]:
 
 
 def _read_row(row: Row) -> MeasuredRun:
+    """Return the run of a row, with the first reason why it cannot be used, if there is one."""
     attempt = Attempts(row)
     # Every column is read, though one of them cannot be: its reason is noted, and what follows from it is None.
     status = status_of(row.text("status"))

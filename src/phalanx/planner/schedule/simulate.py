@@ -167,6 +167,7 @@ def _compile_one(table: ScheduleTable) -> _Program:
 
 
 def _compile(tables: Sequence[ScheduleTable]) -> _Program:
+    """Return what `simulate` needs of the tables: their actions in an order in which each finds its inputs there."""
     n = sum(table.kind.size for table in tables)
     starts = np.cumsum([0, *(table.kind.size for table in tables)]).tolist()
     stages = np.cumsum([0, *(table.n_stages for table in tables)]).tolist()

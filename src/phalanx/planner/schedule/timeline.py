@@ -226,6 +226,7 @@ class Timeline:
         return held, _peak(self.backward[made + 1 :], held, without)
 
     def _operations(self, gradients: set[int], scale: Scale, times: Sequence[int]) -> tuple[Operation, ...]:
+        """Return the operations of all steps in the micro-batch of `scale`. times: how often each runs; empty for once."""
         steps = [*self.forward, *self.backward]
         found: list[Operation] = []
         for step, count, beside in zip(steps, times or [1] * len(steps), self._beside, strict=True):

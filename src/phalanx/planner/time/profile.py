@@ -299,6 +299,7 @@ def load_profile(name: str) -> NamedProfile:
 
 
 def _parse(text: str, name: str) -> NamedProfile:
+    """Return the profile in a file. Raises ConfigError naming what is missing, unknown or no number."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -223,6 +223,7 @@ class _Reader:
         return found
 
     def _step(self, kernel: Kernel, name: str, phase: Phase) -> Step:
+        """Return the step of one kernel: the buffers it reads, writes and makes, and what it computes."""
         first = kernel.nodes[0]
         written = [node for node in kernel.writes if node in self.buffer]
         kinds = {kind_of(name_of(node)) for node in kernel.nodes}

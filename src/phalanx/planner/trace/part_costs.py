@@ -344,6 +344,7 @@ def block_arguments(stage: Stage, batch: dict[str, Tensor]) -> tuple[Any, ...]:
 
 
 def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing | None = None) -> _Traced:
+    """Trace a stage as it runs uncompiled: each operation is a step, forward, recomputed and backward."""
     recorder = Recorder(_AXES, ring_operations())
     if ring is not None:
         ring.recorder = recorder

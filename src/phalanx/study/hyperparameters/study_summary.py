@@ -60,6 +60,7 @@ def summarise_study(folder: Path, *, quick: bool = False) -> Row:
     stopped = []
     for steps in rungs:
         reached = [row for row in rows if str(steps) in row["scores"]]
+        # A trial that failed behind this rung was promoted, and was not stopped early.
         stayed = [row for row in reached if row["steps"] == steps and row["failed"] is None]
         stopped.append({"steps": steps, "reached": len(reached), "stopped": len(stayed)})
     return {
@@ -97,6 +98,7 @@ def unfinished_words(rows: list[Row], rungs: list[int], eta: int | None) -> str:
 
 def _summarise_configuration(one: Configuration, folder: Path, rungs: list[int]) -> Row:
     standing = one.standing()
+    # The score of the highest rung reached: it was measured after most steps.
     rung = max(standing.scores, default=None)
     failed = one.failure
     state = "running" if one.running else "scored" if standing.scores else INTERRUPTED
@@ -131,12 +133,14 @@ def _summarise_importance(
         [[ranges[name].position(values[name]) if name in values else -1.0 for name in ranges] for values, _ in rows]
     )
     figures = np.array([score for _, score in rows])
+    # Losses of diverged trials are orders of magnitude above the others: a forest of their logarithms sees both.
     if (figures > 0).all():
         return summarise_importance(list(ranges), codes, np.log(figures), "logarithm of the score")
     return summarise_importance(list(ranges), codes, figures, "score")
 
 
 def _summarise_devices(folder: Path, known: list[Configuration]) -> Row:
+    """Return how busy each device was, from the sessions of the study and the training spans of its parts."""
     sessions = [json.loads(file.read_text()) for file in sorted((folder / SESSIONS).glob("*.json"))]
     windows = [Window(tuple(each["devices"]), each["begin"], each["end"]) for each in sessions]
     spans: list[Span] = []
@@ -188,6 +192,7 @@ def _summarise_costs(known: list[Configuration]) -> Row | None:
             pairs.append((rung_of(part), part.note["expected_s"], spans[0][2] - spans[0][1]))
     if not pairs:
         return None
+    # Logarithms: half as long and twice as long are off by the same factor.
     off = [abs(math.log(measured / expected)) for _, expected, measured in pairs]
     first = [measured for rung, _, measured in pairs if rung == 0]
     return {
@@ -216,6 +221,7 @@ def _simulate_unpacked_study(known: list[Configuration], rungs: list[int], eta: 
             continue
         more = measured[-1]
         device = more["spans"][0][0]
+        # Cores of a CPU are divided among trials, while an accelerator has gaps that a second trial fills.
         step_s = more["step_s"] / more["sharing"] ** (1.0 if " cpu " in device else 0.5)
         trials.append((step_s, scores[one.number]))
         starts.append(more["start_s"])

@@ -176,6 +176,7 @@ class TuningJob:
         return sum(row["step"] > max(self.first, begun) for row in read_metrics(self.run_dir))
 
     def _read_outcome(self, ended: Ended) -> Outcome:
+        """Return the score of a part that has ended, or why it has none. ended: how its processes ended."""
         assert self.slot is not None
         reports = read_rank_reports(self.folder, self.slot.ranks)
         left = [report for report in reports if report is not None]

@@ -120,6 +120,7 @@ class LayoutJob:
         self.process.kill()
 
     def _read_outcome(self, ended: Ended) -> Outcome:
+        """Return the median time of a step of a trial that has ended, or why it has none."""
         reports = read_rank_reports(self.folder, self.runner.devices)
         found = [one for one in reports if one is not None]
         if ended.timed_out or ended.code or len(found) < len(reports):

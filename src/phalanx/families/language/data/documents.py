@@ -251,6 +251,7 @@ def _too_long(what: str, max_bytes: int) -> DataError:
 
 
 def _read_jsonl(file: InputFile, text_field: str, max_bytes: int) -> Iterator[str]:
+    """Yield the text of each line. Raises DataError naming the line that is too long, no JSON object, or without text."""
     with _explain_damage(file), _open_unpacked(file) as stream:
         number = 0
         # Bounded: a file without line ends must not be held as one line.
@@ -296,6 +297,7 @@ def _whole_characters(text: str) -> str:
 
 
 def _read_parquet(file: InputFile, text_field: str, max_bytes: int) -> Iterator[str]:
+    """Yield the texts of a column, some rows at a time, so that no batch unpacks to more than fits in memory."""
     parquet = _import_extra("pyarrow.parquet", file)
     # pyarrow's own errors are ValueErrors or OSErrors where a file is damaged.
     with _explain_damage(file), _open_unpacked(file) as stream:

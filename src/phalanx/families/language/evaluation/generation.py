@@ -189,6 +189,7 @@ def _generate_steps(
     seeds: Sequence[int],
     ends: Collection[int],
 ) -> Iterator[list[int | None]]:
+    """Yield the next token of each continuation, one a seed; None for those that have ended."""
     device = model.embedding.weight.device
     draws = [torch.Generator().manual_seed(seed) for seed in seeds]
     ended = [False] * len(seeds)
