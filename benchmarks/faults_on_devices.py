@@ -32,6 +32,7 @@ import torch
 
 from phalanx.chaos.run import compare_ends
 from phalanx.checkpoint.reader import read_tensors
+from phalanx.training.safeguards.replicas import same_bits
 from phalanx.training.safeguards.step_replay import FAULT_CLASS
 from token_data import write_token_folder
 
@@ -250,11 +251,6 @@ def reshard(bench: Bench) -> dict[str, Any]:
     ]
     moved = [sum(not same_bits(x, torch.zeros_like(x)) for x in tensors.values()) for tensors in (first, *others)]
     return {"places": places, "codes": codes, "tensors": moved, "same_bits_as_first": equal}
-
-
-def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same bits."""
-    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
 def replay(bench: Bench) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """The order of test files: what takes longest begins first, so that no core waits for another at the end.
 
 Tests run on the CPU whatever devices the machine has, but for those marked `gpu`, which `make test-gpu` runs alone. And what
-all of them load is not looked through for garbage again: dry runs collect it several times each. Interrupts work, also where
-the tests run in the background of a shell, which lets its jobs and all they start ignore them. The user's cache is left
-alone.
+all of them load is not looked through for garbage again: dry runs collect it several times each. SIGINT and SIGQUIT work,
+also where the tests run in the background of a shell, which lets its jobs and all they start ignore them. The user's cache
+is left alone.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         os.environ.update(dict.fromkeys(_VISIBLE_DEVICES, "-1"))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if _OWN_CACHE not in os.environ:
         os.environ["XDG_CACHE_HOME"] = os.environ[_OWN_CACHE] = tempfile.mkdtemp(prefix="phalanx-tests-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ[_OWN_CACHE], ignore_errors=True))

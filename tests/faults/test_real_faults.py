@@ -896,6 +896,20 @@ def test_a_fault_on_another_node_is_named_and_leaves_no_trace(
     assert again_s <= limit + TRAINING_S
 
 
+def test_a_slow_rank_on_another_node_is_named_with_its_host(run_file: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    slow = fault_words(kind="slow", rank=1, step=40, seconds=0.06)
+    nodes = start_nodes(run_file, run_dir, slow, "training.steps=160", "checkpoint.every=null")
+    ends = [finish(process) for process in nodes]
+    assert [code for code, _ in ends] == [0, 0], ends
+    named = [event for event in rows(run_dir / "events.jsonl") if event["kind"] == "straggler"]
+    assert named and {(event["rank"], event["host"], event["cause"]) for event in named} == {(1, "node001", "host")}
+    assert named[0]["step"] >= 40 and "rank 1 on node001 is a straggler (its host is slow)" in ends[0][1]
+    print(
+        f"\n| F18 two nodes, 60 ms a step slower on the second | rank 1 on node001 named at step {named[0]['step']} |"
+    )
+
+
 def test_a_request_to_stop_on_one_node_saves_and_ends_all(
     run_file: Path, undisturbed: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

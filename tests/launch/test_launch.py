@@ -26,7 +26,7 @@ from phalanx.launch.job_script import (
     parse_walltime,
 )
 from phalanx.launch.local_launch import CPU_MASKS
-from phalanx.launch.nodes import NodePlace, find_place
+from phalanx.launch.nodes.supervisors import NodePlace, find_place
 from phalanx.launch.restart import GIVEN_UP
 from phalanx.training.stopping import StopRequest
 

@@ -18,8 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from phalanx.chaos.faults import KINDS, PlannedFault, draw_faults
 from phalanx.chaos.inject import START, STEP_LOG
 from phalanx.checkpoint import TensorReader, open_checkpoints
@@ -32,6 +30,7 @@ from phalanx.launch.faults import FAULT_LOG
 from phalanx.launch.parent import PARENT
 from phalanx.layout.resolve import resolve_layout
 from phalanx.training.safeguards.checkpoint_interval import FIRST_STEPS
+from phalanx.training.safeguards.replicas import same_bits
 
 OOM_DIFFERENCE = 0.05
 """Largest norm of a difference, relative to the norm of the weights, after micro-batches were halved: other sums round
@@ -365,7 +364,7 @@ def compare_ends(run_dir: Path, reference: Path) -> tuple[bool, float]:
             return False, float("inf")
         for name in expected.records:
             x, y = found.read(name), expected.read(name)
-            same = same and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+            same = same and same_bits(x, y)
             apart += float((x.double() - y.double()).square().sum())
             size += float(y.double().square().sum())
     return same, (apart / size) ** 0.5 if size else apart**0.5

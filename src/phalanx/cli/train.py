@@ -17,7 +17,7 @@ from phalanx.families.registry import bind
 from phalanx.launch.__main__ import become_supervisor
 from phalanx.launch.faults import Limits
 from phalanx.launch.job_script import parse_walltime
-from phalanx.launch.nodes import find_place
+from phalanx.launch.nodes.supervisors import find_place
 from phalanx.launch.restart import RestartPolicy
 from phalanx.launch.wall_time import set_time_limit
 from phalanx.layout.resolve import fallback_layouts, resolve_layout

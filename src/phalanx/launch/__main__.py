@@ -16,7 +16,7 @@ from pathlib import Path
 from phalanx.errors import PhalanxError
 from phalanx.launch.faults import Limits
 from phalanx.launch.local_launch import launch_ranks
-from phalanx.launch.nodes import NodePlace, launch_nodes
+from phalanx.launch.nodes.supervisors import NodePlace, launch_nodes
 from phalanx.launch.restart import RestartPolicy
 from phalanx.printable import write_stderr
 

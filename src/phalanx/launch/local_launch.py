@@ -39,7 +39,7 @@ from phalanx.launch.faults import (
 from phalanx.launch.parent import GRACE_S, ONE_WISH_S, PARENT, STOP_SIGNALS, STORE_SOCKET, is_ignored
 from phalanx.launch.preload import RankCommand, RankProcess, RankTemplate, can_preload, start_interpreter
 from phalanx.launch.restart import BAD_USAGE, RankPlaces, RestartPolicy, Restarts
-from phalanx.launch.stragglers import StragglerWatch
+from phalanx.launch.stragglers import OtherRanks, RankTrace, StragglerWatch, read_traces
 from phalanx.launch.wall_time import GRACE
 from phalanx.node_memory import forget_node_memory
 from phalanx.printable import write_stderr
@@ -90,7 +90,7 @@ class Attempt:
     """Keys in the store begin with this secret, so that no other user of the machine can write them."""
 
 
-class OtherNodes:
+class OtherNodes(OtherRanks):
     """What a supervisor has to do with those of other nodes: nothing, where its node is the only one."""
 
     def begin(self, attempt: Attempt, words: Sequence[str]) -> Attempt | None:
@@ -270,11 +270,11 @@ class RankProcesses:
 
     def run(self, arguments: Sequence[str], attempt: Attempt, others: OtherNodes) -> NodeEnd:
         """Start the ranks of this node with `phalanx ARGUMENTS` and wait until they have ended, or those of `others` do."""
-        self._start(arguments, attempt)
+        self._start(arguments, attempt, others)
         self._attempts += 1
         return self._wait(others)
 
-    def _start(self, arguments: Sequence[str], attempt: Attempt) -> None:
+    def _start(self, arguments: Sequence[str], attempt: Attempt, others: OtherNodes) -> None:
         """Start all ranks. What was left of earlier ones, such as where they met, is of no use to these and not found."""
         on_node = len(attempt.places)
         ranks = range(attempt.first_rank, attempt.first_rank + on_node)
@@ -283,7 +283,9 @@ class RankProcesses:
         self._kills = KillCount()
         self._processes, self._started = {}, {}
         self._seen, self._seen_at, self._found, self._stacks, self._silent = [], 0.0, "", {}, []
-        self._stragglers = StragglerWatch(self._place, ranks) if self.watched else None
+        # Where the first rank is, all are compared.
+        compares = self.watched and attempt.first_rank == 0
+        self._stragglers = StragglerWatch(self._place, ranks, attempt.world_size, others) if compares else None
         self._looked_at = self._awake_since = time.monotonic()
         if not attempt.port:
             # Bound here, so that no other process takes the port before rank 0, in which the store lives, listens there. By
@@ -397,6 +399,10 @@ class RankProcesses:
     def _last_collectives(self) -> dict[int, list[Collective]]:
         return {rank: read_collectives(self._place, rank) for rank in self._processes}
 
+    def read_traces(self, most: int) -> dict[int, RankTrace]:
+        """Return what the ranks of this node did last. most: collectives of each."""
+        return read_traces(self._place, list(self._processes), most) if self._processes else {}
+
     def _note_fault(self, views: list[RankView]) -> None:
         """Keep what all ranks do now that one of them fails."""
         self._seen, self._seen_at, self._found = views, time.monotonic(), timestamp()
@@ -405,12 +411,13 @@ class RankProcesses:
     def _look(self) -> list[RankView]:
         """Look at the heartbeats, if there are any; return the ranks that are silent for too long."""
         now = time.monotonic()
-        if self._stragglers is None or now - self._looked_at < _LOOK_S:
+        if not self.watched or now - self._looked_at < _LOOK_S:
             return []
         if now - self._looked_at > _ASLEEP_S:
             self._awake_since = now
         self._looked_at = now
-        self._stragglers.look()
+        if self._stragglers is not None:
+            self._stragglers.look()
         views = self._view()
         # Its process may take seconds to end.
         if not self._found and any(view.error is not None for view in views):

@@ -1,14 +1,13 @@
-"""Ranks that the others of their node wait for, step after step: which, by how much, and whether host or device is slow.
+"""Ranks that the others wait for, step after step: which, by how much, and whether host or device is slow.
 
-The process that watches a node looks; what it finds lies in the folder of heartbeats, where the first rank reads it for its
-logs.
+The process that watches the first rank's node looks, at the ranks of other nodes too where it hears of them; what it finds
+lies in the folder of heartbeats, where the first rank reads it for its logs.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from phalanx.launch.collectives import ArrivalHistory, Lateness, read_collectives
+from phalanx.launch.collectives import ArrivalHistory, Collective, Lateness, read_collectives
+from phalanx.launch.faults import host_name
 from phalanx.launch.heartbeat import Beat, beat_file, read_beat
 
 FILE = "stragglers.json"
@@ -32,8 +32,12 @@ LEAD = 3.0
 LOOKS = 3
 """Looks in a row that must agree."""
 _LOOK_S = 0.5
+_NODE_S = 0.1
+"""Seconds between two looks for each node: one process hears all that the others know."""
 _COST = 0.05
 """Most of its own time that the watching process spends looking."""
+_COLLECTIVES, _MOST = 256, 100_000
+"""Last collectives of a rank that one look compares, where there are several nodes, and most of all ranks together."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +79,47 @@ class RankTime:
 
 
 @dataclass(frozen=True)
+class RankTrace:
+    """What a rank did last."""
+
+    beat: Beat
+    collectives: Sequence[Collective]
+    """Its last ones that are measured, by the clock of the host that compares them."""
+    host: str
+
+
+def read_traces(folder: Path, ranks: Sequence[int], most: int | None = None) -> dict[int, RankTrace]:
+    """Return what `ranks` of this node did last, those alone that have done two steps. most: collectives of each."""
+    found = {}
+    for rank in ranks:
+        beat = read_beat(beat_file(folder, rank))
+        if beat is not None and beat.step_seconds > 0.0:
+            measured = [one for one in read_collectives(folder, rank) if one.measured]
+            found[rank] = RankTrace(beat, measured if most is None else measured[-most:], host_name())
+    return found
+
+
+class OtherRanks:
+    """The ranks of other nodes: none, where all are on this one."""
+
+    def ask_traces(self, most: int) -> None:
+        """Ask what they did last. most: collectives of each rank."""
+
+    def take_traces(self) -> Mapping[int, RankTrace] | None:
+        """Return what they did, as far as their nodes know it; None while one has not answered."""
+        return {}
+
+
+@dataclass(frozen=True)
 class RankReport:
-    """One look at the ranks of a node."""
+    """One look at all ranks that are watched together."""
 
     times: tuple[RankTime, ...]
     straggler: Straggler | None
 
 
 def read_report(folder: Path) -> RankReport | None:
-    """Return the newest look at the ranks of this node; None where there was none."""
+    """Return the newest look at the ranks of this node, and of others; None where there was none."""
     try:
         found: dict[str, Any] = json.loads((folder / FILE).read_text())
     except (OSError, ValueError):
@@ -93,12 +129,25 @@ def read_report(folder: Path) -> RankReport | None:
 
 
 class StragglerWatch:
-    """Looks at the ranks of a node again and again."""
+    """Looks at the ranks of a node, and of other nodes, again and again."""
 
-    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
-        """Watch `ranks`, whose heartbeats are in `folder`."""
+    def __init__(
+        self, folder: Path, ranks: Sequence[int], world_size: int = 0, others: OtherRanks | None = None
+    ) -> None:
+        """Watch `ranks` of this node, whose heartbeats are in `folder`, and the `others` of `world_size` ranks.
+
+        world_size: 0 where there are no others.
+        """
         self._folder = folder
         self._ranks = ranks
+        self._world_size = world_size or len(ranks)
+        self._others = others or OtherRanks()
+        nodes = -(-self._world_size // len(ranks))
+        self._pause_s = max(_LOOK_S, _NODE_S * nodes)
+        # Ranks of one node alone are compared by all that they remember.
+        self._most = None if nodes == 1 else max(1, min(_COLLECTIVES, _MOST // self._world_size))
+        self._own: dict[int, RankTrace] | None = None
+        """Of the ranks of this node, when the others were asked; None while they are not."""
         self._history = ArrivalHistory()
         self._suspects: list[int | None] = []
         self._next = 0.0
@@ -106,9 +155,17 @@ class StragglerWatch:
     def look(self) -> RankReport | None:
         """Look, if it is time to, and write what there is to see; return it."""
         started = time.monotonic()
-        if started < self._next or len(self._ranks) < 2:
+        if self._world_size < 2 or (self._own is None and started < self._next):
             return None
-        report = self._compare()
+        if self._own is None:
+            # At one time on all nodes: what ranks remember reaches back for a second or less where steps are short.
+            self._others.ask_traces(self._most or 0)
+            self._own = read_traces(self._folder, self._ranks, self._most)
+        others = self._others.take_traces()
+        if others is None:
+            return None
+        report = self._compare({**self._own, **others})
+        self._own = None
         if report is not None:
             # A reader meets the old file or the new one. The folder may be going already.
             with suppress(OSError):
@@ -116,19 +173,17 @@ class StragglerWatch:
                 part.write_text(json.dumps(asdict(report)))
                 os.replace(part, self._folder / FILE)
         took = time.monotonic() - started
-        self._next = started + max(_LOOK_S, took / _COST)
+        self._next = started + max(self._pause_s, took / _COST)
         return report
 
-    def _compare(self) -> RankReport | None:
+    def _compare(self, traces: Mapping[int, RankTrace]) -> RankReport | None:
         """Return what the ranks did since the last look; None while one has not begun, or some do something else."""
-        beats = {rank: read_beat(beat_file(self._folder, rank)) for rank in self._ranks}
-        known = {rank: beat for rank, beat in beats.items() if beat is not None and beat.step_seconds > 0.0}
-        if len(known) < len(self._ranks):
+        if len(traces) < self._world_size:
             return None
-        self._history.add({rank: read_collectives(self._folder, rank) for rank in self._ranks})
-        step_s = median(beat.step_seconds for beat in known.values())
+        self._history.add({rank: trace.collectives for rank, trace in traces.items()})
+        step_s = median(trace.beat.step_seconds for trace in traces.values())
         # What ranks do in an evaluation or a checkpoint is no step.
-        if any(beat.phase in ("evaluate", "checkpoint") for beat in known.values()):
+        if any(trace.beat.phase in ("evaluate", "checkpoint") for trace in traces.values()):
             return None
         lateness = self._history.lateness(WINDOW_STEPS * step_s)
         if lateness is None:
@@ -140,7 +195,7 @@ class StragglerWatch:
             RankTime(rank, step_s, max(0.0, step_s * (1.0 - share)), step_s * share)
             for rank, share in sorted(lateness.waits.items())
         )
-        return RankReport(times, None if slow is None else _describe_straggler(slow, lateness, known, step_s))
+        return RankReport(times, None if slow is None else _describe_straggler(slow, lateness, traces, step_s))
 
 
 def suspect_rank(lateness: Lateness) -> int | None:
@@ -149,13 +204,13 @@ def suspect_rank(lateness: Lateness) -> int | None:
     return rank if most > SHARE and most > LEAD * next_most else None
 
 
-def _describe_straggler(rank: int, lateness: Lateness, beats: Mapping[int, Beat], step_s: float) -> Straggler:
+def _describe_straggler(rank: int, lateness: Lateness, traces: Mapping[int, RankTrace], step_s: float) -> Straggler:
     share = lateness.late[rank]
-    others = median(beat.data_seconds for other, beat in beats.items() if other != rank)
+    others = median(trace.beat.data_seconds for other, trace in traces.items() if other != rank)
     # A host that launches late makes its device late; a device that is late keeps its host as busy as the others.
     cause: Literal["input", "host", "device"] = "host"
     if lateness.on_device and lateness.host_late[rank] < 0.5 * share:
         cause = "device"
-    if beats[rank].data_seconds - others > 0.5 * share * step_s:
+    if traces[rank].beat.data_seconds - others > 0.5 * share * step_s:
         cause = "input"
-    return Straggler(rank, platform.node(), cause, share * step_s, share)
+    return Straggler(rank, traces[rank].host, cause, share * step_s, share)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from phalanx.training.safeguards import replicas
-from phalanx.training.safeguards.replicas import Disagreement, hash_bits
+from phalanx.training.safeguards.replicas import Disagreement, hash_bits, same_bits
 from phalanx.training.safeguards.wrong_numbers import classify_repeated
 
 
@@ -29,6 +29,13 @@ def test_bits_count_and_not_values() -> None:
     assert hash_bits(torch.tensor([1.0, 2.0])) != hash_bits(torch.tensor([2.0, 1.0]))
     assert hash_bits(torch.ones(4, 6).t()) == hash_bits(torch.ones(24))
     assert hash_bits(torch.ones(0)) == 0
+
+
+def test_bits_are_compared() -> None:
+    x = torch.tensor([1.0, torch.nan])
+    assert same_bits(x, x.clone())
+    assert not same_bits(x, torch.tensor([1.0 + 2**-23, torch.nan]))
+    assert not same_bits(torch.zeros(1), -torch.zeros(1))
 
 
 def disagree(**ranks: int) -> Disagreement:

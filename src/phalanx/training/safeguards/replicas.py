@@ -30,6 +30,11 @@ Hashes = dict[str, int]
 """Hash of each parameter's local part by name."""
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one type and size hold the same bits; NaN equals itself, and 0 is not -0."""
+    return torch.equal(one.detach().reshape(-1).view(torch.uint8), other.detach().reshape(-1).view(torch.uint8))
+
+
 @torch.no_grad()
 def hash_bits(x: Tensor) -> Tensor:
     """Return an int64 hash of the bits of `x`, 0-dim, on its device: exact, the same in any order of summation.

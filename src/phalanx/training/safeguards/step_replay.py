@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from phalanx.checkpoint import RankGroup
 from phalanx.data.batch_stream import Batch
 from phalanx.training.logs import RunLog
+from phalanx.training.safeguards.replicas import same_bits
 from phalanx.training.step import NO_LIMITS, StepLimits, StepResult, TrainStep
 
 FAULT_CLASS = "fault_class"
@@ -92,7 +92,7 @@ class StepReplay:
         self._step.limits = limits
         found = self._step.enqueue(number, batch).tolist()
         after = StepResult.from_figures(found, limits)
-        changed = differs_in_bits(own, self._step.own_loss)
+        changed = not same_bits(own, self._step.own_loss)
         # Tokens of all ranks meet in experts that are shared out: no rank's loss is its own doing there.
         samples = None if self._step.applied.mesh.ep.size > 1 else tuple(batch.sample_indices.tolist())
         replay = classify_replay(before, after, RankGroup.default().all_gather((changed, samples)))
@@ -106,8 +106,3 @@ class StepReplay:
         # A spike that comes again, of a run that only warns of spikes.
         self._step.limits = NO_LIMITS
         return self._step.enqueue(number, batch).tolist()
-
-
-def differs_in_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of floating-point numbers are not the same to the last bit; NaN equals itself."""
-    return not torch.equal(one.detach().reshape(-1).view(torch.uint8), other.detach().reshape(-1).view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Times of the ranks of a node in the logs of a run, and a line where one of them holds up the others."""
+"""Times of ranks in the logs of a run, and a line where one of them holds up the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, replace
 
 from phalanx.launch.heartbeat import Heartbeat
-from phalanx.launch.stragglers import read_report
+from phalanx.launch.stragglers import RankReport, read_report
 from phalanx.training.logs import RunLog
 from phalanx.training.metrics import StepMetrics
 
@@ -15,13 +15,14 @@ _LOOK_S = 0.5
 
 
 class StragglerLog:
-    """Takes up what the process that watches the ranks of this node finds; see `launch.stragglers`."""
+    """Takes up what the process that watches this node finds; see `launch.stragglers`."""
 
     def __init__(self, heartbeat: Heartbeat, log: RunLog) -> None:
         # Every rank of a node would find the same; the first rank's log alone goes anywhere.
         self._folder = heartbeat.folder if heartbeat.rank == 0 else None
         self._log = log
         self._next = 0.0
+        self._last: RankReport | None = None
         self._known: int | None = None
 
     def add_times(self, metrics: StepMetrics) -> StepMetrics:
@@ -31,8 +32,9 @@ class StragglerLog:
             return metrics
         self._next = now + _LOOK_S
         report = read_report(self._folder)
-        if report is None:
+        if report is None or report == self._last:
             return metrics
+        self._last = report
         slow = report.straggler
         # Once for each rank that has become slow.
         before, self._known = self._known, None if slow is None else slow.rank

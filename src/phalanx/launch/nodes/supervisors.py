@@ -1,10 +1,11 @@
 """One supervisor on each node of a run: what one finds all learn, and all ranks begin again together.
 
 The first node's supervisor decides, as the only one of a machine does (`local_launch`, `restart`); the others start and end
-their ranks as it says. What they say to each other, as lines of JSON (`node_links`):
+their ranks as it says. What they say to each other, as lines of JSON (`links`):
 
-    to the first    ready (with how the last attempt ended there), fault (a rank has failed here)
-    to the others   start (an attempt: ranks, meeting point, command), end (another node has a fault), explain, quit
+    to the first    ready (with how the last attempt ended there), fault (a rank has failed here), traces (the answer)
+    to the others   start (an attempt: ranks, meeting point, command), end (another node has a fault), explain, quit,
+                    trace (what did your ranks do last?)
     both ways       stop (somebody asked the run to stop), beat (this supervisor is alive)
 """
 
@@ -15,7 +16,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from phalanx.launch.collectives import Collective
 from phalanx.launch.faults import Fault, Limits, NodeEnd, RankView, host_name
 from phalanx.launch.heartbeat import Beat
 from phalanx.launch.local_launch import LOST, Attempt, OtherNodes, RankProcesses, run_attempts
-from phalanx.launch.node_links import (
+from phalanx.launch.nodes.links import (
     TOKEN,
     TOKEN_FILE,
     Link,
@@ -38,6 +39,7 @@ from phalanx.launch.node_links import (
     read_token,
 )
 from phalanx.launch.restart import BAD_USAGE, RankPlaces, RestartPolicy, Restarts
+from phalanx.launch.stragglers import RankTrace
 from phalanx.printable import write_stderr
 
 _POLL_S = 0.05
@@ -251,6 +253,8 @@ class FirstNode(_Node):
         self._places = places
         self._ready: dict[int, NodeEnd | None] = {}
         """Nodes that wait for the next attempt, and how the last one ended there."""
+        self._traces: dict[int, dict[int, RankTrace]] = {}
+        """What the ranks of each node did when they were asked last, by the clock of this host."""
         self._attempt = 0
         self._ended_at: float | None = None
         """When all nodes were told to end their ranks."""
@@ -260,7 +264,7 @@ class FirstNode(_Node):
 
     def begin(self, attempt: Attempt, words: Sequence[str]) -> Attempt | None:
         """Start an attempt on all nodes, once all are ready; see `OtherNodes`."""
-        self._attempt = attempt.number
+        self._attempt, self._traces = attempt.number, {}
         for node in self._places.used:
             link = self._reception.links.get(node)
             if link is not None and link.lost:
@@ -308,6 +312,17 @@ class FirstNode(_Node):
             time.sleep(_POLL_S)
         ends = [self._ready.get(node) for node in self._places.used]
         return [end, *(one for one in ends if one is not None)]
+
+    def ask_traces(self, most: int) -> None:
+        """Ask all nodes what their ranks did last; see `stragglers.OtherRanks`."""
+        self._traces = {}
+        self.tell(kind="trace", most=most)
+
+    def take_traces(self) -> dict[int, RankTrace] | None:
+        """Return what the ranks of other nodes did, once all have answered."""
+        if any(node not in self._traces for node in self._places.used if node):
+            return None
+        return {rank: trace for node in self._traces.values() for rank, trace in node.items()}
 
     def lost_node(self) -> Fault | None:
         """Return, once, the fault of the node that was lost first since the last one."""
@@ -375,6 +390,8 @@ class FirstNode(_Node):
                     self._ready[node] = read_end(message)
                 case "fault":
                     self.tell_fault()
+                case "traces":
+                    self._traces[node] = _read_traces(message["traces"])
                 case "stop":
                     self._heed(message)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -431,11 +448,33 @@ class LaterNode(_Node):
                     self._ending = True
                 case "explain":
                     self._ranks.explain(int(message["rank"]))
+                case "trace":
+                    traces = self._ranks.read_traces(int(message["most"]))
+                    self._link.send(kind="traces", traces=_write_traces(traces, self._link.ahead_s))
                 case "stop":
                     self._heed(message)
         if request := self._new_request():
             self._link.send(**request)
         return self._is_lost(self._link)
+
+
+def _write_traces(traces: Mapping[int, RankTrace], ahead_s: float) -> dict[int, Any]:
+    """Return what a message says of ranks, by a clock that is ahead of this host's by `ahead_s`."""
+    return {
+        rank: asdict(
+            replace(trace, collectives=[replace(one, entered_s=one.entered_s + ahead_s) for one in trace.collectives])
+        )
+        for rank, trace in traces.items()
+    }
+
+
+def _read_traces(said: Mapping[str, Any]) -> dict[int, RankTrace]:
+    return {
+        int(rank): RankTrace(
+            Beat(**trace["beat"]), [Collective(**one) for one in trace["collectives"]], str(trace["host"])
+        )
+        for rank, trace in said.items()
+    }
 
 
 def write_end(end: NodeEnd) -> dict[str, Any]:

@@ -36,6 +36,8 @@ _GREETING_BYTES, _MESSAGE_BYTES = 2**11, 2**24
 _GREETING_S = 5.0
 _GREETINGS = 64
 """Connections that are greeted at once; further ones are closed, and come again."""
+_CLOCK_ROUNDS = 8
+"""Times that a host asks another for its clock; the quickest answer tells best how far it is ahead."""
 _REFUSED_S = 10.0
 """Seconds for which a node that is refused comes again: the secret that it read may have been an earlier run's."""
 _PAUSE_S = 0.2
@@ -55,6 +57,8 @@ class Link:
         self.host = ""
         self.heard = time.monotonic()
         """When something came from there."""
+        self.ahead_s = 0.0
+        """Seconds by which the other host's time of day is ahead of this one's, where this side has asked."""
         self.lost = ""
         """Why nothing more can come; empty while it can."""
         connection.settimeout(patience_s)
@@ -229,6 +233,9 @@ class Reception:
                 link.close()
                 return
             link.send(welcome=_sign(self._token, "first", answer["nonce"], challenge), host=self._own.host)
+            for _ in range(_CLOCK_ROUNDS):
+                _wait_for_one(link)
+                link.send(clock=time.time())
             link.trust(str(answer["host"]), self._patience_s)
             self.links[answer["node"]] = link
         finally:
@@ -297,5 +304,18 @@ def _introduce(link: Link, token: bytes, own: Membership, patience_s: float) -> 
     if not hmac.compare_digest(_sign(token, "first", nonce, challenge), str(answer.get("welcome", ""))):
         # It would say what ranks of this node run.
         return "what listens there does not know the secret of this run"
+    link.ahead_s = _compare_clocks(link)
     link.trust(str(answer.get("host", "")), patience_s)
     return None
+
+
+def _compare_clocks(link: Link) -> float:
+    """Return by how many seconds the time of day of the peer, which answers with it, is ahead."""
+    rounds = []
+    for _ in range(_CLOCK_ROUNDS):
+        asked = time.time()
+        link.send(kind="clock")
+        said = float(_wait_for_one(link).get("clock", asked))
+        answered = time.time()
+        rounds.append((answered - asked, said - 0.5 * (asked + answered)))
+    return min(rounds)[1]

@@ -24,13 +24,13 @@ from phalanx.launch.collectives import Collective
 from phalanx.launch.faults import FAILED_NODES, FAULT_FILE, FAULT_LOG, NodeEnd, RankView
 from phalanx.launch.heartbeat import Beat
 from phalanx.launch.local_launch import LOST
-from phalanx.launch.node_links import TOKEN, TOKEN_FILE
-from phalanx.launch.nodes import NodePlace, find_place, read_end, write_end
+from phalanx.launch.nodes.links import TOKEN, TOKEN_FILE
+from phalanx.launch.nodes.supervisors import NodePlace, find_place, read_end, write_end
 from phalanx.launch.restart import BAD_USAGE, GIVEN_UP
 from phalanx_processes import free_port
 
 PROBE = """#!{python} -SE
-import os, signal, sys, time
+import json, os, signal, sys, time
 sys.path.insert(0, {source!r})
 from pathlib import Path
 from phalanx.launch.heartbeat import heartbeat_of
@@ -40,7 +40,21 @@ die_with_parent()
 scenario, folder = [word for word in sys.argv if "layout." not in word][-2:]
 rank, folder = int(os.environ["RANK"]), Path(folder)
 heart = heartbeat_of(rank)
-heart.answer(lambda: None)
+ahead_s = 3600.0 if "slow" in scenario and rank == 1 else 0.0
+
+def collectives():
+    # Five in a step of 0.16 s; rank 1 comes to the first of them 60 ms late.
+    if "slow" not in scenario:
+        return None
+    newest, entries = int((time.time() - {began}) / 0.16), []
+    for step in range(newest - 40, newest):
+        for number in range(5):
+            at = {began} + 0.16 * step + 0.02 * number + 0.06 * (rank == 1 or number > 0)
+            entries.append(dict(collective_seq_id=5 * step + number, process_group=["0", ""], retired=True,
+                profiling_name="gloo:all_reduce", time_created_ns=round((at + ahead_s) * 1e9)))
+    return json.dumps([dict(entries=entries)])
+
+heart.answer(collectives)
 names = "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"
 with (folder / f"attempts-{{rank}}").open("a") as file:
     print(*(os.environ[name] for name in names), {token!r} in os.environ, file=file)
@@ -54,7 +68,7 @@ for name in "INT", "TERM":
 lost = folder / f"lost-{{attempt}}"
 for step in range(11, 1011 if "trains" in scenario else 31):
     heart.enter("data", step)
-    time.sleep(0.01)
+    time.sleep(0.16 if "slow" in scenario else 0.01)
     if stops:
         # Ranks agree on the largest number.
         (folder / "stop").write_text(str(max(stops)))
@@ -76,20 +90,28 @@ for step in range(11, 1011 if "trains" in scenario else 31):
         heart.fail("lost link", RuntimeError("Connection closed by peer"))
         sys.exit(1)
     heart.finish_step(step)
+    found = heart.folder / "stragglers.json"
+    if "slow" in scenario and rank == 0 and found.exists() and json.loads(found.read_text())["straggler"]:
+        (folder / "named").write_text(found.read_text())
+        os.kill(os.getppid(), signal.SIGTERM)
+        time.sleep(0.5)
 heart.enter("end")
 """
 LAUNCH = """
-import os, sys
+import os, sys, time
 from pathlib import Path
-from phalanx.launch import node_links
+from phalanx.launch.nodes import links
 from phalanx.launch.faults import Limits
-from phalanx.launch.nodes import NodePlace, launch_nodes
+from phalanx.launch.nodes.supervisors import NodePlace, launch_nodes
 from phalanx.launch.restart import RestartPolicy
-node_links._REFUSED_S = 1.0
+links._REFUSED_S = 1.0
 sys.executable, node, nodes, port, most, scenario, folder = sys.argv[1:]
 layouts = {1: ["layout.tp=1"]} if "replans" in scenario else {}
 policy = RestartPolicy(int(most), 0.0, Limits(1.0, 20.0), Path(folder) / "run", layouts=layouts)
 place = NodePlace(int(nodes), int(node), "127.0.0.1", int(port))
+if "slow" in scenario and node == "1":
+    here = time.time
+    time.time = lambda: here() + 3600.0
 sys.exit(launch_nodes([scenario, folder], 1, place, grace_s=20.0, policy=policy))
 """
 
@@ -103,7 +125,7 @@ class Node:
         probe = folder / "probe"
         if not probe.exists():
             source = str(Path(phalanx.__file__).parents[1])
-            probe.write_text(PROBE.format(python=sys.executable, source=source, token=TOKEN))
+            probe.write_text(PROBE.format(python=sys.executable, source=source, token=TOKEN, began=time.time() - 10.0))
             probe.chmod(0o755)
         words = [str(probe), *map(str, (node, nodes, port, most)), scenario, str(folder)]
         self.process = subprocess.Popen(
@@ -172,6 +194,17 @@ def test_a_rank_that_hangs_on_another_node_is_named_by_what_all_nodes_know(tmp_p
     found = report(tmp_path)
     assert (found["rank"], found["host"], found["cause"]) == (1, "node001", "stopped")
     assert len(attempts(tmp_path, 0)) == len(attempts(tmp_path, 1)) == 2
+
+
+def test_a_slow_rank_on_another_node_is_named_whatever_the_clock_there(tmp_path: Path) -> None:
+    codes, errors = finish(start(tmp_path, "trains slow"))
+    assert codes == [128 + signal.SIGTERM] * 2, errors
+    found = json.loads((tmp_path / "named").read_text())
+    slow = found["straggler"]
+    assert (slow["rank"], slow["host"], slow["cause"]) == (1, "node001", "host")
+    # 60 ms of 160.
+    assert slow["share"] == pytest.approx(0.06 / 0.16, abs=0.1)
+    assert [row["rank"] for row in found["times"]] == [0, 1]
 
 
 def test_restarts_in_vain_end_on_all_nodes_with_the_code_of_one_node(tmp_path: Path) -> None:
