@@ -4,8 +4,8 @@
 #     apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge
 #     bash benchmarks/one_host_slurm.sh FOLDER COMMAND...
 #
-# ROOT=DIR takes the packages from below DIR, where `dpkg -x` unpacked them, and installs nothing. COMMAND finds slurm.conf by
-# SLURM_CONF, and in FOLDER a script for each node that fails it (`fail-NODE`) or brings it back (`mend-NODE`).
+# ROOT=DIR takes the packages from below DIR, where `dpkg -x` unpacked them, and installs nothing. COMMAND finds slurm.conf
+# by SLURM_CONF; beside it, `mend-NODE` starts the daemon of a node again.
 set -euo pipefail
 folder=$(realpath -m "$1"); shift
 root=${ROOT:-} here=$(hostname) libraries=${ROOT:-}/usr/lib/x86_64-linux-gnu
@@ -48,11 +48,8 @@ CONF
 (umask 077; [ -e "$folder/munge.key" ] || head -c 1024 /dev/urandom > "$folder/munge.key")
 for node in "$here" localhost; do
     mkdir -p "$folder/spool-$node"
-    start="$(find_program slurmd) -N $node -d $(find_program slurmstepd)"
-    # The daemon and all that it has started, as where the host is gone.
-    printf '#!/bin/bash\nfor file in /proc/[0-9]*/environ; do pid=${file#/proc/}; pid=${pid%%/*}\n  if tr "\\0" "\\n" < $file 2>/dev/null | grep -qx SLURMD_NODENAME=%s; then kill -9 $pid; fi\ndone\nkill -9 $(pgrep -f "slurmstepd.*|slurmd.* -N %s " | while read -r pid; do tr "\\0" " " < /proc/$pid/cmdline | grep -q -- "-N %s " && echo $pid; done)\n' "$node" "$node" "$node" > "$folder/fail-$node"
-    printf '#!/bin/bash\nexec %s\n' "$start" > "$folder/mend-$node"
-    chmod +x "$folder/fail-$node" "$folder/mend-$node"
+    printf '#!/bin/bash\nexec %s -N %s -d %s\n' "$(find_program slurmd)" "$node" "$(find_program slurmstepd)" > "$folder/mend-$node"
+    chmod +x "$folder/mend-$node"
 done
 stop_all() {
     for file in "$folder"/slurmd-*.pid "$folder/slurmctld.pid" "$folder/munged.pid"; do

@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from phalanx.chaos import inject
 from phalanx.chaos.faults import KINDS, USUAL, PlannedFault, draw_faults, parse_kinds
 from phalanx.chaos.inject import START, STEP_LOG, ChaosCallback
-from phalanx.chaos.run import ChaosPlan, FaultOutcome, _match_reports, compare_ends, prepare_run
+from phalanx.chaos.run import ChaosPlan, FaultOutcome, _list_commands, _match_reports, compare_ends, prepare_run
 from phalanx.checkpoint import CheckpointDamaged, open_checkpoints, read_tensors
 from phalanx.cli.chaos import write_table
 from phalanx.config.load import load_run
@@ -81,6 +82,25 @@ def test_a_run_that_could_not_notice_is_refused(run_file: Path, tmp_path: Path) 
     assert run.safeguards.compare_replicas == 1 and run.restart.max == 1000
     run, _ = prepare_run(plan("checkpoint.every=null", kinds=("kill",)))
     assert run.checkpoint.every == 5 and run.safeguards.compare_replicas is None
+
+
+def test_a_run_of_several_nodes_has_a_supervisor_each_or_is_started_as_said(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ChaosPlan(run_file, (), 4, ("kill",), 0, 1.0, None, 3, tmp_path, nodes=2)
+    here = _list_commands(plan, tmp_path, ["training.steps=9"])
+    said = [dict(pairwise(words)) for words in here]
+    assert [(words["--nproc"], words["--nodes"], words["--node-rank"]) for words in said] == [
+        ("2", "2", "0"),
+        ("2", "2", "1"),
+    ]
+    assert said[0]["--rendezvous"] == said[1]["--rendezvous"]
+    (srun,) = _list_commands(replace(plan, start=("srun", "--ntasks-per-node=1")), tmp_path, [])
+    assert srun[:2] == ["srun", "--ntasks-per-node=1"] and "--nodes" not in srun
+    prepare_run(plan)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+    with pytest.raises(ConfigError, match="--nodes 2 without --start"):
+        prepare_run(plan)
 
 
 def scheduled(folder: Path, *faults: PlannedFault) -> Path:

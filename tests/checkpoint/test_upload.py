@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import phalanx_processes
 from cli.conftest import call
 from command_line import Call
 from distributed_ranks import run_ranks
 from phalanx import remote_files
 from phalanx.checkpoint import CheckpointStore, UploadAddress, read_tensors
+from phalanx.cli.main import main
 from phalanx.errors import CheckpointError, ConfigError, Interrupted
 from phalanx.object_store import Store
 from phalanx.remote_files import use_cache, weights_path
@@ -243,6 +247,69 @@ def test_training_goes_on_from_the_store_to_the_bit(s3: S3, tmp_path: Path, call
     refused = call(*begun, str(tmp_path / "b"), "training.steps=8", "checkpoint.upload=s3://no-such-bucket/x")
     assert refused.code != 0 and "checkpoint.upload=s3://no-such-bucket/x" in refused.err
     assert not (tmp_path / "b").exists()
+
+
+def train_and_die(words: Sequence[str]) -> None:
+    """Run `phalanx WORDS[1:]`, killed when its second checkpoint lacks but the manifest at the store. words[0]: settings."""
+    fsspec.config.conf["s3"] = json.loads(words[0])
+    write = Store.write
+
+    def die_or_write(store: Store, name: str, content: bytes) -> None:
+        if name == "step-00000008/manifest.json":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(store, name, content)
+
+    Store.write = die_or_write  # type: ignore[method-assign]
+    main(words[1:])
+
+
+def test_a_run_killed_in_an_upload_goes_on_from_its_last_whole_checkpoint(s3: S3, tmp_path: Path, call: Call) -> None:
+    run_file = write_run_file(tmp_path / "run.yaml", write_token_folder(tmp_path / "tokens"))
+    begun = ["train", str(run_file), "checkpoint.every=4", "data.prefetch=1", "--run-dir"]
+    assert call(*begun, str(tmp_path / "whole"), "training.steps=16").code == 0
+    upload = "checkpoint.upload=s3://bucket/killed"
+    words = [json.dumps(s3.settings), *begun, str(tmp_path / "a"), "training.steps=16", upload, "--until", "12"]
+    code, _ = phalanx_processes.start(words, command=train_and_die).finish()
+    assert code == -signal.SIGKILL and s3.steps("killed") == ["step-00000004"]
+    assert "step-00000008/rank-00000-000.safetensors" in s3.objects("killed")
+    # Without its directory the run goes on from the one that is whole at the store; with it, from its own newest one.
+    gone = call(*begun, str(tmp_path / "b"), "training.steps=16", "--until", "6", upload)
+    assert gone.code == 0, gone.err
+    assert "step-00000008 was not uploaded whole; passed over" in gone.err
+    assert len((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()) == 2
+    again = call(*begun, str(tmp_path / "a"), "training.steps=16", upload)
+    assert again.code == 0, again.err
+    assert s3.steps("killed")[-1] == "step-00000016"
+    # What was half there is gone, or whole.
+    assert {name.partition("/")[0] for name in s3.objects("killed")} == set(s3.steps("killed"))
+    found, expected = (read_tensors(tmp_path / run / "checkpoints" / "step-00000016") for run in ("a", "whole"))
+    assert_same_bits(found, expected)
+
+
+def test_a_store_that_dies_leaves_training_running(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    mortal, write = S3(), Store.write
+    monkeypatch.setitem(fsspec.config.conf, "s3", mortal.settings)
+
+    def write_and_die(store: Store, name: str, content: bytes) -> None:
+        write(store, name, content)
+        if name == "step-00000004/manifest.json":
+            mortal.server.stop()
+
+    monkeypatch.setattr(Store, "write", write_and_die)
+    run_file = write_run_file(tmp_path / "run.yaml", write_token_folder(tmp_path / "tokens"))
+    begun = ["train", str(run_file), "checkpoint.every=4", "remote.timeout_s=1", "checkpoint.upload=s3://bucket/dies"]
+    ended = call(*begun, "--run-dir", str(tmp_path / "a"), "training.steps=16")
+    assert ended.code == 0, ended.err
+    assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 16
+    assert "cannot be uploaded; tried again until it can, training goes on" in ended.err
+    assert "16 are not at s3://bucket/dies; they are in" in ended.err
+    # With its directory the run goes on from where it was, the store still being dead.
+    again = call(*begun, "--run-dir", str(tmp_path / "a"), "training.steps=20")
+    assert again.code == 0, again.err
+    assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 20
+    # Without, it does not begin anew as if there were nothing.
+    refused = call(*begun, "--run-dir", str(tmp_path / "b"), "training.steps=20")
+    assert refused.code == 1 and "s3://bucket/dies" in refused.err and "did not answer" in refused.err
 
 
 def upload_on_ranks(run_dir: Path, settings: dict[str, Any]) -> Tensor:

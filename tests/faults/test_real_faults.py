@@ -811,9 +811,20 @@ def test_a_link_that_comes_back_is_not_noticed(
     print(f"\n| F19 link down for {FLAP_S:g} s | survived | a step of {seconds:.1f} s, same bits |")
 
 
-def run_chaos(run_file: Path, out: Path, *words: str) -> list[dict[str, Any]]:
-    """Run `phalanx chaos` on two ranks, which has to end well; returns what became of each fault."""
-    command = [sys.executable, "-m", "phalanx", "chaos", str(run_file), "--nproc", "2", "--out", str(out), "--json"]
+def run_chaos(run_file: Path, out: Path, *words: str, ranks: int = 2) -> list[dict[str, Any]]:
+    """Run `phalanx chaos` on so many ranks a node, which has to end well; returns what became of each fault."""
+    command = [
+        sys.executable,
+        "-m",
+        "phalanx",
+        "chaos",
+        str(run_file),
+        "--nproc",
+        str(ranks),
+        "--out",
+        str(out),
+        "--json",
+    ]
     heartbeat = f"restart.heartbeat_s={HEARTBEAT_S}"
     done = subprocess.run(
         [*command, *words, heartbeat, f"training.steps={STEPS}"],
@@ -847,6 +858,13 @@ def test_chaos_kills_in_checkpoints_flips_bits_and_takes_memory(run_file: Path, 
     assert all(row["survived"] for row in outcomes) and all(row["same_bits"] for row in outcomes[:-1])
     # Found at the next comparison, and the steps done again without a restart.
     assert all(row["found_as"] == "replicas differ" for row in outcomes if row["fault"]["kind"] == "bitflip")
+
+
+def test_chaos_strikes_ranks_of_two_supervisors(run_file: Path, tmp_path: Path) -> None:
+    words = ["--faults", "kill,error,hang", "--count", "3", "--faults-per-run", "3", "--seed", "4", "layout.dp_shard=2"]
+    outcomes = run_chaos(run_file, tmp_path / "chaos", *words, "--nodes", "2", ranks=1)
+    assert len(outcomes) == 3 and all(row["survived"] and row["same_bits"] for row in outcomes)
+    assert {row["fault"]["rank"] for row in outcomes} == {0, 1}
 
 
 def start_nodes(run_file: Path, run_dir: Path, *words: str) -> list[subprocess.Popen[str]]:
@@ -899,7 +917,9 @@ def test_a_fault_on_another_node_is_named_and_leaves_no_trace(
 def test_a_slow_rank_on_another_node_is_named_with_its_host(run_file: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     slow = fault_words(kind="slow", rank=1, step=40, seconds=0.06)
-    nodes = start_nodes(run_file, run_dir, slow, "training.steps=160", "checkpoint.every=null", "restart.heartbeat_s=30")
+    nodes = start_nodes(
+        run_file, run_dir, slow, "training.steps=160", "checkpoint.every=null", "restart.heartbeat_s=30"
+    )
     ends = [finish(process) for process in nodes]
     assert [code for code, _ in ends] == [0, 0], ends
     named = [event for event in rows(run_dir / "events.jsonl") if event["kind"] == "straggler"]

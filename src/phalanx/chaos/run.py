@@ -1,6 +1,6 @@
 """A run under faults: an undisturbed run first, then runs with drawn faults, and what was made of each fault.
 
-Runs are started as `phalanx train --nproc` starts them, by processes of their own: what supervises them is what is tested.
+Runs are started by `phalanx train --nproc`, in processes of their own: what supervises them is what is tested.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from phalanx.chaos.faults import KINDS, PlannedFault, draw_faults
 from phalanx.chaos.inject import START, STEP_LOG
@@ -56,6 +59,10 @@ class ChaosPlan:
     in_each: int
     """Faults of a run."""
     folder: Path
+    nodes: int = 1
+    """Supervisors that share the ranks equally."""
+    start: tuple[str, ...] = ()
+    """Words before the command of a run, which start it on all nodes; without them all supervisors are on this machine."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +114,18 @@ def prepare_run(plan: ChaosPlan) -> tuple[Run, tuple[str, ...]]:
     words = [*plan.words, "restart.max=1000", "restart.backoff_s=0.0", "training.resume=auto"]
     if run.checkpoint.every is None:
         words.append(f"checkpoint.every={max(1, run.training.steps // 8)}")
+    devices = run.cluster.device != "cpu" and torch.accelerator.current_accelerator() is not None
+    if plan.nodes > 1 and not plan.start and devices:
+        raise ConfigError(
+            f"--nodes {plan.nodes} without --start: all supervisors would be on this machine and share its first devices; "
+            "say how to start one on each node, such as --start 'srun --ntasks-per-node=1', or set cluster.device=cpu"
+        )
     if "slow" in plan.kinds and plan.ranks == 1:
         raise ConfigError(
             f"--nproc {plan.ranks}: a slow rank is told by those that wait for it; start two, or leave slow out"
         )
     if "bitflip" in plan.kinds:
-        layout = resolve_layout(bind(run), plan.ranks, plan.ranks)
+        layout = resolve_layout(bind(run), plan.ranks, plan.ranks // plan.nodes)
         if layout.dp_replicate == 1:
             raise ConfigError(
                 "--faults bitflip: no two ranks hold the same parameters in this layout, so nothing could notice; set "
@@ -187,27 +200,41 @@ def _disturb(
 
 def _train(plan: ChaosPlan, run_dir: Path, words: Sequence[str], limit_s: float | None) -> tuple[float, int | None]:
     """Train in `run_dir` and return seconds and exit code, None where it was ended after `limit_s` seconds."""
-    command = [sys.executable, "-m", "phalanx", "train", str(plan.run), "--run-dir", str(run_dir)]
-    command += ["--nproc", str(plan.ranks), *words]
     began = time.monotonic()
     with run_dir.with_suffix(".log").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            # Whoever ends this command ends what it has started.
-            env={**os.environ, PARENT: str(os.getpid())},
-        )
+        processes = [
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Whoever ends this command ends what it has started.
+                env={**os.environ, PARENT: str(os.getpid())},
+            )
+            for command in _list_commands(plan, run_dir, words)
+        ]
         try:
-            return_code: int | None = process.wait(limit_s)
+            # Supervisors end alike.
+            return_code: int | None = processes[0].wait(limit_s)
         except subprocess.TimeoutExpired:
             return_code = None
         finally:
-            if process.poll() is None:
-                process.terminate()
+            for process in processes:
+                if process.poll() is None and return_code is None:
+                    process.terminate()
                 process.wait()
     return time.monotonic() - began, return_code
+
+
+def _list_commands(plan: ChaosPlan, run_dir: Path, words: Sequence[str]) -> list[list[str]]:
+    """Return the commands that start a run here: one for each supervisor, or the one that starts all."""
+    command = [*plan.start, sys.executable, "-m", "phalanx", "train", str(plan.run), "--run-dir", str(run_dir)]
+    command += ["--nproc", str(plan.ranks // plan.nodes)]
+    if plan.nodes == 1 or plan.start:
+        return [[*command, *words]]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        where = ["--nodes", str(plan.nodes), "--rendezvous", f"127.0.0.1:{free.getsockname()[1]}"]
+    return [[*command, *where, "--node-rank", str(node), *words] for node in range(plan.nodes)]
 
 
 @dataclass(frozen=True)

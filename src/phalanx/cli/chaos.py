@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -25,7 +26,9 @@ def run_chaos(asked: ChaosArguments) -> None:
     plan = ChaosPlan(
         run=asked.run,
         words=tuple(asked.overrides or ()),
-        ranks=asked.nproc,
+        ranks=asked.nproc * asked.nodes,
+        nodes=asked.nodes,
+        start=tuple(shlex.split(asked.start)),
         kinds=parse_kinds(asked.faults),
         seed=asked.seed,
         minutes=asked.minutes,

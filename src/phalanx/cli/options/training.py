@@ -154,7 +154,14 @@ class ChaosArguments:
     minutes: Annotated[float, typer.Option(min=0.0, help="After which no further run is begun.")] = 10.0
     count: Annotated[int | None, typer.Option(metavar="N", min=1, help="Faults after which none is begun.")] = None
     in_each: Annotated[int, typer.Option("--faults-per-run", metavar="N", min=1, help="Faults of a run.")] = 5
-    nproc: Annotated[int, typer.Option(metavar="N", min=1, help="Ranks on this machine, one for each device.")] = 1
+    nproc: Annotated[int, typer.Option(metavar="N", min=1, help="Ranks of each node, one for each device.")] = 1
+    nodes: Annotated[
+        int,
+        typer.Option(metavar="K", min=1, help="Supervisors, one for each node; all here unless --start says where."),
+    ] = 1
+    start: Annotated[
+        str, typer.Option(metavar="WORDS", help="Starts each run on all nodes, such as 'srun --ntasks-per-node=1'.")
+    ] = ""
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the runs, their logs and chaos.json.")] = (
         Path("chaos")
     )
