@@ -83,6 +83,11 @@ if rank == "0" and attempt <= len(named) and named[attempt - 1]:
     os.makedirs("run", exist_ok=True)
     with open("run/failed_nodes.txt", "a") as nodes:
         nodes.write(named[attempt - 1].replace("+", "\\n") + "\\n")
+first = os.environ.get("FIRST_EXIT", "").split(",")
+if rank == "0" and first[0]:
+    os.makedirs("run", exist_ok=True)
+    with open("run/exit_code.txt", "w") as said:
+        said.write(first[min(attempt, len(first)) - 1])
 sys.exit(int(codes[min(attempt, len(codes)) - 1]))
 """
 

@@ -297,13 +297,14 @@ def test_a_store_that_dies_leaves_training_running(tmp_path: Path, call: Call, m
 
     monkeypatch.setattr(Store, "write", write_and_die)
     run_file = write_run_file(tmp_path / "run.yaml", write_token_folder(tmp_path / "tokens"))
-    begun = ["train", str(run_file), "checkpoint.every=4", "remote.timeout_s=1", "checkpoint.upload=s3://bucket/dies"]
-    ended = call(*begun, "--run-dir", str(tmp_path / "a"), "training.steps=16")
+    begun = ["train", str(run_file), "checkpoint.every=4", "checkpoint.upload=s3://bucket/dies"]
+    ended = call(*begun, "--run-dir", str(tmp_path / "a"), "training.steps=16", "remote.timeout_s=10")
     assert ended.code == 0, ended.err
     assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 16
     assert "cannot be uploaded; tried again until it can, training goes on" in ended.err
     assert "16 are not at s3://bucket/dies; they are in" in ended.err
     # With its directory the run goes on from where it was, the store still being dead.
+    begun.append("remote.timeout_s=1")
     again = call(*begun, "--run-dir", str(tmp_path / "a"), "training.steps=20")
     assert again.code == 0, again.err
     assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 20

@@ -236,6 +236,17 @@ def test_after_a_killed_rank_all_begin_again_until_that_is_in_vain(
     assert ("given up" in done.stderr) == (code == GIVEN_UP)
 
 
+@pytest.mark.parametrize(("first", "code", "attempts"), [("0", 0, 1), ("93", GIVEN_UP, 1), ("137,143", STOPPED, 2)])
+def test_the_first_supervisors_code_counts_and_not_that_of_one_that_was_left_out(
+    first: str, code: int, attempts: int, slurm: FakeSlurm
+) -> None:
+    wanted = job(1, directory=slurm.folder, run_dir=Path("run"), restarts=2, backoff_s=0.0)
+    script = launch_script(parse_machine(MACHINE + "stop: {requeue: true}\n", "small.yaml"), wanted)
+    done = slurm.run(script, 1, RANK_EXIT="137", FIRST_EXIT=first)
+    assert (done.returncode, slurm.attempts()) == (code, attempts), done.stderr
+    assert slurm.requeued() == ([str(JOB_ID)] if code == STOPPED else [])
+
+
 @pytest.mark.parametrize(
     ("named", "saves", "sbatch_exit", "submits", "code", "attempts"),
     [

@@ -18,7 +18,7 @@ from phalanx.errors import ConfigError
 from phalanx.hardware.machine import Line, Machine, Option, Partition
 from phalanx.launch.faults import FAILED_NODES
 from phalanx.launch.local_launch import CPU_MASKS
-from phalanx.launch.restart import GIVEN_UP
+from phalanx.launch.restart import END_FILE, GIVEN_UP
 
 STOPPED = 143
 """Exit code of `phalanx train` after SIGTERM, once its checkpoint is written: 128 + the signal's number."""
@@ -266,7 +266,10 @@ while true; do
     before=$(newest_checkpoint)
     reports=$(failed_nodes | wc -l)
     code=0
+    rm -f -- "$run/{end}"
     srun "${{supervisors[@]}}" "${{train[@]}}" || code=$?
+    # That of the first supervisor: of all, srun tells the largest, even of one that was killed and left out of the run.
+    if [ -s "$run/{end}" ]; then code=$(< "$run/{end}"); fi
     case "$code:$ended_by_slurm" in {codes}) ;; *) break ;; esac
     if [ "$(newest_checkpoint)" != "$before" ]; then vain=0 further=1 suspect=; fi
     vain=$((vain + 1))
@@ -314,6 +317,7 @@ def _training_lines(machine: Machine, job: Job) -> Iterator[str]:
         yield _RESTARTS.format(
             run=shlex.quote(str(job.run_dir)),
             failed_nodes=FAILED_NODES,
+            end=END_FILE,
             restarts=job.restarts,
             given_up=GIVEN_UP,
             codes=" | ".join(f"{code}:" for code in KILLED),

@@ -14,6 +14,10 @@ BAD_USAGE = 2
 GIVEN_UP = 93
 """Exit code after restarts in vain: the same command would fail again, so a scheduler should not run it again."""
 
+END_FILE = "exit_code.txt"
+"""File of a run directory that the first of several supervisors leaves as it ends: its exit code, which job scripts go by.
+Of all tasks of a step srun tells the largest code, be it that of a supervisor which was killed and left out."""
+
 _LONGEST_BACKOFF_S = 300.0
 _NEVER = frozenset({"refused", "exit"})
 """Causes that a restart cannot mend: what was said is meant for the user, or nobody knows what it was."""

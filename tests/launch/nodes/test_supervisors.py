@@ -26,7 +26,7 @@ from phalanx.launch.heartbeat import Beat
 from phalanx.launch.local_launch import LOST
 from phalanx.launch.nodes.links import TOKEN, TOKEN_FILE
 from phalanx.launch.nodes.supervisors import NodePlace, find_place, read_end, write_end
-from phalanx.launch.restart import BAD_USAGE, GIVEN_UP
+from phalanx.launch.restart import BAD_USAGE, END_FILE, GIVEN_UP
 from phalanx_processes import free_port
 
 PROBE = """#!{python} -SE
@@ -211,6 +211,7 @@ def test_restarts_in_vain_end_on_all_nodes_with_the_code_of_one_node(tmp_path: P
     codes, errors = finish(start(tmp_path, "killed always", most=1))
     assert codes == [GIVEN_UP, GIVEN_UP], errors
     assert len((tmp_path / "run" / FAULT_LOG).read_text().splitlines()) == 2
+    assert (tmp_path / "run" / END_FILE).read_text() == f"{GIVEN_UP}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

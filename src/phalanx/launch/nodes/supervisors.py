@@ -17,11 +17,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.errors import ConfigError
+from phalanx.files import write_atomically
 from phalanx.launch.collectives import Collective
 from phalanx.launch.faults import Fault, Limits, NodeEnd, RankView, host_name
 from phalanx.launch.heartbeat import Beat
@@ -38,7 +39,7 @@ from phalanx.launch.nodes.links import (
     make_token,
     read_token,
 )
-from phalanx.launch.restart import BAD_USAGE, RankPlaces, RestartPolicy, Restarts
+from phalanx.launch.restart import BAD_USAGE, END_FILE, RankPlaces, RestartPolicy, Restarts
 from phalanx.launch.stragglers import RankTrace
 from phalanx.printable import write_stderr
 
@@ -150,6 +151,9 @@ def _lead(
             others,
         )
         others.tell(kind="quit", code=code)
+    # A run that has not begun has no directory.
+    with suppress(OSError):
+        write_atomically(policy.run_dir / END_FILE, f"{code}\n")
     return code
 
 
