@@ -312,6 +312,15 @@ def test_a_job_without_a_node_leaves_out_another_only_after_progress(saves: int,
     assert ("it is not the node's fault" in done.stderr) == (not saves)
 
 
+@pytest.mark.parametrize("replans", [False, True])
+def test_slurm_ends_no_job_that_goes_on_without_a_node(replans: bool) -> None:
+    machine = parse_machine(MACHINE, "small.yaml")
+    text = launch_script(machine, job(2, run_dir=Path("run"), restarts=2, replans=replans))
+    assert ("#SBATCH --no-kill" in text, "--wait=0 --no-kill" in text) == (replans, replans)
+    # Where Slurm starts the ranks itself, they need each other.
+    assert "--no-kill" not in launch_script(machine, job(2, run_dir=Path("run"), restarts=0, replans=replans))
+
+
 def test_a_machine_whose_jobs_are_not_queued_again_submits_none(slurm: FakeSlurm) -> None:
     wanted = job(2, directory=slurm.folder, run_dir=Path("run"), restarts=3, backoff_s=0.0)
     script = launch_script(parse_machine(MACHINE + "stop: {requeue: false}\n", "small.yaml"), wanted)

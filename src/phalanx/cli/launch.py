@@ -48,6 +48,7 @@ def run_launch(asked: LaunchArguments) -> None:
         run_dir=run_dir,
         restarts=loaded.restart.max,
         backoff_s=loaded.restart.backoff_s,
+        replans=loaded.restart.layout == "replan",
         save_seconds=measured_save_seconds(run_dir),
     )
     job = complete_job(machine, wanted)

@@ -67,6 +67,8 @@ class Job:
     """Times in a row that ranks may begin again without a newer checkpoint."""
     backoff_s: float = 5.0
     """Seconds before they do."""
+    replans: bool = False
+    """Whether the run goes on without a node that is lost, in another layout."""
     save_seconds: float | None = None
     """Longest time that a checkpoint of this run took so far; None where none was measured."""
     examined_as: str | None = None
@@ -357,6 +359,9 @@ def _header_lines(machine: Machine, job: Job) -> Iterator[str]:
     yield "#SBATCH --output=%x-%j.log"
     yield "#SBATCH --open-mode=append"
     yield f"#SBATCH --{'' if machine.stop.requeue else 'no-'}requeue"
+    if job.supervised and job.replans:
+        yield "# The run goes on without a node that fails: Slurm must not end the job with it."
+        yield "#SBATCH --no-kill"
     stop_s = stop_seconds(machine, job)
     yield f"# {stop_s} s before the end the ranks are told to save and stop (USR1 and USR2 do the same)."
     if job.save_seconds is not None:
@@ -431,7 +436,7 @@ def _command_lines(machine: Machine, job: Job) -> Iterator[str]:
         if machine.node.cpu_masks:
             yield f"export {CPU_MASKS}={','.join(machine.node.cpu_masks)}"
         yield "supervisors=("
-        yield from ("    " + line for line in _supervisor_lines(machine, job.nodes))
+        yield from ("    " + line for line in _supervisor_lines(machine, job))
         yield ")"
 
 
@@ -467,10 +472,10 @@ def _step_lines(machine: Machine, nodes: int, wait_s: int) -> Iterator[str]:
     yield f"--kill-on-bad-exit=0 --wait={wait_s}"
 
 
-def _supervisor_lines(machine: Machine, nodes: int) -> Iterator[str]:
+def _supervisor_lines(machine: Machine, job: Job) -> Iterator[str]:
     """Yield the options of srun for one supervisor per node, which starts a rank for each device there."""
     node = machine.node
-    yield f"--nodes={nodes} --ntasks={nodes} --ntasks-per-node=1"
+    yield f"--nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1"
     yield f"--cpus-per-task={node.devices * node.cores_per_task}"
     yield "--distribution=block"
     if node.cpu_masks:
@@ -482,7 +487,7 @@ def _supervisor_lines(machine: Machine, nodes: int) -> Iterator[str]:
             yield _comment_line(f"{option.reason} ({option.source})")
             yield shlex.quote(option.per_node or option.option)
     yield "# Supervisors end each other's ranks by themselves, and go on without a node where the run file says so."
-    yield "--kill-on-bad-exit=0 --wait=0"
+    yield f"--kill-on-bad-exit=0 --wait=0{' --no-kill' if job.replans else ''}"
 
 
 def _option_lines(options: Iterable[Option], before: str) -> Iterator[str]:
