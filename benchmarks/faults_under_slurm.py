@@ -125,9 +125,11 @@ class Bench:
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                on_node = f"SLURMD_NODENAME={node}\0".encode() in (path / "environ").read_bytes() + b"\0"
+                variables = (path / "environ").read_bytes().decode(errors="replace").split("\0")
                 command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                if on_node and program in command and int(path.name) != os.getpid():
+                # Another Slurm of this host may have nodes of the same names.
+                wanted = {f"SLURMD_NODENAME={node}", f"SLURM_CONF={os.environ['SLURM_CONF']}"}
+                if wanted <= set(variables) and program in command:
                     found.append(int(path.name))
         return found
 
