@@ -856,8 +856,10 @@ def test_chaos_kills_in_checkpoints_flips_bits_and_takes_memory(run_file: Path, 
     kinds = [row["fault"]["kind"] for row in outcomes]
     assert [kinds.count(kind) for kind in ("save", "bitflip", "oom")] == [2, 2, 1] and kinds[-1] == "oom"
     assert all(row["survived"] for row in outcomes) and all(row["same_bits"] for row in outcomes[:-1])
-    # Found at the next comparison, and the steps done again without a restart.
-    assert all(row["found_as"] == "replicas differ" for row in outcomes if row["fault"]["kind"] == "bitflip")
+    # Found at the next comparison, and the steps done again without a restart; unless a rank that is killed in a save in the
+    # background, whose moment nobody sets, ends the ranks before.
+    flips = [row["found_as"] for row in outcomes if row["fault"]["kind"] == "bitflip"]
+    assert "replicas differ" in flips and set(flips) <= {"replicas differ", "gone with another fault"}
 
 
 def test_chaos_strikes_ranks_of_two_supervisors(run_file: Path, tmp_path: Path) -> None:
