@@ -85,12 +85,26 @@ def adamw_kernel(
     if COPY:
         tl.store(rounded + start + place, p.to(rounded.dtype.element_ty), mask=inside)
     if QUANTISE:
-        # As `kernels.float8.quantise` does.
-        value = p.to(tl.bfloat16).to(tl.float32) * tl.div_rn(1.0, tl.load(scale))
-        tl.store(quantised + start + place, value.to(quantised.dtype.element_ty), mask=inside)
-        size = tl.abs(p) if EVEN else tl.where(inside, tl.abs(p), 0.0)
-        # As whole numbers: what is no number is larger than all that are.
-        tl.atomic_max(amax, tl.max(size.to(tl.int32, bitcast=True), 0), sem="relaxed")
+        store_quantised(p, quantised + start, place, scale, amax, inside, EVEN)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_quantised(
+    p: tl.tensor,
+    quantised: tl.tensor,
+    place: tl.tensor,
+    scale: tl.tensor,
+    amax: tl.tensor,
+    inside: tl.tensor,
+    EVEN: tl.constexpr,
+) -> None:
+    """Write the copy of `p` in 8 bits by `scale`, and raise `amax` to the largest size of an element."""
+    # As `kernels.float8.quantise` does.
+    value = p.to(tl.bfloat16).to(tl.float32) * tl.div_rn(1.0, tl.load(scale))
+    tl.store(quantised + place, value.to(quantised.dtype.element_ty), mask=inside)
+    size = tl.abs(p) if EVEN else tl.where(inside, tl.abs(p), 0.0)
+    # As whole numbers: what is no number is larger than all that are.
+    tl.atomic_max(amax, tl.max(size.to(tl.int32, bitcast=True), 0), sem="relaxed")
 
 
 def run_adamw(
