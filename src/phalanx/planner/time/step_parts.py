@@ -14,7 +14,7 @@ import numpy as np
 
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import Placement, join_placements, place_groups
-from phalanx.layout.spec import CONTEXTS, RECOMPUTES, SCHEDULES, Bools, LayoutTable, ResolvedLayout
+from phalanx.layout.spec import CONTEXTS, RECOMPUTES, SCHEDULES, Bools, LayoutTable, Recompute, ResolvedLayout
 from phalanx.layout.stage_assignment import count_leading, stage_layer_counts, stages_of_rank
 from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.distinct_rows import distinct_rows
@@ -92,10 +92,10 @@ class Streams:
     """Share of a pass that has a message under way beside it."""
 
     @classmethod
-    def of(cls, blocks: Sequence[PartCosts], recompute: Ints, random_drops: bool) -> Streams:
+    def of(cls, blocks: Sequence[PartCosts], recompute: Sequence[Recompute], random_drops: bool) -> Streams:
         """Return what of each of `blocks` is streamed. random_drops: whether dropout follows the last chain."""
         rows = []
-        for block, choice in zip(blocks, recompute.tolist(), strict=True):
+        for block, choice in zip(blocks, recompute, strict=True):
             chains = block.chains
             sent = [chain.sent for chain in chains]
             first = sum(sent) if random_drops else sum(sent[:-1])
@@ -108,7 +108,7 @@ class Streams:
                     messages,
                     sum(sent),
                     sum(chain.own for chain in chains),
-                    first / max(sum(sent), 1) * (RECOMPUTES[choice] == "full"),
+                    first / max(sum(sent), 1) * (choice == "full"),
                     messages / max(chunks, 1),
                 )
             )
@@ -261,22 +261,15 @@ def steps_of(
     that the description of the machine does not have.
     """
     plain = replace(setting, compile=setting.compile and framework.compiled)
-    # Many layouts compute the parts of the model alike: each distinct setting is traced once.
-    keys = _setting_keys(layouts)
-    first, which = distinct_rows(keys)
-    distinct = np.stack([key[first] for key in keys], axis=1)
-    settings = [_setting_at(plain, key, chunk_tokens) for key in distinct.tolist()]
-    kinds = _part_names(setting)
-    wanted = [(name, one, size) for one, size in settings for name in kinds]
+    settings, which = _distinct_settings(plain, layouts, chunk_tokens)
+    kinds, tracer = _part_names(setting), part_tracer(setting)
     traced = [_setting_parts(one, microbatch, framework) for one, microbatch in settings]
-    tied = part_tracer(setting).tied()
     one_stage = layouts.pp == 1
     sizes, trained = (
-        _part_sizes(traced, bool(tied), trained=only).take(which).with_ends_together(one_stage)
+        _part_sizes(traced, bool(tracer.tied()), trained=only).take(which).with_ends_together(one_stage)
         for only in (False, True)
     )
-    blocks = [of_setting[1] for of_setting in traced]
-    ends = framework.end_costs(plain)
+    blocks, recompute = [of_setting[1] for of_setting in traced], [one.recompute for one, _ in settings]
     ranks = list_rank_parts(plain, layouts, framework)
     unit = np.minimum(gather_blocks, np.ceil(ranks.most_layers / layouts.stages_per_rank).astype(np.int64))
     width = setting.model.d_model * PRECISIONS[setting.precision].compute_dtype.itemsize * setting.model.rows_per_sample
@@ -284,14 +277,14 @@ def steps_of(
     groups, like_groups = _place_groups(machine, layouts)
     return Steps(
         layouts=layouts,
-        parts=parts_of(wanted, framework),
+        parts=parts_of([(name, one, size) for one, size in settings for name in kinds], framework),
         embedding=len(kinds) * which,
         block=len(kinds) * which + 1,
         leading=len(kinds) * which + (3 if plain.model.leading_layers else 1),
         head=len(kinds) * which + 2,
         n_layers=np.full(len(layouts), plain.model.n_layers),
         leading_layers=np.full(len(layouts), plain.model.leading_layers),
-        end_costs=np.tile(ends, (len(layouts), 1)),
+        end_costs=np.tile(framework.end_costs(plain), (len(layouts), 1)),
         ranks=ranks,
         unit=unit,
         block_parameters=sizes.block,
@@ -304,7 +297,7 @@ def steps_of(
         trained=TrainedParameters(trained.block, trained.leading, trained.embedding, trained.head, trained.experts),
         tensors=sizes.tensors,
         trained_tensors=trained.tensors,
-        streams=Streams.of(blocks, distinct[:, 3], part_tracer(setting).random_drops()).take(which),
+        streams=Streams.of(blocks, recompute, tracer.random_drops()).take(which),
         alike=distinct_rows([like_parts, *like_groups, unit])[1],
         hidden_bytes=layouts.microbatch * (setting.length // layouts.cp) * width / layouts.tp,
         **groups,
@@ -336,6 +329,19 @@ def _setting_keys(layouts: LayoutTable) -> list[Ints]:
         layouts.ep_node,
         layouts.lone_experts.astype(np.int64),
     ]
+
+
+def _distinct_settings(
+    plain: Setting, layouts: LayoutTable, chunk_tokens: Mapping[int, int] | None
+) -> tuple[list[tuple[Setting, int]], Ints]:
+    """Return the settings and micro-batches in which layouts compute, each once, and which of these each layout has.
+
+    Many layouts compute the parts of the model alike: they are traced once.
+    """
+    keys = _setting_keys(layouts)
+    first, which = distinct_rows(keys)
+    distinct = np.stack([key[first] for key in keys], axis=1)
+    return [_setting_at(plain, key, chunk_tokens) for key in distinct.tolist()], which
 
 
 def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, int] | None) -> tuple[Setting, int]:
