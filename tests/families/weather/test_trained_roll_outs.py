@@ -53,8 +53,9 @@ def test_roll_outs_grow_by_a_step_at_a_time() -> None:
     lengths = [steps.of_step(number) for number in range(1, 61)]
     assert lengths == [2] * 10 + [3] * 10 + [4] * 10 + [5] * 30
     for count in (1, 10, 15, 30, 60):
-        assert steps.mean(count) == pytest.approx(sum(lengths[:count]) / count)
-    assert RolloutSteps(first=4, last=4, every=1).mean(7) == 4.0
+        expected = {length: lengths[:count].count(length) / count for length in lengths[:count]}
+        assert steps.shares(count) == pytest.approx(expected)
+    assert RolloutSteps(first=4, last=4, every=1).shares(7) == {4: 1.0}
 
 
 def test_samples_have_the_targets_of_all_steps(tmp_path: Path) -> None:
@@ -162,6 +163,16 @@ def _of_steps(batch: FieldBatch, steps: slice) -> FieldBatch:
         batch.time_of_day,
         batch.sample_indices,
     )
+
+
+def test_the_first_step_embeds_a_sample_once_for_all_members(tmp_path: Path) -> None:
+    executor, batch = stage_and_batch(run_of(tmp_path, ENSEMBLE))
+    rows: list[int] = []
+    (stage,) = executor.applied.stages
+    stage.part.embedding.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    executor.forward_backward(1, batch, 1.0)
+    # Of both micro-batches: two states are forecast, then the steps learn, the last one first.
+    assert rows == [1, 3, 3, 3, 1] * 2
 
 
 def test_dropout_is_the_same_when_a_step_is_computed_anew(tmp_path: Path) -> None:

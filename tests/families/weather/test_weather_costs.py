@@ -11,8 +11,13 @@ from layout_runs import run_with
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
-from phalanx.families.weather.config import RolloutSteps, WeatherRun
-from phalanx.families.weather.sizes import block_flops_per_sample
+from phalanx.families.weather.config import WeatherRun
+from phalanx.families.weather.sizes import (
+    block_flops_per_sample,
+    embedding_flops_per_sample,
+    model_flops_per_sample,
+    roll_out_flops_per_sample,
+)
 from phalanx.hardware.machine import load_machine
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
@@ -52,16 +57,23 @@ WEATHER_LAYOUTS: dict[str, dict[str, Any]] = {
     # Whose larger grid is not that of the model's table: in stages, between which its tokens are sent.
     "two grids": {"pp": 2, "tp": 2, "dp_shard": 2, "global_batch": 16, "schedule": "1f1b"},
     "members in a micro-batch": {"tp": 2, "dp_shard": 4, "global_batch": 8},
+    "trained roll-outs": {"dp_shard": 8, "microbatch": 2, "global_batch": 16},
+    "trained roll-outs of members": {"tp": 2, "dp_shard": 4, "global_batch": 8},
+    "roll-outs of members whose last step learns": {"dp_shard": 8, "global_batch": 8},
     "streamed": {**STREAM, "global_batch": 4},
     "streamed, full recompute": {**STREAM, "global_batch": 8, "recompute": "full"},
 }
 
 
+ROLLED: dict[str, Any] = {"rollout_hours": 8}
+"""Three steps to the lead time."""
 MEMBERS = {"loss": "crps", "members": 3, "noise_channels": 4}
 
 
-def weather_run(grids: bool = False, model: dict[str, Any] | None = None, **layout: Any) -> WeatherRun:
-    """A run on one grid of 32 x 64, or on a smaller one beside it. model: fields to change."""
+def weather_run(
+    grids: bool = False, model: dict[str, Any] | None = None, data: dict[str, Any] | None = None, **layout: Any
+) -> WeatherRun:
+    """A run on one grid of 32 x 64, or on a smaller one beside it. model, data: fields to change."""
     names = ["temperature_850", "geopotential_500", "2m_temperature"]
     changes = {**(TWO_GRIDS if grids else {}), **(model or {})}
     return WeatherRun.model_validate(
@@ -73,6 +85,7 @@ def weather_run(grids: bool = False, model: dict[str, Any] | None = None, **layo
                 "history": 2,
                 "lead_hours": 24,
                 "splits": {"train": {"first": "2000", "last": "2001"}},
+                **(data or {}),
             },
             "layout": {"precision": "bf16", **layout},
             "optimizer": {"lr": 0.01},
@@ -85,8 +98,11 @@ def weather_run(grids: bool = False, model: dict[str, Any] | None = None, **layo
 def planned(name: str) -> tuple[Run, ResolvedLayout]:
     run: Run = text_run()
     if name in WEATHER_LAYOUTS:
-        members = MEMBERS if name.startswith("members") else {}
-        run = weather_run(grids=name == "two grids", model=members, **WEATHER_LAYOUTS[name])
+        members = MEMBERS if "members" in name else {}
+        data = {}
+        if "roll-outs" in name:
+            data = ROLLED | ({"rollout_steps": 3} if name.startswith("trained") else {})
+        run = weather_run(grids=name == "two grids", model=members, data=data, **WEATHER_LAYOUTS[name])
     return run, resolve_layout(bind(run), WORLD)
 
 
@@ -113,8 +129,10 @@ def test_memory_is_that_of_a_dry_run(name: str) -> None:
     assert 0.975 < ratio < 1 + above, (modelled, dry(name).categories)
 
 
-# Of a pipeline a rank has some of the parts.
-@pytest.mark.parametrize("name", [name for name in NAMES if "pp" not in WEATHER_LAYOUTS.get(name, {})])
+# Of a pipeline a rank has some of the parts; the steps of a roll-out are not all alike.
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if "pp" not in WEATHER_LAYOUTS.get(name, {}) and "roll-outs" not in name]
+)
 def test_what_is_communicated_is_what_a_dry_run_counts(name: str) -> None:
     run, layout = planned(name)
     setting = bind(run, TracedModel).setting_of(layout, attention="cpu", compiled=False)
@@ -161,6 +179,62 @@ def test_a_step_takes_the_mean_of_its_grids_and_the_memory_of_the_largest() -> N
     assert sum(shares) == pytest.approx(4) and shares[0] < 0.3 < 1.2 < shares[1] == shares[3]
 
 
+def one_device(lead_hours: int = 24, **data: Any) -> tuple[float, float, float]:
+    """Return seconds of the matrix products of a step, peak bytes, and FLOPs of a sample, on one device."""
+    machine = load_machine("h200-x4")
+    run = weather_run(data={**data, "lead_hours": lead_hours}, global_batch=256, microbatch=64)
+    run = run.model_copy(update={"training": run.training.model_copy(update={"steps": 4})})
+    model = bind(run, TracedModel)
+    models, layouts = CostModels(machine, default_profile(machine.node.device)), resolve_layout(model, 1).table
+    causes = models.times(model, layouts).causes
+    return float(causes["matmul"][0]), float(models.memory(model, layouts).peak[0]), model.flops_per_sample()
+
+
+def test_a_roll_out_takes_its_passes_and_the_memory_of_one_step() -> None:
+    single, memory, flops = one_device()
+    for steps in (2, 3):
+        last, memory_of_last, of_last = one_device(lead_hours=8 * steps, rollout_hours=8)
+        # Steps before the last go forward alone, which is a third of the operations and less of the time.
+        forecast = (last / single - 1) / (steps - 1)
+        assert 0.22 < forecast < 0.34 and of_last == pytest.approx(flops * (1 + (steps - 1) / 3))
+        assert memory < memory_of_last < 1.01 * memory
+        # Every step learns, and all but the last are forecast before.
+        through = one_device(rollout_hours=8, rollout_steps=steps)
+        assert through[0] / single == pytest.approx(steps + (steps - 1) * forecast, rel=0.01)
+        assert through[2] == steps * flops and memory_of_last < through[1] < 1.01 * memory
+
+
+def test_roll_outs_that_grow_take_the_mean_of_their_lengths_and_the_memory_of_the_longest() -> None:
+    each = [one_device(rollout_hours=8, rollout_steps=steps) for steps in (1, 2, 3)]
+    grown = {"rollout_hours": 8, "rollout_steps": {"first": 1, "last": 3, "every": 1}}
+    # Of four steps the last two are the longest.
+    growing = one_device(**grown)
+    for place in (0, 2):
+        assert growing[place] == pytest.approx((each[0][place] + each[1][place] + 2 * each[2][place]) / 4)
+    assert growing[1] == each[2][1]
+    run = weather_run(data=grown, global_batch=2)
+    model = bind(run.model_copy(update={"training": run.training.model_copy(update={"steps": 4})}))
+    assert [model.relative_flops(step) for step in range(1, 5)] == pytest.approx([4 / 9, 8 / 9, 12 / 9, 12 / 9])
+
+
+def test_every_member_embeds_its_own_fields_from_the_second_step_on() -> None:
+    model = weather_run(model=MEMBERS, global_batch=2).model
+    rest, embedding = (
+        model_flops_per_sample(model) - embedding_flops_per_sample(model),
+        embedding_flops_per_sample(model),
+    )
+    assert roll_out_flops_per_sample(model, 3, trained=True) == 3 * rest + (1 + 3 + 3) * embedding
+    ahead = rest / 3 + embedding / 3
+    assert roll_out_flops_per_sample(model, 2, trained=False) == pytest.approx(ahead + rest + 3 * embedding)
+
+
+def test_roll_outs_have_no_pipeline() -> None:
+    rolled = bind(weather_run(data=ROLLED, global_batch=8))
+    assert "pp" in bind(weather_run(global_batch=8)).axes and "pp" not in rolled.axes
+    with pytest.raises(ConfigError, match="pp"):
+        resolve_layout(bind(weather_run(data=ROLLED, global_batch=8, pp=2)), 2)
+
+
 def test_streaming_holds_two_chunks_and_computes_the_forward_pass_twice() -> None:
     run, layout = planned("streamed")
     stream = bind(run, TracedModel).setting_of(layout, attention="flash", compiled=False)
@@ -205,15 +279,6 @@ def test_break_even_of_fsdp_and_hybrid_stop(copies: bool, recompute: Any, wanted
 
 def test_what_cannot_be_planned_is_refused_with_the_reason() -> None:
     run = weather_run(global_batch=2)
-    # Two steps to the lead time of 24 h: one forward pass more, of three. Through three steps: nine passes and two more.
-    for steps, times in ((None, "1.33"), (RolloutSteps(first=1, last=3, every=1), "3.67")):
-        data = run.data.model_copy(update={"rollout_hours": 12, "rollout_steps": steps})
-        rolled = run.model_copy(update={"data": data})
-        assert isinstance(rolled, WeatherRun)
-        with pytest.raises(
-            ConfigError, match=rf"data.rollout_hours=12: plans know single steps alone; .* {times} times"
-        ):
-            bind(rolled, TracedModel).setting_of(resolve_layout(bind(rolled), 1), attention="flash", compiled=False)
     materials = run.model_copy(update={"model": run.model.model_copy(update={"family": "materials"})})
     with pytest.raises(ConfigError, match="what a batch of graphs costs depends on the graphs"):
         bind_planned(materials)

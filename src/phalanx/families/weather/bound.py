@@ -32,6 +32,12 @@ class BoundWeather(DeclaredWeather, WeatherLayout, WeatherTracing, WeatherInputs
 
     forecasts = True
 
+    def __init__(self, run: WeatherRun) -> None:
+        super().__init__(run)
+        if run.data.rollout_hours is not None:
+            # Steps start from forecasts, which a pipeline has on another rank.
+            self.axes = self.axes - {"pp"}
+
     def positions(self) -> SplitCount:
         """Return the tokens of a sample: `aggregation_queries` a location, on the largest of the grids in use."""
         grid = self.run.largest_grid
@@ -51,21 +57,22 @@ class BoundWeather(DeclaredWeather, WeatherLayout, WeatherTracing, WeatherInputs
     def flops_per_sample(self) -> float:
         """Return the operations this code needs, the mean over grids, and over the run where roll-outs are trained through;
         attention sees all pairs, so `training.flops` makes no difference."""
-        through = self.run.data.rollout_steps
-        passes = 1.0 if through is None else through.mean(self.run.training.steps or 1)
-        return passes * self._mean_flops()
+        return sum(share * self._flops_of(grid, steps) for grid, steps, share in self.shapes_in_turn())
 
     def relative_flops(self, step: int) -> float:
         """See `BoundModel`."""
-        return self._flops_on(GridTurns.of_run(self.run).grid_of(step)) / self._mean_flops()
+        grid, through = GridTurns.of_run(self.run).grid_of(step), self.run.data.rollout_steps
+        steps = None if through is None else through.of_step(step)
+        return self._flops_of(grid, steps) / self.flops_per_sample()
 
-    def _mean_flops(self) -> float:
-        """Return the operations of a sample in a single step, the mean over grids."""
-        weights = self.run.grid_weights
-        return sum(weight * self._flops_on(grid) for grid, weight in weights.items()) / sum(weights.values())
-
-    def _flops_on(self, grid: ModelGrid | None) -> int:
-        return sizes.model_flops_per_sample(self.run.model.on_grid(grid))
+    def _flops_of(self, grid: ModelGrid | None, steps: int | None) -> float:
+        """Return the operations of a sample on a grid. steps: of roll-outs that are trained through, None without any."""
+        model, data = self.run.model.on_grid(grid), self.run.data
+        if steps is not None:
+            return sizes.roll_out_flops_per_sample(model, steps, trained=True)
+        # Each of the lead times equally often; a sample of a shorter one is forecast further in vain.
+        counts = [1 if data.rollout_hours is None else lead // data.rollout_hours for lead in data.leads]
+        return sum(sizes.roll_out_flops_per_sample(model, count, trained=False) for count in counts) / len(counts)
 
     def build_ensemble(
         self,

@@ -431,13 +431,15 @@ class RolloutSteps(Section):
         """Return the steps of the roll-outs of optimizer step `step`, counted from 1."""
         return min(self.last, self.first + (step - 1) // self.every)
 
-    def mean(self, steps: int) -> float:
-        """Return the mean number of steps of the roll-outs of the first `steps` optimizer steps."""
+    def shares(self, steps: int) -> dict[int, float]:
+        """Return the lengths of the roll-outs of the first `steps` optimizer steps, each with its share of these steps."""
         # The lengths before the last one take `every` optimizer steps each.
-        grown = min(steps, (self.last - self.first) * self.every)
-        whole, more = divmod(grown, self.every)
-        total = sum(self.first + number for number in range(whole)) * self.every + more * (self.first + whole)
-        return (total + (steps - grown) * self.last) / steps
+        begins = [min(steps, number * self.every) for number in range(self.last - self.first + 1)]
+        ends = [*begins[1:], steps]
+        counts = {
+            self.first + number: end - begin for number, (begin, end) in enumerate(zip(begins, ends, strict=True))
+        }
+        return {length: count / steps for length, count in counts.items() if count}
 
 
 def _constant_steps(value: object) -> object:

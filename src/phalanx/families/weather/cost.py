@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.errors import ConfigError
 from phalanx.families.weather.config import ModelGrid, WeatherModel, WeatherRun
 from phalanx.families.weather.declare import DeclaredWeather
 from phalanx.families.weather.layout import WeatherStage, share_embedding
@@ -22,6 +21,7 @@ from phalanx.nn.splits import ModelChunk
 from phalanx.planner.trace.traced_model import (
     MODEL_PARTS,
     Kernel,
+    MicrobatchPasses,
     PartName,
     PartTracer,
     Setting,
@@ -63,11 +63,13 @@ class WeatherParts(DeclaredWeather, PartTracer):
 
     def example_batch(self, name: PartName, stage: Stage, samples: int) -> dict[str, Tensor]:
         """See `PartTracer`."""
-        model = self.model.on_grid(self._grid)
-        fields, targets = (
-            torch.empty((samples, count, model.n_lat, model.n_lon), device="meta")
-            for count in (model.history * len(model.input_names), len(model.output_names))
-        )
+        model, passes = self.model.on_grid(self._grid), self.setting.passes
+        read = model.history * len(model.input_names)
+        # A forecast that a pass starts from has a row for each member, and may be asked for its gradient.
+        rows = samples * (model.members if passes.continued else 1)
+        fields = torch.empty((rows, read, model.n_lat, model.n_lon), device="meta", requires_grad=passes.linked)
+        targets = torch.empty((samples, len(model.output_names), model.n_lat, model.n_lon), device="meta")
+        handed_back = {"gradient_BVHW": torch.empty_like(fields)} if name == "head" and passes.linked else {}
         x = fields
         # Activations that require a gradient: a stage in the middle of a pipeline hands one back.
         if name != "embedding":
@@ -78,6 +80,7 @@ class WeatherParts(DeclaredWeather, PartTracer):
             "lead_hours_B": torch.empty(samples, device="meta"),
             "fields_BVHW": fields,
             "targets_BVHW": targets,
+            **handed_back,
         }
 
     @property
@@ -98,24 +101,44 @@ class WeatherTracing(TracedModel):
     tracer = WeatherParts
     planned_grid: ModelGrid | Literal["largest"] | None = "largest"
     """Grid of the samples that costs are those of; None is the model's own."""
+    planned_steps: int | None = None
+    """Steps of the roll-outs that are trained through, where any are; None is the most."""
 
     def sample_shapes(self) -> list[tuple[Self, float]]:
-        """See `TracedModel`: grids take turns."""
-        weights, found = self.run.grid_weights, []
-        for grid, weight in weights.items():
+        """See `TracedModel`: grids take turns, and roll-outs that are trained through grow."""
+        found = []
+        for grid, steps, share in self.shapes_in_turn():
             one = self.rebind(self.run)
-            one.planned_grid = grid
-            found.append((one, weight / sum(weights.values())))
+            one.planned_grid, one.planned_steps = grid, steps
+            found.append((one, share))
         return found
 
+    def shapes_in_turn(self) -> list[tuple[ModelGrid | None, int | None, float]]:
+        """Return the grids of samples and the steps of roll-outs that are trained through, with the share of optimizer steps
+        that have both; None is the model's own grid, and no such roll-out."""
+        weights, through = self.run.grid_weights, self.run.data.rollout_steps
+        lengths: dict[int | None, float] = {None: 1.0}
+        if through is not None:
+            lengths = {**through.shares(self.run.training.steps or 1)}
+        whole = sum(weights.values())
+        return [
+            (grid, steps, share * weight / whole)
+            for grid, weight in weights.items()
+            for steps, share in lengths.items()
+        ]
+
+    @property
+    def passes(self) -> MicrobatchPasses:
+        """See `TracedModel`: the steps of a roll-out, of which all learn or the last one does."""
+        data = self.run.data
+        if data.rollout_steps is None:
+            return MicrobatchPasses(forecasts=data.steps_to_leads - 1)
+        steps = self.planned_steps or data.rollout_steps.last
+        # All states but the last are forecast once before their steps learn.
+        return MicrobatchPasses(steps, steps - 1)
+
     def gathered_setting(self, layout: ResolvedLayout, *, attention: Kernel, compiled: bool) -> Setting:
-        """See `TracedModel`. Raises ConfigError for roll-outs, whose earlier steps are in the costs of no part."""
-        if self.run.data.rollout_hours is not None:
-            raise ConfigError(
-                f"data.rollout_hours={self.run.data.rollout_hours}: plans know single steps alone; plan with "
-                f"data.rollout_hours=null data.rollout_steps=null and take {self._rollout_cost():.3g} times the compute "
-                "time, in the same memory beside the fields of a roll-out (phalanx dryrun counts it as it is)"
-            )
+        """See `TracedModel`."""
         return Setting(
             model=self.run.model,
             length=self._planned_model.n_tokens,
@@ -124,6 +147,7 @@ class WeatherTracing(TracedModel):
             precision=self.run.layout.precision,
             attention=attention,
             compile=compiled,
+            passes=self.passes,
         )
 
     @property
@@ -131,21 +155,24 @@ class WeatherTracing(TracedModel):
         grid = self.planned_grid
         return self.run.largest_model if grid == "largest" else self.run.model.on_grid(grid)
 
-    def _rollout_cost(self) -> float:
-        """Return the passes of the longest roll-out over those of a single step, in time; a backward pass is two forward."""
-        data = self.run.data
-        single = 4 if self.run.layout.recompute == "full" else 3
-        if data.rollout_steps is None:
-            return (single + data.steps_to_leads - 1) / single
-        # Every step learns, and all but the last are forecast once before.
-        return data.rollout_steps.last + (data.rollout_steps.last - 1) / single
-
     def likely_kernel(self, *, rocm: bool) -> Kernel:
         """See `TracedModel`; there is neither bias nor mask."""
         return sdpa_choice(self.run.training.attention, self.run.layout.precision, biased=False, rocm=rocm)
 
     def sample_bytes(self) -> int:
-        """Return the bytes of whole fields and targets, float32, which every rank reads."""
+        """Return the bytes of whole fields, targets and forcings of later steps, float32, which every rank reads."""
+        model, passes = self._planned_model, self.passes
+        later = passes.forecasts * model.history * len(self.run.data.forcings)
+        return self._bytes_of(model.history * len(model.input_names) + passes.trained * len(model.output_names) + later)
+
+    def bytes_between_passes(self) -> int:
+        """Return the bytes of the states between the steps of a roll-out, and of the gradient that goes back to one."""
+        model, passes = self._planned_model, self.passes
+        if not passes.continued:
+            return 0
+        # A roll-out whose last step alone learns keeps what that step starts from. Samples are the first state.
+        return model.members * passes.trained * self._bytes_of(model.history * len(model.input_names))
+
+    def _bytes_of(self, fields: int) -> int:
         model = self._planned_model
-        fields = model.history * len(model.input_names) + len(model.output_names)
         return 4 * model.n_lat * model.n_lon * fields

@@ -81,7 +81,7 @@ class WeatherStage(Stage):
         if targets.dim() == _SINGLE_TARGET:
             return super().training_passes(x, sample_indices_B, training, inputs)
         last = targets.shape[1] - 1
-        x, forcings = self._repeat_members(x, inputs.get("forcings_BKTFHW"))
+        forcings = self._member_forcings(inputs)
         # Steps are joined in the precision of their sums: gradients would lose it else.
         states = [x.to(torch.promote_types(self.part.dtype, torch.float32))]
         grid = inputs.get("grid", self.grid)
@@ -128,8 +128,8 @@ class WeatherStage(Stage):
         inputs: lead_hours_B, fields_BVHW for the last stage, targets_BVHW, without which the last stage gives whole
         predicted fields [B, V, H, W] on every rank of `tp`, and forcings_BKTFHW where a roll-out has any. Without
         lead_hours_B it is one step of a roll-out, then with gradient_BVHW, the gradient of the steps behind it by their
-        first inputs. Of an ensemble predicted fields have a row for each member, and so have x, fields_BVHW and
-        gradient_BVHW in a roll-out.
+        first inputs. Of an ensemble predicted fields have a row for each member, and so have gradient_BVHW, and behind the
+        first step of a roll-out x and fields_BVHW.
         """
         grid = grid or self.grid
         positions = self.share.positions(self.part.config.on_grid(grid).n_tokens, x.device)
@@ -163,7 +163,7 @@ class WeatherStage(Stage):
         patches = self.part.head(hidden, None, positions.rows_S, fields_BVHW=fields, grid=grid)
         loss = self.part.head.loss(patches, targets, positions.rows_S, grid)
         # Without the forcings of the step behind: what was not predicted leads back to no parameter.
-        following = self.part.next_inputs(x, self._join_patches(patches, grid))
+        following = self._follow(fields, self._join_patches(patches, grid), None, number)
         return _add_gradient(loss, following, gradient)
 
     @torch.no_grad()
@@ -180,8 +180,8 @@ class WeatherStage(Stage):
 
         inputs: as of `forward`, with the forcings of the steps after the first, where the model reads any.
         """
-        x, forcings = self._repeat_members(x, inputs.get("forcings_BKTFHW"))
-        lead_hours_R = repeat_members(inputs["lead_hours_B"], len(x))
+        forcings = self._member_forcings(inputs)
+        lead_hours_R = repeat_members(inputs["lead_hours_B"], len(x) * self.rows_per_sample)
         hours_R = torch.full_like(lead_hours_R, rollout.hours)
         # As many steps on every rank, whatever the lead times of its samples: a sharded model needs all ranks.
         for done in range(1, rollout.most_steps):
@@ -189,7 +189,7 @@ class WeatherStage(Stage):
             hidden = self.part.hidden(x, positions, lead_hours_B=hours_R, grid=grid, noise_RSC=noise)
             following = self._follow(x, self._predict_fields(hidden, positions, x, grid), forcings, done - 1)
             continued_R = lead_hours_R > (done + 0.5) * rollout.hours
-            x = torch.where(continued_R[:, None, None, None], following, x)
+            x = torch.where(continued_R[:, None, None, None], following, repeat_members(x, len(following)))
         return x
 
     def _noise(self, sample_indices_B: Tensor, positions: Positions, number: int) -> Tensor | None:
@@ -197,11 +197,12 @@ class WeatherStage(Stage):
         config, rows_S = self.part.config, positions.rows_S
         return member_noise(config, self.seed, sample_indices_B, config.members, rows_S, step=number)
 
-    def _repeat_members(self, x: Tensor, forcings_BKTFHW: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return fields and forcings with a row for each member, which go ways of their own in a roll-out."""
-        rows = len(x) * self.rows_per_sample
-        forcings = None if forcings_BKTFHW is None else repeat_members(forcings_BKTFHW, rows)
-        return repeat_members(x, rows), forcings
+    def _member_forcings(self, inputs: dict[str, Tensor]) -> Tensor | None:
+        """Return the forcings of a roll-out with a row for each member, where it has any: members go ways of their own."""
+        forcings_BKTFHW = inputs.get("forcings_BKTFHW")
+        if forcings_BKTFHW is None:
+            return None
+        return repeat_members(forcings_BKTFHW, len(forcings_BKTFHW) * self.rows_per_sample)
 
     def _predict_fields(
         self, hidden: Tensor, positions: Positions, fields_BVHW: Tensor, grid: ModelGrid | None
@@ -215,8 +216,8 @@ class WeatherStage(Stage):
         return fields_of(gather_parts(patches_BLVP, self.share.tp, _LOCATIONS), self.part.config.on_grid(grid))
 
     def _follow(self, x: Tensor, predicted_BVHW: Tensor, forcings_BKTFHW: Tensor | None, number: int) -> Tensor:
-        """Return the inputs of the step behind step `number` (from 0) of a roll-out, whose inputs were x."""
-        following: Tensor = self.part.next_inputs(x, predicted_BVHW)
+        """Return the inputs of the step behind step `number` (from 0) of a roll-out, whose inputs were x, for each member."""
+        following: Tensor = self.part.next_inputs(repeat_members(x, len(predicted_BVHW)), predicted_BVHW)
         if forcings_BKTFHW is None:
             return following
         forced: Tensor = self.part.with_forcings(following, forcings_BKTFHW[:, number])

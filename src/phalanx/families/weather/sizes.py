@@ -89,6 +89,19 @@ def model_flops_per_sample(model: WeatherModel, convention: FlopsConvention = "n
     )
 
 
+def roll_out_flops_per_sample(model: WeatherModel, steps: int, *, trained: bool) -> int:
+    """Return the floating-point operations of one sample in a training step whose roll-out takes `steps` steps of the model.
+
+    trained: whether all steps are trained through; else the last one is, and those before it go forward alone, which is a
+    third of a step. What is computed a second time is not counted. The first step embeds a sample once for all members, those
+    after it every member's own fields.
+    """
+    first = model_flops_per_sample(model)
+    following = first + (model.members - 1) * embedding_flops_per_sample(model)
+    each = [first, *[following] * (steps - 1)]
+    return sum(each) if trained else sum(each[:-1]) // 3 + each[-1]
+
+
 def block_flops_per_sample(model: WeatherModel) -> int:
     """Return the share of one block in `model_flops_per_sample`, of all members."""
     tokens = model.n_tokens

@@ -279,9 +279,10 @@ def _memory_state(
         reshard=candidates.reshard_after_forward,
         replicated=candidates.dp_replicate > 1,
         lone_experts=candidates.lone_experts,
-        accumulation=candidates.accumulation,
+        # Passes of one micro-batch follow one another as micro-batches do.
+        accumulation=candidates.accumulation * model.passes.trained,
         tied=bool(model.tied()),
-        samples=candidates.accumulation * candidates.microbatch * model.sample_bytes(),
+        samples=candidates.microbatch * (candidates.accumulation * model.sample_bytes() + model.bytes_between_passes()),
         round_bytes=round_bytes(model, candidates) if whole_updates else np.zeros(len(candidates)),
         peer_copies=peer_copies,
         gather_blocks=model.run.layout.gather_blocks,

@@ -65,9 +65,10 @@ class MemoryState:
     lone_experts: Mask
     """Where experts have no shards: see `LayoutTable.lone_experts`."""
     accumulation: Amount
+    """Backward passes of a step through the whole model."""
     tied: bool
     samples: Amount
-    """Bytes of the inputs and targets of a step."""
+    """Bytes of the inputs and targets of a step, and of what passes of a micro-batch hand to one another."""
     round_bytes: Amount
     """Of matrices that are whole for an update; 0 where the optimizer needs none."""
     peer_copies: bool = False

@@ -171,6 +171,20 @@ class Steps:
     expert_replicas: Placement
     """The ranks that hold the same part of them."""
     pipeline: Placement
+    trained_passes: Ints
+    """Passes of a micro-batch forward and backward, where no pipeline is."""
+    forecasts: Ints
+    """Its passes that go forward alone."""
+
+    @property
+    def passes(self) -> Ints:
+        """Passes of a step forward and backward, [layouts]."""
+        return np.asarray(self.layouts.accumulation * self.trained_passes)
+
+    @property
+    def forecast_passes(self) -> Ints:
+        """Passes of a step that go forward alone, [layouts]."""
+        return np.asarray(self.layouts.accumulation * self.forecasts)
 
     def __len__(self) -> int:
         return len(self.layouts)
@@ -300,6 +314,8 @@ def steps_of(
         streams=Streams.of(blocks, recompute, tracer.random_drops()).take(which),
         alike=distinct_rows([like_parts, *like_groups, unit])[1],
         hidden_bytes=layouts.microbatch * (setting.length // layouts.cp) * width / layouts.tp,
+        trained_passes=np.full(len(layouts), setting.passes.trained),
+        forecasts=np.full(len(layouts), setting.passes.forecasts),
         **groups,
     )
 

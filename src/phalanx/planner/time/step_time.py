@@ -107,18 +107,20 @@ def time_steps(
     constants: of the machine's collectives, alone. pipelines: how the time of pipelines is found; `bound_pipelines` gives
     times that no step stays below. data_parallel: how data-parallel ranks exchange, as our training does it where None.
     """
-    layouts, count = steps.layouts, steps.layouts.accumulation
+    layouts, count, forecasts = steps.layouts, steps.passes, steps.forecast_passes
     constants = in_training(constants, profile)
     busiest = busiest_rank(steps, times)
     seconds = np.zeros((len(StepBreakdown), len(steps)))
-    components = times.seconds.sum(axis=1)
+    components, of_forecast = times.seconds.sum(axis=1), times.seconds[:, Direction.FORWARD]
     for component in PartBreakdown:
         if np.any(components[:, component]):
             seconds[component] = count * busiest.of_parts(steps, components[:, component])
+            seconds[component] += forecasts * busiest.of_parts(steps, of_forecast[:, component])
     waits = HostWaits.of(steps, times, profile)
     if waits is not None:
         of_parts = (waits.block, waits.leading, waits.embedding, waits.head)
         seconds[StepBreakdown.HOST] += count * busiest.sum_parts(*(each.sum(axis=1) for each in of_parts))
+        seconds[StepBreakdown.HOST] += forecasts * busiest.sum_parts(*(each[:, Direction.FORWARD] for each in of_parts))
     pipeline, piped = pipelines(steps, times, constants, profile), layouts.pp > 1
     # What a pipeline takes beyond the passes of its busiest rank is waiting.
     ramp = pipeline.computing - count * (busiest.forward + busiest.backward)
@@ -273,12 +275,12 @@ class DataParallel:
         several = (steps.shards.size > 1) | (steps.replicas.size > 1) | (steps.expert_shards.size > 1)
         if not np.any(several):
             return np.zeros(len(steps))
-        layouts, count = steps.layouts, steps.layouts.accumulation
+        layouts, count = steps.layouts, steps.passes
         exchanges = self._exchanges(steps)
         gather, scatter = exchanges.gather, exchanges.scatter
         each = layouts.gathers_each
         # What a pipeline gathers for a backward pass stays for the next forward pass.
-        gathers = np.where(each & (layouts.pp == 1), count, layouts.zero > 0)
+        gathers = np.where(each & (layouts.pp == 1), count + steps.forecast_passes, layouts.zero > 0)
         scatters = np.where(layouts.reduces_each, count, 1)
         forward, backward = (steps.unit * passed for passed in self.block)
         # Nothing runs yet behind which the first gathers could hide, and nothing is left behind the last reductions.
@@ -328,7 +330,7 @@ class DataParallel:
     def _exposed_of_blocks(self, blocks: _BlockExchanges, gathers: Floats, scatters: Floats, count: Ints) -> Floats:
         """Return the seconds of the exchanges of blocks of one kind that their passes do not hide, per step, [layouts].
 
-        gathers, scatters: exchanges of each kind in a step, [layouts]. count: micro-batches.
+        gathers, scatters: exchanges of each kind in a step, [layouts]. count: backward passes.
         """
         forward, backward = blocks.passes
         behind = blocks.scatter + blocks.again
@@ -399,9 +401,10 @@ class DataParallel:
         """
         streams = steps.streams
         forward, backward = (streams.busy * each for each in self.block)
-        passes = ring.own * (2 + streams.again) + self._shown(ring.weights, forward)
+        of_forecast = ring.own + self._shown(ring.weights, forward)
+        passes = of_forecast + ring.own * (1 + streams.again)
         passes += self._shown((1 + streams.again) * ring.weights + ring.gradients, backward)
-        shown = busiest.blocks * (steps.layouts.accumulation * passes + ring.summed)
+        shown = busiest.blocks * (steps.passes * passes + steps.forecast_passes * of_forecast + ring.summed)
         return np.where(streams.parameters > 0, shown, 0.0)
 
     def _message(self, steps: Steps, size: Floats) -> Floats:
@@ -417,7 +420,8 @@ class DataParallel:
         layouts = steps.layouts
         waits = (layouts.gathers_each | (layouts.streamed > 1)) & (steps.shards.nodes > 1)
         share = self.profile.straggling * np.log2(np.maximum(steps.shards.nodes, 1))
-        return np.where(waits, layouts.accumulation * (busiest.forward + busiest.backward) * share, 0.0)
+        computing = steps.passes * (busiest.forward + busiest.backward) + steps.forecast_passes * busiest.forward
+        return np.where(waits, computing * share, 0.0)
 
     def _shown(self, exchange: Floats, computing: Floats) -> Floats:
         hidden = np.minimum(exchange, self.profile.hidden * computing)

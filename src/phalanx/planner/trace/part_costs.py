@@ -43,6 +43,7 @@ from phalanx.planner.trace.streamed_block import (
 )
 from phalanx.planner.trace.traced_model import (
     BLOCKS,
+    ONE_PASS,
     PartName,
     PartParameter,
     Setting,
@@ -149,8 +150,7 @@ class _Traced:
 @cache
 def _choose_trace(name: PartName, setting: Setting, microbatch: int) -> _Trace:
     """Return what is traced to know the costs of a part."""
-    if name not in BLOCKS:
-        setting = _plain_setting(setting)
+    setting = replace(setting, passes=ONE_PASS) if name in BLOCKS else _plain_setting(setting)
     if name == "leading":
         # The first blocks of a mixture have no experts, so one trace does for all degrees of `ep`.
         setting = setting.unspread()
@@ -208,7 +208,7 @@ _ALL = 2**62
 def _plain_setting(setting: Setting) -> Setting:
     """Return the setting without what neither ends of the model nor shapes of parameters depend on."""
     plain = replace(setting, recompute="none", streamed=1, peer_copies=False, joint_gradients=True)
-    return plain.unspread()
+    return replace(plain, passes=setting.passes.kind()).unspread()
 
 
 def _kept_together(traced: _Traced, scale: Scale) -> tuple[Kept, ...]:

@@ -57,6 +57,33 @@ MODEL_PARTS = {
 
 
 @dataclass(frozen=True)
+class MicrobatchPasses:
+    """The forward passes of a step that one micro-batch goes through, where one stage is the whole model."""
+
+    trained: int = 1
+    """Forward passes each of which a backward pass follows; see `Stage.training_passes`."""
+    forecasts: int = 0
+    """Forward passes that nothing is kept of."""
+
+    @property
+    def linked(self) -> bool:
+        """Whether gradients go from one pass back to another."""
+        return self.trained > 1
+
+    @property
+    def continued(self) -> bool:
+        """Whether a trained pass starts from what other passes gave."""
+        return self.trained + self.forecasts > 1
+
+    def kind(self) -> MicrobatchPasses:
+        """Return the fewest passes in which the parts of a model cost as in these."""
+        return MicrobatchPasses(min(self.trained, 2), 1 if self.continued else 0)
+
+
+ONE_PASS = MicrobatchPasses()
+
+
+@dataclass(frozen=True)
 class Setting:
     """Everything the costs of a part depend on, besides the micro-batch."""
 
@@ -96,6 +123,8 @@ class Setting:
     """Whether a node of the backward pass may give gradients of inputs and of weights at once."""
     trained: TrainedParameters = EVERY_PARAMETER
     """Which parameters are trained, and the adapters of linear layers."""
+    passes: MicrobatchPasses = ONE_PASS
+    """Passes of a micro-batch. How they are joined costs something at both ends of the model alone."""
 
     def freezes(self, name: str) -> bool:
         """Return whether the parameter `name` of a part is trained in no block: parts stand for all blocks of their kind."""
@@ -229,6 +258,11 @@ class TracedModel(LayoutModel):
         """
         return [(self, 1.0)]
 
+    @property
+    def passes(self) -> MicrobatchPasses:
+        """The passes of a micro-batch; by default one."""
+        return ONE_PASS
+
     def expert_load(self, layout: ResolvedLayout) -> Fraction:
         """Return the rows that arrive at the busiest rank of `ep` over those that leave it; by default as many."""
         return Fraction(1)
@@ -256,6 +290,10 @@ class TracedModel(LayoutModel):
     @abstractmethod
     def example_batch(self, samples: int, device: torch.device) -> Batch:
         """Return samples without content, in the shapes that training has."""
+
+    def bytes_between_passes(self) -> int:
+        """Return the bytes of one sample that passes of its micro-batch hand to one another; by default 0."""
+        return 0
 
     def dry_run_fields(self, device: torch.device, tp: int) -> dict[str, Any]:
         """Return the fields of `training` that a run on `device` decides by itself, as it decides them; by default none."""

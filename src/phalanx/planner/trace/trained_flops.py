@@ -21,7 +21,8 @@ def trained_flops_per_sample(model: BoundModel) -> float:
     if trained == EVERY_PARAMETER or not isinstance(model, TracedModel):
         return whole
     setting = Setting(model.config, model.positions().count, compile=False)
-    return whole - _product_flops(setting) + _product_flops(replace(setting, trained=trained))
+    passes = sum(share * one.passes.trained for one, share in model.sample_shapes())
+    return whole - passes * (_product_flops(setting) - _product_flops(replace(setting, trained=trained)))
 
 
 @cache
