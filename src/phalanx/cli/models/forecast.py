@@ -22,7 +22,6 @@ from phalanx.families.weather.evaluation.forecast_split import (
 from phalanx.families.weather.evaluation.significance import compare_scores
 from phalanx.files import write_atomically
 from phalanx.formatting import format_number
-from phalanx.hardware.device import choose_device
 from phalanx.layout.mesh import Ranks, leave_process_group
 from phalanx.report.table import Column
 
@@ -111,10 +110,21 @@ def _forecast_from_times(asked: ForecastArguments, times: list[str]) -> None:
         raise ConfigError("--from writes forecasts and scores none; name --out FILE.zarr or FILE.nc")
     if asked.against is not None:
         raise ConfigError(f"--from scores nothing that could be compared; leave out --against {asked.against}")
-    if asked.nproc is not None:
-        raise ConfigError(f"--from forecasts from few times, on one device; leave out --nproc {asked.nproc}")
-    loaded = load_forecaster(asked.checkpoint, choose_device(asked.device), asked.overrides or [])
-    steps = forecast_from(loaded, times, asked.out, hours=asked.hours, step_hours=asked.step, members=asked.members)
+    ranks, device = start_or_join_ranks(asked.nproc, asked.device)
+    loaded = load_forecaster(asked.checkpoint, device, asked.overrides or [])
+    steps = forecast_from(
+        loaded,
+        times,
+        asked.out,
+        hours=asked.hours,
+        step_hours=asked.step,
+        members=asked.members,
+        rank=ranks.rank,
+        ranks=ranks.world_size,
+    )
+    leave_process_group()
+    if not ranks.first:
+        return
     if asked.as_json:
         made = {str(hours): list(parts) for hours, parts in steps.items()}
         about = {"checkpoint": str(loaded.where), "step": loaded.step, "forecasts": str(asked.out)}

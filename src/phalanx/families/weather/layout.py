@@ -216,7 +216,7 @@ class WeatherStage(Stage):
         return fields_of(gather_parts(patches_BLVP, self.share.tp, _LOCATIONS), self.part.config.on_grid(grid))
 
     def _follow(self, x: Tensor, predicted_BVHW: Tensor, forcings_BKTFHW: Tensor | None, number: int) -> Tensor:
-        """Return the inputs of the step behind step `number` (from 0) of a roll-out, whose inputs were x, for each member."""
+        """Return the inputs of the step behind step `number` (from 0) of a roll-out, whose inputs were x; a row a member."""
         following: Tensor = self.part.next_inputs(repeat_members(x, len(predicted_BVHW)), predicted_BVHW)
         if forcings_BKTFHW is None:
             return following

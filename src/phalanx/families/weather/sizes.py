@@ -93,8 +93,8 @@ def roll_out_flops_per_sample(model: WeatherModel, steps: int, *, trained: bool)
     """Return the floating-point operations of one sample in a training step whose roll-out takes `steps` steps of the model.
 
     trained: whether all steps are trained through; else the last one is, and those before it go forward alone, which is a
-    third of a step. What is computed a second time is not counted. The first step embeds a sample once for all members, those
-    after it every member's own fields.
+    third of a step. What is computed a second time is not counted. The first step embeds a sample once for all members,
+    later ones every member's own fields.
     """
     first = model_flops_per_sample(model)
     following = first + (model.members - 1) * embedding_flops_per_sample(model)

@@ -122,18 +122,30 @@ def test_scores_of_the_file_are_those_of_the_command(loaded: LoadedForecaster, r
         assert row.rmse == pytest.approx(math.sqrt(float(weighted)), rel=1e-5)
 
 
-def _write_share(run_dir: Path, out: Path) -> int:
-    loaded = load_forecaster(run_dir, CPU)
-    return forecast_split(
-        loaded, hours=36, split="test", starts=STARTS, out=out, rank=dist.get_rank(), ranks=dist.get_world_size()
-    ).starts
+THREE_TIMES = ["2000-02-20 06:00", "2000-02-18 00:00", "2000-02-21 18:00"]
 
 
-def test_ranks_write_one_store(run_dir: Path, written: dict[str, Path], tmp_path: Path) -> None:
-    assert run_ranks(_write_share, 2, run_dir, tmp_path / "both.zarr") == [STARTS] * 2
-    whole, shared = opened(written["zarr"]), opened(tmp_path / "both.zarr")
-    xarray.testing.assert_allclose(shared, whole, rtol=1e-5, atol=1e-4)
-    assert [path.name for path in tmp_path.iterdir()] == ["both.zarr"]
+def _write_shares(run_dir: Path, folder: Path) -> int:
+    loaded, share = load_forecaster(run_dir, CPU), {"rank": dist.get_rank(), "ranks": dist.get_world_size()}
+    forecast_from(loaded, THREE_TIMES, folder / "three.zarr", hours=36, **share)
+    # Of a single time the second rank has nothing to forecast.
+    forecast_from(loaded, THREE_TIMES[:1], folder / "single.zarr", hours=36, **share)
+    return forecast_split(loaded, hours=36, split="test", starts=STARTS, out=folder / "split.zarr", **share).starts
+
+
+def test_ranks_write_one_store(
+    run_dir: Path, loaded: LoadedForecaster, written: dict[str, Path], tmp_path: Path
+) -> None:
+    assert run_ranks(_write_shares, 2, run_dir, tmp_path) == [STARTS] * 2
+    xarray.testing.assert_allclose(opened(tmp_path / "split.zarr"), opened(written["zarr"]), rtol=1e-5, atol=1e-4)
+    for name, times in (("three.zarr", THREE_TIMES), ("single.zarr", THREE_TIMES[:1])):
+        alone = tmp_path / f"alone {name}"
+        forecast_from(loaded, times, alone, hours=36)
+        # Every start is forecast by itself, so that not a bit depends on the ranks.
+        files = {path.relative_to(alone): path.read_bytes() for path in alone.rglob("*") if path.is_file()}
+        shared = tmp_path / name
+        assert files == {path.relative_to(shared): path.read_bytes() for path in shared.rglob("*") if path.is_file()}
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 def test_a_forecast_from_a_time_needs_no_truth(

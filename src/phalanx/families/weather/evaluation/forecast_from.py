@@ -33,16 +33,19 @@ def forecast_from(
     hours: int,
     step_hours: int | None = None,
     members: int | None = None,
+    rank: int = 0,
+    ranks: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[int, tuple[int, ...]]:
     """Forecast from the fields at `times` up to `hours` ahead and write all lead times to `out`; return their steps.
 
     times: dates as in "2015-12-31 18:00", each the time of one frame of the first source. It needs to have what the model
-    reads only. The rest as in `forecast_split`. Raises DataError where there is no such frame, or an input has no value.
+    reads only. rank, ranks: this rank among those of the process group, which share the times. The rest as in
+    `forecast_split`. Raises DataError where there is no such frame, or an input has no value.
     """
     run = loaded.run
     # Before fields are opened, which may take long.
-    require_forecast_path(out, ranks=1)
+    require_forecast_path(out, ranks)
     steps = lead_steps(run, hours, step_hours)
     store = _open_inputs(run)
     grid = grid_of_data(run, store.grid)
@@ -74,14 +77,15 @@ def forecast_from(
     reader = _read_starts(run, store, starts, list(steps))
     count = member_count(run, members)
     layout = FileLayout.of(store, reader.outputs, store.times.seconds[starts], list(steps), count)
-    with open_forecast_file(out, layout, f"{loaded.where}, step {loaded.step}") as file:
+    with open_forecast_file(out, layout, f"{loaded.where}, step {loaded.step}", rank, ranks) as file:
+        mine = range(rank, len(starts), ranks)
         # One at a time: there are few.
-        for number, start in enumerate(starts):
-            one = np.array([start])
+        for done, number in enumerate(mine, 1):
+            one = starts[number : number + 1]
             rolled = roll_out(loaded.model, reader, 0, one, steps, grid, members=count, seed=run.training.seed)
             for column, forecast in enumerate(rolled):
                 file.write(np.array([number]), column, forecast)
-            progress(number + 1, len(starts))
+            progress(done, len(mine))
     return steps
 
 
