@@ -3,11 +3,11 @@
     PYTHONPATH=src:tests:WEATHERBENCH2:WEATHERBENCHX python benchmarks/weatherbench_scores.py \\
         --out benchmarks/results/weather/weatherbench_scores.json
 
-WEATHERBENCH2 and WEATHERBENCHX are checkouts of github.com/google-research/weatherbench2 and weatherbenchX, which no package
-index has. Fields are random numbers in netCDF files: on a grid with rows on the poles and on one without, from south to north
-and from north to south, whole and with missing values. Truth and climatology are read by our readers on one side, by xarray on
-the other; forecasts of an ensemble and of its first member are scored by both. The script fails where a score differs by more
-than 1e-6 of itself (a bias: of the RMSE).
+WEATHERBENCH2 and WEATHERBENCHX are checkouts of github.com/google-research/weatherbench2 and weatherbenchX, which no
+package index has. Fields are random numbers in netCDF files: on a grid with rows on the poles and on one without, from
+south to north and from north to south, whole and with missing values. Truth and climatology are read by our readers on
+one side, by xarray on the other; forecasts of an ensemble and of its first member are scored by both. The script fails
+where a score differs by more than 1e-6 of itself (a bias: of the RMSE).
 
 How the libraries take missing values decides what is asked of them. A mean over forecasts of means over the points that
 are there is WeatherBench 2's with skipna, once forecasts are missing where the truth is: its spread, its variance and the
