@@ -36,7 +36,7 @@ def leave(cause, code, words=""):
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 if rank != "0":
-    run = folder + "/others"
+    run = folder + f"/others-{rank}"
     os.makedirs(run, exist_ok=True)
 done = int(open(run + "/done").read()) if os.path.exists(run + "/done") else 0
 def event(kind, step, **more):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -37,6 +38,9 @@ class Option(Setting):
     option: Flag
     per_node: Flag | Literal[""] | None = None
     """The same, of srun, where one task starts all ranks of a node; empty leaves it out, null changes nothing."""
+    some_devices: Flag | Literal[""] | None = None
+    """The same where a job takes only some devices of each node: {devices} stands for their number, empty leaves it out,
+    null changes nothing."""
 
 
 class Line(Setting):
@@ -192,6 +196,16 @@ class Machine(Section):
             )
         return self.slurm
 
+    def with_devices(self, devices: int) -> Machine:
+        """Return the machine as a job has it that takes so many devices of each node; itself where these are all."""
+        if devices == self.node.devices:
+            return self
+        # Which devices and cores they are is for Slurm to say.
+        node = self.node.model_copy(update={"devices": devices, "cpu_masks": ()})
+        lists = {"sbatch": self.job_slurm.sbatch, "srun": self.job_slurm.srun}
+        fewer = {name: tuple(_for_devices(options, devices)) for name, options in lists.items()}
+        return self.model_copy(update={"node": node, "slurm": self.job_slurm.model_copy(update=fewer)})
+
     @property
     def most_devices(self) -> int | None:
         """Devices of all nodes; None where nobody says how many nodes there are."""
@@ -219,6 +233,14 @@ class Machine(Section):
                 f"network.nics name devices {sorted(near)}; each of the devices 0 to {devices - 1} needs one"
             )
         return self
+
+
+def _for_devices(options: Iterable[Option], devices: int) -> Iterator[Option]:
+    """Yield options as they are in a job that takes so many devices of each node."""
+    for one in options:
+        option = one.option if one.some_devices is None else one.some_devices.replace("{devices}", str(devices))
+        if option:
+            yield one.model_copy(update={"option": option})
 
 
 def cores_of(mask: str) -> list[int]:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,11 @@ from phalanx.launch.job_script import Job
 from phalanx.study.hyperparameters.candidates import CandidateQueue, CostModel, measure_size
 from phalanx.study.hyperparameters.configuration import finished_trials, group_configurations, open_store
 from phalanx.study.hyperparameters.hyperparameter_space import build_hyperparameter_space
-from phalanx.study.hyperparameters.packing import QUEUED
+from phalanx.study.hyperparameters.packing import QUEUED, UNPACKED
 from phalanx.study.hyperparameters.study_summary import summarise_study
-from phalanx.study.hyperparameters.tuner import Settings, Tuner, describe_study, find_places
+from phalanx.study.hyperparameters.tuner import Settings, Tuner, describe_jobs, describe_study, find_places
 from phalanx.study.processes.job_arrays import JobArrays
+from phalanx.study.processes.slots import SlurmDevices, find_devices
 from phalanx.study.samplers import make_sampler
 from phalanx.study.trial import Trial
 from stub_slurm import StubSlurm
@@ -99,6 +101,72 @@ def test_trials_are_tasks_of_arrays(tmp_path: Path, patch: pytest.MonkeyPatch) -
     assert len(list(study.glob("jobs/*/rank-1.json"))) == 6
     facts = summarise_study(study)
     assert facts["failures"] == {"non_finite": len(wrong)} and len(facts["devices"]["each"]) == 6
+
+
+def large_nodes(devices: int) -> Machine:
+    """A machine whose jobs take whole nodes unless they need less."""
+    why = {"reason": "As large machines have it.", "source": "none"}
+    options = (
+        {"option": f"--gpus-per-node={devices}", "some_devices": "--gpus-per-node={devices}", **why},
+        {"option": "--exclusive", "some_devices": "", **why},
+    )
+    node = MACHINE.node.model_dump() | {
+        "devices": devices,
+        "cpu_masks": tuple(hex(1 << core) for core in range(devices)),
+    }
+    return Machine.model_validate(MACHINE.model_dump() | {"node": node, "slurm": {"sbatch": options}})
+
+
+@pytest.mark.parametrize(
+    ("devices", "asked", "binding"),
+    [
+        # A trial of six ranks: on one node beside others, on two that it shares with others, or on three whole ones.
+        (8, ["--nodes=1", "--ntasks-per-node=6", "--gpus-per-node=6"], "cores"),
+        (4, ["--nodes=2", "--ntasks-per-node=3", "--gpus-per-node=3"], "cores"),
+        (2, ["--nodes=3", "--ntasks-per-node=2", "--gpus-per-node=2", "--exclusive"], "mask_cpu:0x1,0x2"),
+    ],
+)
+def test_a_job_asks_for_what_its_trial_needs(
+    tmp_path: Path, patch: pytest.MonkeyPatch, devices: int, asked: list[str], binding: str
+) -> None:
+    slurm = StubSlurm(tmp_path, running=4)
+    patch.setenv("PATH", slurm.path)
+    one = tuner(tmp_path / "study", "[0, 3]", trials=1, steps=1)
+    run = parse_run(RUN.replace("SEEDS", "[0, 3]") + "  nproc: 6\n", "run.yaml")
+    job = Job(tmp_path, 1, Path.cwd(), seconds=60)
+    arrays = describe_jobs(run, tmp_path / "study", large_nodes(devices), job)
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    (folder / "part.json").write_text(json.dumps({"run_dir": str(folder / "run"), "until": 1}))
+    (folder / "run.yaml").write_text("training:\n  seed: 0\noptimizer:\n  lr: 0.1\n")
+    assert one.arrays is not None
+    arrays = replace(arrays, command=one.arrays.command, poll_s=0.1)
+    task = arrays.add(folder)
+    while (ended := task.poll()) is None:
+        time.sleep(0.05)
+    assert ended.code == 0 and len(list(folder.glob("rank-*.json"))) == 6
+    script = (tmp_path / "study" / "arrays" / "1.sbatch").read_text().splitlines()
+    assert all(f"#SBATCH {option}" in script for option in asked)
+    assert ("#SBATCH --exclusive" in script) == ("--exclusive" in asked)
+    assert f"    --cpu-bind={binding}" in script
+
+
+def test_trials_of_several_devices_are_steps_of_an_allocation(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:
+    slurm = StubSlurm(tmp_path, running=4)
+    allocation = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "localhost", "STUB_JOB": "0_0"}
+    for name, value in {"PATH": slurm.path, **allocation}.items():
+        patch.setenv(name, value)
+    study = tmp_path / "study"
+    one = tuner(study, "[0, 3]", trials=4)
+    assert one.arrays is not None
+    slots = find_devices("slurm", "auto", None, large_nodes(2 * RANKS), RANKS)
+    assert len(slots) == 2 and all(isinstance(slot, SlurmDevices) for slot in slots)
+    slots = [replace(slot, program=one.arrays.command) for slot in slots]  # type: ignore[type-var]
+    Tuner(one.store, one.queue, slots, replace(one.settings, packing=UNPACKED)).run()
+    known = group_configurations(open_store(study, None).trials())
+    wrong = [part for part in known if part.values["training.seed"] == 3]
+    assert len(known) == 4 and len(finished_trials(study)) == 4 - len(wrong)
+    assert len(list(study.glob("jobs/*/rank-1.json"))) == 4
 
 
 def test_what_befalls_jobs_is_told_by_name_and_lost_ones_run_again(tmp_path: Path, patch: pytest.MonkeyPatch) -> None:

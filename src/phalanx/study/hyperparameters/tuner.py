@@ -43,7 +43,7 @@ from phalanx.study.hyperparameters.tuning_job import TuningJob
 from phalanx.study.loop import ORDERLY_STOP_S, StudyLoop
 from phalanx.study.processes.job_arrays import JobArrays, JobSlot
 from phalanx.study.processes.process import Worker
-from phalanx.study.processes.slots import DeviceSlot, automatic_sharing, find_devices
+from phalanx.study.processes.slots import DeviceSlot, automatic_sharing, find_devices, spread_over_nodes
 from phalanx.study.processes.trial_files import tuned_overrides
 from phalanx.study.samplers import Proposal, make_sampler
 from phalanx.study.store import StudyError, StudyStore, save_outcome
@@ -97,7 +97,9 @@ def run_tuning(
     ranks = section.nproc
     # A layout that is not one of so many ranks is refused before anything starts.
     model = bind(run, TrainableModel)
-    ranks_per_node = min(ranks, machine.node.devices) if where == "sbatch" and machine is not None else ranks
+    ranks_per_node = ranks
+    if where != "local" and machine is not None:
+        _, ranks_per_node = spread_over_nodes(ranks, machine.node.devices)
     resolve_layout(model, ranks, ranks_per_node)
     size = measure_size(bind(space.run_of({}, tuned_overrides(run))), ranks)
     arrays = describe_jobs(run, folder, machine, job) if where == "sbatch" else None
@@ -133,14 +135,9 @@ def describe_jobs(run: Run, folder: Path, machine: Machine | None, job: Job | No
         raise ConfigError("--where sbatch needs --cluster NAME, which says how jobs are started there")
     if shutil.which("sbatch") is None:
         raise PhalanxError("--where sbatch needs sbatch, which is not on PATH; start the study on a login node")
-    nodes, rest = divmod(run.tune.nproc, machine.node.devices)
-    if rest:
-        each = machine.node.devices
-        raise ConfigError(
-            f"--where sbatch gives each trial whole nodes: tune.nproc={run.tune.nproc} is no multiple of the {each} devices "
-            f"of a node of {machine.name}\nnearest legal: tune.nproc={max(1, round(run.tune.nproc / each)) * each}"
-        )
+    nodes, each = spread_over_nodes(run.tune.nproc, machine.node.devices)
     seconds = math.ceil(run.tune.time_limit_s) if job.seconds is None else job.seconds
+    machine = machine.with_devices(each)
     return JobArrays(machine, complete_job(machine, replace(job, nodes=nodes, seconds=seconds)), folder)
 
 

@@ -24,7 +24,7 @@ from phalanx.files import write_atomically
 from phalanx.hardware.device import choose_device
 from phalanx.layout.mesh import ranks_from_environment
 from phalanx.printable import write_stderr
-from phalanx.study.processes.trial_files import CORES, MEMORY_LIMIT, RUN_FILE, TRAINED, Part
+from phalanx.study.processes.trial_files import CORES, FIRST_DEVICE, MEMORY_LIMIT, RUN_FILE, TRAINED, Part
 from phalanx.torch_compat import common as compat
 from phalanx.training.start import train
 from phalanx.training.stopping import ran_out_of_memory
@@ -41,6 +41,7 @@ def run_rank(folder_name: str) -> int:
         resource.setrlimit(resource.RLIMIT_DATA, (int(limit), int(limit)))
     if cores := os.environ.get(CORES):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    take_device()
     ranks = ranks_from_environment()
     # The rank's report is a file and no message: whoever started it may be gone when it is written.
 
@@ -66,6 +67,14 @@ def run_rank(folder_name: str) -> int:
         # An orderly exit would destroy process groups, which may wait forever for a collective that was left in the middle.
         os._exit(1)
     return 0
+
+
+def take_device() -> None:
+    """Name this rank by its device, where the ranks of a Slurm step take some of the devices that they all see."""
+    first = os.environ.get(FIRST_DEVICE)
+    if first is not None:
+        rank, world, on_node = (os.environ[f"SLURM_{name}"] for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
+        os.environ |= {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": str(int(first) + int(on_node))}
 
 
 def classify_error(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from phalanx.hardware.host import available_cores
 from phalanx.hardware.machine import Machine
 from phalanx.launch.job_script import srun_command
 from phalanx.study.processes.process import LimitedProcess, TrialProcess, guarded_command
-from phalanx.study.processes.trial_files import CORES, LOG
+from phalanx.study.processes.trial_files import CORES, FIRST_DEVICE, LOG
 
 MODULE = (sys.executable, "-m", "phalanx.study.processes")
 _SLURM_GRACE_S = 60
@@ -118,16 +118,7 @@ class SlurmNodes:
 
     def env(self, number: int) -> Mapping[str, str]:
         """Return where the ranks meet, and what the machine's description sets for jobs."""
-        hosts = allocated_hosts()
-        # Trials that run at once or follow each other closely must not meet at the same port.
-        port = _FIRST_PORT + (int(os.environ["SLURM_JOB_ID"]) * 31 + number) % _PORTS
-        return {
-            **_machine_env(self.machine, self.nodes),
-            "MASTER_ADDR": hosts[0],
-            "MASTER_PORT": str(port),
-            # Tells this trial's ranks from those of another job that happens to meet at the same port.
-            "TORCHELASTIC_RUN_ID": secrets.token_hex(16),
-        }
+        return {**_machine_env(self.machine, self.nodes), **_meeting_point(allocated_hosts()[0], number)}
 
 
 def whole_nodes(machine: Machine, devices: int) -> SlurmNodes:
@@ -185,42 +176,60 @@ class LocalDevices(ProcessSlot):
 
 
 @dataclass(frozen=True)
-class SlurmDevice(ProcessSlot):
-    """A device of a node of the Slurm allocation that this process runs in; a trial there is a step of one task."""
+class SlurmDevices(ProcessSlot):
+    """Devices of the Slurm allocation that this process runs in, as many on each of some nodes; a trial there is a step with
+    a task for each."""
 
     machine: Machine
-    host: str
+    hosts: tuple[str, ...]
     index: int
+    """Number of the first one on each host."""
     memory: float
+    """Bytes of each."""
     ranks: int = 1
+    program: tuple[str, ...] = (*MODULE, "rank")
+    """Command of each rank, to which the trial's folder is added."""
 
     @property
     def name(self) -> str:
-        """Host, device and number."""
-        return f"{self.host} {self.machine.node.device} {self.index}"
+        """Hosts, device and numbers."""
+        numbers = f"{self.index}" if self._each == 1 else f"{self.index}-{self.index + self._each - 1}"
+        return f"{','.join(self.hosts)} {self.machine.node.device} {numbers}"
 
     @property
     def accelerator(self) -> bool:
         """Whether the device is no CPU: descriptions of nodes count accelerators."""
         return True
 
+    @property
+    def _each(self) -> int:
+        """Return the devices on each host."""
+        return self.ranks // len(self.hosts)
+
     def command(self, folder: Path, limit_s: float) -> list[str]:
-        """Return an srun command that shares the node with other steps."""
+        """Return an srun command that shares its nodes with other steps."""
         node = self.machine.node
-        bound = f"mask_cpu:{node.cpu_masks[self.index]}" if node.cpu_masks else "cores"
-        # The step sees all devices of the node and the rank takes one: Slurm would give a device to one step alone.
+        masks = node.cpu_masks[self.index : self.index + self._each]
+        bound = f"mask_cpu:{','.join(masks)}" if masks else "cores"
+        # The step sees all devices of its nodes and each rank takes one: Slurm would give a device to one step alone.
         given = [one.option for one in self.machine.job_slurm.srun if not one.option.startswith("--gpu")]
         step = [
-            *("srun", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={self.host}", "--overlap"),
+            *("srun", f"--nodes={len(self.hosts)}", f"--ntasks={self.ranks}", f"--ntasks-per-node={self._each}"),
+            *(f"--nodelist={','.join(self.hosts)}", "--distribution=block", "--overlap"),
             *(f"--gpus-per-node={node.devices}", "--gpu-bind=none"),
             *(f"--cpus-per-task={node.cores_per_task}", f"--cpu-bind={bound}", *given),
             *("--kill-on-bad-exit=1", f"--time={-(-(int(limit_s) + _SLURM_GRACE_S) // 60)}"),
         ]
-        return guarded_command([*step, *MODULE, "rank", str(folder)])
+        return guarded_command([*step, *self.program, str(folder)])
 
     def env(self, number: int) -> Mapping[str, str]:
-        """Return what the machine's description sets for jobs on one node, and which device the rank takes."""
-        return {**_machine_env(self.machine, 1), **_single_rank(self.index)}
+        """Return what the machine's description sets for jobs on so many nodes, which devices the ranks take, and where
+        several meet."""
+        found = _machine_env(self.machine, len(self.hosts))
+        if self.ranks == 1:
+            return {**found, **_single_rank(self.index)}
+        own = {FIRST_DEVICE: str(self.index), "LOCAL_WORLD_SIZE": str(self._each)}
+        return {**found, **own, **_meeting_point(self.hosts[0], number)}
 
 
 def find_devices(
@@ -237,12 +246,7 @@ def find_devices(
             f"nearest legal: --devices {max(1, round(devices / ranks)) * ranks}"
         )
     if where == "slurm":
-        if ranks > 1:
-            raise ConfigError(
-                f"--where slurm gives a trial one device of the allocation, and tune.nproc={ranks}; "
-                "--where sbatch submits trials of several devices as jobs of their own"
-            )
-        return _find_slurm_devices(devices, machine)
+        return _find_slurm_devices(devices, machine, ranks)
     if where != "local":
         raise ConfigError(f"--where {where} is not known; give one of local, slurm, sbatch")
     found: dict[str, Any] = {"kind": "cpu"}
@@ -289,22 +293,35 @@ def _split_cpu(devices: int | None, ranks: int) -> list[DeviceSlot]:
     ]
 
 
-def _find_slurm_devices(devices: int | None, machine: Machine | None) -> list[DeviceSlot]:
+def spread_over_nodes(ranks: int, devices: int) -> tuple[int, int]:
+    """Return the fewest nodes of so many devices over which ranks are spread evenly, and the ranks of each."""
+    nodes = next(count for count in range(-(-ranks // devices), ranks + 1) if ranks % count == 0)
+    return nodes, ranks // nodes
+
+
+def _find_slurm_devices(devices: int | None, machine: Machine | None, ranks: int) -> list[DeviceSlot]:
     if machine is None:
         raise ConfigError("--where slurm needs --cluster NAME, which says how steps are started there")
     hosts = allocated_hosts()
     each = machine.node.devices
-    count = len(hosts) * each if devices is None else devices
-    if count > len(hosts) * each:
-        raise ConfigError(
-            f"--devices {count}: the allocation has {len(hosts)} nodes with {each} devices each; ask for fewer"
-        )
     facts = device_facts(machine.node.device).memory_bytes
     # A device whose memory is not known is shared by slots alone.
     memory = float("inf") if facts is None else _USABLE_MEMORY * facts
-    # The first device of every node before the second of any: few trials on many nodes then share less of a node.
-    found = [SlurmDevice(machine, host, index, memory) for index in range(each) for host in hosts]
-    return list(found[:count])
+    nodes, on_node = spread_over_nodes(ranks, each)
+    groups = [tuple(hosts[first : first + nodes]) for first in range(0, len(hosts) - nodes + 1, nodes)]
+    # The first devices of every node before further ones of any: few trials on many nodes then share less of a node.
+    found = [
+        SlurmDevices(machine, group, index, memory, ranks)
+        for index in range(0, each - on_node + 1, on_node)
+        for group in groups
+    ]
+    wanted = len(found) if devices is None else devices // ranks
+    if wanted > len(found) or not found:
+        raise ConfigError(
+            f"--devices {max(wanted, 1) * ranks}: trials of {on_node} devices on each of {nodes} nodes; the allocation, "
+            f"{len(hosts)} nodes with {each} devices each, has room for {len(found)} of them at once; ask for fewer"
+        )
+    return list(found[:wanted])
 
 
 def allocated_hosts() -> list[str]:
@@ -327,6 +344,14 @@ def _machine_env(machine: Machine, nodes: int) -> dict[str, str]:
     count = "one" if nodes == 1 else "several"
     # Descriptions name paths such as /tmp/$SLURM_JOB_ID, which a job script's shell would expand.
     return {one.name: os.path.expandvars(one.value) for one in machine.environment if one.nodes in ("any", count)}
+
+
+def _meeting_point(host: str, number: int) -> dict[str, str]:
+    """Return where the ranks of trial `number` meet, the first of them on `host`."""
+    # Trials that run at once or follow each other closely must not meet at the same port.
+    port = _FIRST_PORT + (int(os.environ["SLURM_JOB_ID"]) * 31 + number) % _PORTS
+    # The last tells this trial's ranks from those of another job that happens to meet at the same port.
+    return {"MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": secrets.token_hex(16)}
 
 
 def _single_rank(index: int) -> dict[str, str]:

@@ -28,6 +28,8 @@ MEMORY_LIMIT = "PHALANX_TRIAL_MEMORY"
 """Environment variable: bytes of host memory that a rank may allocate."""
 CORES = "PHALANX_TRIAL_CORES"
 """Environment variable: numbers of the CPU cores that a rank may use, separated by commas."""
+FIRST_DEVICE = "PHALANX_TRIAL_FIRST_DEVICE"
+"""Environment variable: number on its node of the device that the first rank of each node takes, in a step that sees all."""
 
 _CAUSES = ("refused", "out_of_memory", "hang", "non_finite", "crash")
 """Causes that a rank, or its launcher, reports, those that explain the failures of other ranks first."""
