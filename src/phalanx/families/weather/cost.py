@@ -117,14 +117,14 @@ class WeatherTracing(TracedModel):
         """Return the grids of samples and the steps of roll-outs that are trained through, with the share of optimizer steps
         that have both; None is the model's own grid, and no such roll-out."""
         weights, through = self.run.grid_weights, self.run.data.rollout_steps
-        lengths: dict[int | None, float] = {None: 1.0}
+        lengths: list[tuple[int | None, float]] = [(None, 1.0)]
         if through is not None:
-            lengths = {**through.shares(self.run.training.steps or 1)}
+            lengths = [*through.shares(self.run.training.steps or 1).items()]
         whole = sum(weights.values())
         return [
             (grid, steps, share * weight / whole)
             for grid, weight in weights.items()
-            for steps, share in lengths.items()
+            for steps, share in lengths
         ]
 
     @property
