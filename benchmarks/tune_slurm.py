@@ -2,6 +2,7 @@
 
     python benchmarks/tune_slurm.py stub --out benchmarks/results/tune/slurm-stub-200.json
     python benchmarks/tune_slurm.py real --out benchmarks/results/tune/slurm-real.json
+    python benchmarks/tune_slurm.py widths --out benchmarks/results/tune/slurm-widths.json
 
 stub: 200 trials of two ranks each. sbatch and its companions are those of `tests/stub_slurm.py`, which run jobs here and let
 shares of them fail as nodes, time limits, memory and people do; what stands for training is the script of
@@ -10,6 +11,11 @@ shares of them fail as nodes, time limits, memory and people do; what stands for
 real: some trials with the real trainer, each of two ranks on two nodes, on a Slurm that is there already and has two nodes.
 Meanwhile a job is cancelled by `scancel`, the study is stopped with Ctrl-C and started again, and killed and started again;
 `--fail-node CMD` and `--mend-node CMD` are run so that one node fails under a trial and comes back.
+
+widths: what Slurm gives to trials of 2, 3, 4, 8, 12 and 16 ranks, on two nodes of eight devices of a Slurm that is there
+already: as jobs of arrays, then as steps of one allocation of both nodes, all that fit at once. A rank is a program that
+notes where it is and which device it would take; the script fails where that is not what it should be. The Slurm needs
+eight cores a node and no devices: options that ask srun for these are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +24,9 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,12 +34,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.load import parse_run
+from phalanx.config.schema import Run
 from phalanx.families.registry import bind
 from phalanx.hardware.machine import Machine
 from phalanx.launch.job_script import Job
@@ -40,8 +50,9 @@ from phalanx.study.hyperparameters.candidates import CandidateQueue, CostModel, 
 from phalanx.study.hyperparameters.configuration import finished_trials, group_configurations, open_store
 from phalanx.study.hyperparameters.hyperparameter_space import build_hyperparameter_space
 from phalanx.study.hyperparameters.packing import QUEUED
-from phalanx.study.hyperparameters.tuner import Settings, Tuner, describe_study, find_places
+from phalanx.study.hyperparameters.tuner import Settings, Tuner, describe_jobs, describe_study, find_places
 from phalanx.study.processes.job_arrays import JobArrays
+from phalanx.study.processes.slots import find_devices, spread_over_nodes
 from phalanx.study.samplers import make_sampler
 from phalanx.study.trial import Trial
 from stub_slurm import StubSlurm
@@ -72,6 +83,19 @@ tune:
   asha: {eta: 2, rungs: 2}
   time_limit_s: 600
 """
+WIDTHS, DEVICES = (2, 3, 4, 8, 12, 16), 8
+PLACES = r"""
+import json, os, subprocess, sys, time
+rank, local = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_LOCALID"])
+device = int(os.environ.get("PHALANX_TRIAL_FIRST_DEVICE", 0)) + local
+time.sleep(1)
+if rank == 0:
+    with open(sys.argv[1] + "/job", "w") as file:
+        subprocess.run(["scontrol", "show", "job", "--oneliner", os.environ["SLURM_JOB_ID"]], stdout=file)
+with open(sys.argv[1] + f"/place-{rank}.json", "w") as file:
+    json.dump([os.environ["SLURMD_NODENAME"], rank, device], file)
+"""
+"""What stands for a rank."""
 STEPS = 600
 """Optimizer steps of a trial: long enough that a node is missed before it ends."""
 MACHINE = """
@@ -86,7 +110,7 @@ stop: {seconds_before_end: 20}
 def main() -> None:
     """Run what is asked for and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("slurm", choices=["stub", "real"])
+    parser.add_argument("slurm", choices=["stub", "real", "widths", "steps"])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--trials", type=int, default=200, help="of the stub")
     parser.add_argument("--fail-node", default="", metavar="CMD", help="makes a node fail, of a real Slurm")
@@ -95,7 +119,13 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tune-slurm-") as name:
         began = time.monotonic()
-        found = run_stub(Path(name), asked.trials) if asked.slurm == "stub" else run_real(Path(name), asked)
+        runs: dict[str, Callable[[], Row]] = {
+            "stub": lambda: run_stub(Path(name), asked.trials),
+            "real": lambda: run_real(Path(name), asked),
+            "widths": lambda: run_widths(Path(name)),
+            "steps": run_steps,
+        }
+        found = runs[asked.slurm]()
         result = {
             "command": shlex.join(["python", "benchmarks/tune_slurm.py", *sys.argv[1:]]),
             "when": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -200,6 +230,89 @@ def run_real(folder: Path, asked: argparse.Namespace) -> Row:
     shell("squeue --states=all --array")
     text = "\n".join(lines).replace(str(folder), "WORK")
     return {**summarise(study), "said": text.splitlines()}
+
+
+def run_widths(folder: Path) -> Row:
+    """Run trials of several widths as jobs, and as steps of an allocation; return what they asked for and where they ran."""
+    jobs = []
+    for ranks in WIDTHS:
+        study = folder / f"study-{ranks}"
+        study.mkdir()
+        arrays = describe_jobs(_run_of(ranks), study, _whole_nodes(), Job(folder, 1, folder, seconds=300))
+        arrays = replace(arrays, poll_s=1.0, command=(sys.executable, "-IS", "-c", PLACES))
+        tasks = [arrays.add(_trial_folder(study, number)) for number in range(2)]
+        wait_until(lambda: all(task.poll() is not None for task in tasks))  # noqa: B023
+        assert all(task.ended and task.ended.code == 0 for task in tasks), [
+            (task.folder / "log").read_text() for task in tasks
+        ]
+        places = [_read_places(task.folder, ranks) for task in tasks]
+        nodes, each = spread_over_nodes(ranks, DEVICES)
+        for one in places:
+            assert sorted(rank for _, rank, _ in one) == list(range(ranks))
+            assert Counter(Counter(host for host, _, _ in one).values()) == {each: nodes}
+        script = (study / "arrays" / "1.sbatch").read_text().splitlines()
+        known = (tasks[0].folder / "job").read_text()
+        jobs.append(
+            {
+                "ranks": ranks,
+                "asked": [line.removeprefix("#SBATCH ") for line in script if line.startswith("#SBATCH")],
+                "given": dict(re.findall(r"(NumNodes|NumTasks|TRES|OverSubscribe|TresPerNode)=(\S+)", known)),
+                "host, rank, device": places,
+            }
+        )
+    out, wrapper = folder / "steps.json", folder / "bin" / "srun"
+    wrapper.parent.mkdir()
+    # The Slurm has cores in the place of devices.
+    lines = ["#!/bin/bash", 'for word; do [[ $word == --gpu* ]] || kept+=("$word"); done']
+    wrapper.write_text("\n".join([*lines, f'exec {shutil.which("srun")} "${{kept[@]}}"', ""]))
+    wrapper.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{wrapper.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = ["salloc", "--nodes=2", "--exclusive", "--time=10", sys.executable, __file__, "steps", "--out", str(out)]
+    subprocess.run(command, check=True, env=environment)
+    version = subprocess.check_output(["sinfo", "--version"], text=True).strip()
+    return {"slurm": version, "jobs": jobs, "steps": json.loads(out.read_text())["steps"]}
+
+
+def run_steps() -> Row:
+    """Run trials of several widths as steps of the allocation that this runs in, all that fit at once."""
+    found = []
+    with tempfile.TemporaryDirectory(prefix="tune-steps-") as name:
+        for ranks in WIDTHS:
+            slots = find_devices("slurm", "auto", None, _whole_nodes(), ranks)
+            folders = [_trial_folder(Path(name), 100 * ranks + number) for number in range(len(slots))]
+            program = (sys.executable, "-IS", "-c", PLACES)
+            running = [
+                replace(slot, program=program).start(folder, number, {}, 120.0)  # type: ignore[type-var]
+                for number, (slot, folder) in enumerate(zip(slots, folders, strict=True))
+            ]
+            wait_until(lambda: all(one.poll() is not None for one in running))  # noqa: B023
+            places = [_read_places(folder, ranks) for folder in folders]
+            taken = [(host, device) for one in places for host, _, device in one]
+            # No two ranks take one device.
+            assert len(set(taken)) == len(taken) == len(slots) * ranks
+            found.append({"ranks": ranks, "slots": [slot.name for slot in slots], "host, rank, device": places})
+    return {"steps": found}
+
+
+def _run_of(ranks: int) -> Run:
+    return parse_run(RUN.replace("SEEDS", "[0, 10]") + f"  nproc: {ranks}\n", "run.yaml")
+
+
+def _whole_nodes() -> Machine:
+    """Return the description of nodes of which jobs take all devices, or some if they need less."""
+    option = {"option": "--exclusive", "some_devices": "", "reason": "Jobs have whole nodes.", "source": "it"}
+    return Machine.model_validate(_describe(DEVICES).model_dump() | {"slurm": {"sbatch": (option,)}})
+
+
+def _trial_folder(parent: Path, number: int) -> Path:
+    folder = parent / f"trial-{number}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def _read_places(folder: Path, ranks: int) -> list[list[Any]]:
+    """Return host, rank and device of each rank of a trial."""
+    return [json.loads((folder / f"place-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def wait_until(what: Callable[[], bool], seconds: float = 600.0) -> None:
