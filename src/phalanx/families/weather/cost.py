@@ -121,11 +121,7 @@ class WeatherTracing(TracedModel):
         if through is not None:
             lengths = [*through.shares(self.run.training.steps or 1).items()]
         whole = sum(weights.values())
-        return [
-            (grid, steps, share * weight / whole)
-            for grid, weight in weights.items()
-            for steps, share in lengths
-        ]
+        return [(grid, steps, share * weight / whole) for grid, weight in weights.items() for steps, share in lengths]
 
     @property
     def passes(self) -> MicrobatchPasses:
