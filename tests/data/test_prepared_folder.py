@@ -10,27 +10,23 @@ import pytest
 from phalanx.data.prepared_folder import (
     MANIFEST,
     FileRecord,
-    Part,
+    FolderManifest,
     check_content,
     check_size,
     check_still_whole,
     file_record,
     prepare_once,
     read_checked,
-    write_manifest,
 )
 from phalanx.errors import DataError
 from phalanx.files import TEMPORARY
 
 
-class Listing(Part):
+class Listing(FolderManifest):
     """A manifest of two files."""
 
     plan: str
     files: list[FileRecord]
-
-    def write(self, folder: Path) -> None:
-        write_manifest(folder, self)
 
 
 def read_listing(folder: Path) -> Listing:

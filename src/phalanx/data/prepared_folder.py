@@ -60,6 +60,14 @@ class FileRecord(Part):
     sha256: _Sha256
 
 
+class FolderManifest(Part):
+    """The manifest of a folder, which is whole once it is there."""
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into `folder`, after all files that it lists."""
+        write_atomically(folder / MANIFEST, self.model_dump_json(indent=1) + "\n")
+
+
 class PlannedManifest(Protocol):
     """A manifest that says which preparation it is the result of."""
 
@@ -212,11 +220,6 @@ def _start_worker(leash: Connection, start: Callable[[], None] | None) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     if start is not None:
         start()
-
-
-def write_manifest(folder: Path, manifest: Part) -> None:
-    """Write a manifest into `folder`, after all files that it lists."""
-    write_atomically(folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
 
 
 SAMPLE = "sample.json"

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from phalanx import __version__
 from phalanx.hardware.calibrate.clock import Clock
+from phalanx.hardware.collectives import bus_bandwidth
 from phalanx.hardware.device import device_name, synchronize
 from phalanx.hardware.doctor.environment import Surroundings
 from phalanx.layout.mesh import Ranks
@@ -234,4 +235,4 @@ def measure_all_reduce(device: torch.device, group: dist.ProcessGroup | None) ->
     synchronize(device)
     # A maximum leaves the numbers as they are, however often it is repeated; sums would grow.
     seconds = clock.seconds(lambda: dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group), calls=4)
-    return 2 * (members - 1) / members * size / seconds / 1e9, right
+    return float(bus_bandwidth("all_reduce", size, members, seconds)) / 1e9, right

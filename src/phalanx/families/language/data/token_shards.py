@@ -25,12 +25,12 @@ from phalanx.data.prepared_folder import (
     MANIFEST,
     Count,
     FileRecord,
+    FolderManifest,
     Part,
     check_content,
     check_size,
     file_record,
     read_checked,
-    write_manifest,
 )
 from phalanx.errors import DataError
 from phalanx.families.language.data.token_source import Int64Array, SegmentedStream, TokenFile, TokenSource
@@ -79,7 +79,7 @@ class PassedOver(Part):
     """Files of folders whose ending is not one of text."""
 
 
-class Manifest(Part):
+class Manifest(FolderManifest):
     """Everything a reader needs to know about a folder of token shards."""
 
     format: Literal["phalanx-tokens"] = "phalanx-tokens"
@@ -95,10 +95,6 @@ class Manifest(Part):
     passed_over: PassedOver | None = None
     """None in folders written before this was counted."""
     splits: dict[Split, SplitRecord]
-
-    def write(self, folder: Path) -> None:
-        """Write the manifest into `folder`, after all files that it lists."""
-        write_manifest(folder, self)
 
     def fingerprint(self, split: Split) -> str:
         """Return a hash of all token data of a split and its tokenizer: equal exactly where a run would read the same."""

@@ -29,12 +29,12 @@ from pydantic import Field
 from phalanx.data.prepared_folder import (
     Count,
     FileRecord,
+    FolderManifest,
     Part,
     check_content,
     check_size,
     check_still_whole,
     read_checked,
-    write_manifest,
 )
 from phalanx.errors import DataError
 from phalanx.families.materials.config import GraphData, GraphSource
@@ -270,7 +270,7 @@ class Statistics(Part):
     """Structures of such a source that say nothing of their total charge."""
 
 
-class Manifest(Part):
+class Manifest(FolderManifest):
     """Everything a reader needs to know about a folder of prepared structures."""
 
     format: Literal["phalanx-graphs"] = "phalanx-graphs"
@@ -297,10 +297,6 @@ class Manifest(Part):
     statistics: Statistics
     left_out: Count = 0
     """Structures of the files that no list of `split` names, and that are not here."""
-
-    def write(self, folder: Path) -> None:
-        """Write it into `folder`."""
-        write_manifest(folder, self)
 
     @property
     def fingerprint(self) -> str:

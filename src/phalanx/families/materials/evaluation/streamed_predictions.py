@@ -21,11 +21,11 @@ from phalanx.data.prepared_folder import (
     MANIFEST,
     Count,
     FileRecord,
+    FolderManifest,
     Progress,
     file_record,
     prepare_once,
     read_checked,
-    write_manifest,
 )
 from phalanx.data.prepared_folder import Part as ManifestPart
 from phalanx.ensemble.members import ALONE, Share
@@ -49,7 +49,7 @@ class PartRecord(ManifestPart):
     """Why, and how often: the most frequent ones."""
 
 
-class PredictionManifest(ManifestPart):
+class PredictionManifest(FolderManifest):
     """What a folder of predictions holds."""
 
     format: Literal["phalanx-predictions"] = "phalanx-predictions"
@@ -63,10 +63,6 @@ class PredictionManifest(ManifestPart):
     atoms: Count
     without: Count
     parts: list[PartRecord]
-
-    def write(self, folder: Path) -> None:
-        """Write it into `folder`."""
-        write_manifest(folder, self)
 
 
 @dataclass(frozen=True)

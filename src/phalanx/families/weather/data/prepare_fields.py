@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from phalanx.data.prepared_folder import file_record, write_manifest
+from phalanx.data.prepared_folder import file_record
 from phalanx.errors import DataError
 from phalanx.families.weather.config import FieldSource
 from phalanx.families.weather.data.coordinates import HOUR
@@ -78,7 +78,7 @@ def prepare_fields(
             shards=shards,
         )
         # Last: a folder with a manifest is complete.
-        write_manifest(folder, manifest)
+        manifest.write(folder)
     return manifest
 
 

@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 from phalanx.data.prepared_folder import (
     MANIFEST,
     FileRecord,
+    FolderManifest,
     Part,
     check_content,
     check_size,
@@ -48,7 +49,7 @@ class ShardRecord(Part):
     file: FileRecord
 
 
-class FieldsManifest(Part):
+class FieldsManifest(FolderManifest):
     """Everything a reader needs to know about a folder of prepared fields."""
 
     format: Literal["phalanx-fields"]
