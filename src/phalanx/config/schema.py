@@ -129,6 +129,9 @@ class Layout(Section):
     messages, for more memory."""
     gathers_ahead: Annotated[int, Field(ge=1, le=16)] = 1
     """How many of these gathers are under way ahead of the blocks that compute."""
+    offload_optimizer: bool = False
+    """Whether optimizer state lies in host memory between updates, and comes to the device for the update, that of some
+    parameters at a time: less memory, longer updates, the same bits. Not for muon, which works on many matrices together."""
     branch_groups: Annotated[
         Literal["off", "auto"] | BranchSizes,
         Words("off, auto, or a list of ranks for each branch, as in [2, 1, 1]"),
@@ -411,8 +414,18 @@ class Restart(Section):
     """The same for what takes unforeseen time: start and first step (which compiles), a checkpoint, an evaluation."""
 
 
+LessMemory = Literal["halve", "recompute", "offload"]
+
+
 class Safeguards(Section):
-    """What a run does about data that cannot be read, and about wrong numbers that are finite."""
+    """What a run does about memory that runs out, data that cannot be read, and wrong numbers that are finite."""
+
+    on_out_of_memory: Annotated[list[LessMemory], Words("a list of halve, recompute and offload")] = Field(
+        default=["halve"]
+    )
+    """What a run takes less memory by once it has run out, in this order, each as far as it goes: half the micro-batch; more
+    recompute, selective and then full; optimizer state in host memory. None of these changes a gradient but for rounding;
+    without any left the run ends and names what else there is."""
 
     on_bad_data: Literal["stop", "skip"] = "stop"
     """What a batch does that some rank cannot read (cut short, altered, ids outside the vocabulary): the run ends, or all

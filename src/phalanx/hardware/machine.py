@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, PositiveInt, StringConstraints, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, ValidationError, model_validator
 
 from phalanx.errors import ConfigError
 from phalanx.hardware.interconnect import Links, Name, Network, OneLine, Section, Text
@@ -61,6 +61,16 @@ class Variable(Setting):
     """Whether the value is a folder that has to be made on every node."""
 
 
+class Host(Section):
+    """Memory of a node's processors, and each device's way to it; plans of offloaded state need both."""
+
+    source: Text
+    memory_gb: PositiveFloat
+    """GB (10^9 bytes) of a node."""
+    gb_s: PositiveFloat
+    """Nominal GB/s between the host's memory and one device, in each direction."""
+
+
 class Node(Section):
     """One node."""
 
@@ -74,6 +84,8 @@ class Node(Section):
     """CPU cores of one rank."""
     reserved_cores: tuple[int, ...] = ()
     """Cores that jobs may not use."""
+    host: Host | None = None
+    """Host memory; null where nobody says it."""
     cpu_masks: tuple[Mask, ...] = ()
     """Mask of the nearest cores for each device, in order; empty leaves the binding to Slurm."""
 
@@ -241,6 +253,16 @@ def _for_devices(options: Iterable[Option], devices: int) -> Iterator[Option]:
         option = one.option if one.some_devices is None else one.some_devices.replace("{devices}", str(devices))
         if option:
             yield one.model_copy(update={"option": option})
+
+
+def host_of(machine: Machine) -> Host:
+    """Return what a machine's description says of host memory. Raises ConfigError where it says nothing."""
+    if machine.node.host is None:
+        raise ConfigError(
+            f"layout.offload_optimizer=true keeps state in host memory, of which the description of {machine.name} says "
+            "nothing; add node.host with source, memory_gb and gb_s, or plan with layout.offload_optimizer=false"
+        )
+    return machine.node.host
 
 
 def cores_of(mask: str) -> list[int]:

@@ -185,7 +185,7 @@ make the same group twice."""
 def _resolve_layout(layout: Layout, world_size: int) -> ResolvedLayout:
     """Return `layout` with its degrees decided for so many ranks. Raises PhalanxError where it cannot be."""
     for name, reason in _REFUSED.items():
-        if getattr(layout, name) not in (1, "auto", "layer", "off"):
+        if getattr(layout, name) not in ("auto", Layout.model_fields[name].default):
             raise PhalanxError(f"layout.{name}={getattr(layout, name)} is not for a loop of your own: {reason}")
     degrees = {name: getattr(layout, name) for name in DEGREES}
     degrees = {name: 1 if degree == "auto" and name != "dp_shard" else degree for name, degree in degrees.items()}
@@ -205,6 +205,7 @@ _REFUSED = {
     "pp": "a pipeline must know which layers make a stage and what travels between them; register a Family",
     "cp": "attention must know which positions a rank holds; register a Family",
     "gather": "streamed weights need the projection pairs that a Family declares",
+    "offload_optimizer": "the optimizer is yours, and so is where its state lies",
     "branch_groups": "heads of several data sets are a Family's",
 }
 """Fields of the run file that need to know more of a model than a plain module says."""

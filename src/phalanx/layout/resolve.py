@@ -116,6 +116,7 @@ def with_degrees(model: BoundModel, degrees: Degrees, fits: MemoryFits | None = 
         gather=chosen.gather if math.prod(degrees[name] for name in SHARDING_AXES) > 1 else "layer",
         branch_groups=branch_sizes(model, math.prod(degrees[name] for name in DATA_AXES)),
         recompute=chosen.recompute,
+        offload_optimizer=chosen.offload_optimizer,
     )
     if chosen.microbatch != "auto":
         return layout

@@ -42,6 +42,7 @@ ONE_RANK_FIELDS: dict[str, int | str] = {
     "stages_per_rank": "auto",
     "context": "auto",
     "branch_groups": "off",
+    "offload_optimizer": False,
 }
 """Fields of `layout` in a run file that make any run one on a single rank; no result depends on them."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
@@ -59,7 +60,7 @@ NAMED: dict[str, tuple[str, ...]] = {
     "recompute": RECOMPUTES,
 }
 """Fields whose values are names. Tables hold positions in these tuples."""
-_BOOLEAN = ("cuts_structures", "reshard_after_forward")
+_BOOLEAN = ("cuts_structures", "reshard_after_forward", "offload_optimizer")
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ class ResolvedLayout:
     """Data-parallel ranks of each task head (`layout.data_parallel.task_heads.BranchGroups.sizes`); empty where every rank
     holds all heads."""
     recompute: Recompute = "none"
+    offload_optimizer: bool = False
+    """Whether optimizer state lies in host memory between updates."""
 
     @cached_property
     def table(self) -> LayoutTable:
@@ -183,6 +186,8 @@ class ResolvedLayout:
             chosen.append(("reshard_after_forward", self.reshard_after_forward))
         if everything or self.gather != "layer":
             chosen.append(("gather", self.gather))
+        if everything or self.offload_optimizer:
+            chosen.append(("offload_optimizer", self.offload_optimizer))
         if everything or self.branch_groups:
             chosen.append(("branch_groups", self.branch_groups))
         if everything or self.pp > 1:
@@ -230,6 +235,7 @@ class LayoutTable:
     """Tuples of whole numbers."""
     recompute: Ints
     """Positions in RECOMPUTES."""
+    offload_optimizer: Bools
 
     @classmethod
     def from_rows(cls, rows: Sequence[ResolvedLayout]) -> LayoutTable:

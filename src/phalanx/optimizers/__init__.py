@@ -3,6 +3,7 @@
 Knows parameters and the optimizer section of a run file; knows nothing of layouts, files or the training loop.
 """
 
+from phalanx.optimizers.offload import OffloadedOptimizer, choose_kind
 from phalanx.optimizers.optimizer_kind import (
     OPTIMIZERS,
     HeldParameters,
@@ -21,9 +22,11 @@ __all__ = [
     "OPTIMIZERS",
     "HeldParameters",
     "LearningRateSchedule",
+    "OffloadedOptimizer",
     "OptimizerKind",
     "WholeMatrices",
     "build_optimizer",
+    "choose_kind",
     "find_optimizer",
     "kept_values",
     "learning_rate_ratio",

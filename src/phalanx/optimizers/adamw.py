@@ -29,6 +29,7 @@ class AdamWKind(OptimizerKind):
 
     state_values = 2
     value_passes = 7
+    per_parameter = True
 
     def build(self, groups: Sequence[Group], config: Optimizer, held: HeldParameters) -> AdamW:
         """Return AdamW over `groups`, with the rates and decays of the run file."""

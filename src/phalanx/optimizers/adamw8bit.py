@@ -43,6 +43,7 @@ class AdamW8bitKind(ScaledUpdatesKind):
     # The kernel moves 4: gradient and parameter read, parameter written, codes of both moments read and written. To decode
     # and code takes it as long as an H100 takes to move 10.
     value_passes = 10
+    per_parameter = True
 
     def build(self, groups: Sequence[Group], config: Optimizer, held: HeldParameters) -> AdamW8bit:
         """Return it over `groups`, with the rates and decays of the run file."""

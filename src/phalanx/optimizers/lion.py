@@ -25,6 +25,7 @@ class LionKind(ScaledUpdatesKind):
     state_values = 1
     # Gradient, momentum and parameter read, the last two written, and the direction written and read.
     value_passes = 7
+    per_parameter = True
 
     def build(self, groups: Sequence[Group], config: Optimizer, held: HeldParameters) -> Lion:
         """Return Lion over `groups`."""

@@ -44,6 +44,9 @@ class OptimizerKind(ABC):
     what is kept in fewer bits."""
     value_passes: int
     """Values that an update reads or writes for each parameter, gradient included: 7 for AdamW."""
+    per_parameter: bool = False
+    """Whether an update gives each parameter the same bits whichever others it is called for: `layout.offload_optimizer`
+    calls it for some parameters after the others."""
 
     @property
     def matrix_state_values(self) -> float:
@@ -174,6 +177,7 @@ def build_optimizer(
     parameter_kind: Callable[[str], ParameterKind],
     held: HeldParameters | None = None,
     rate_ratio: Callable[[str], float] = lambda name: 1.0,
+    kind: OptimizerKind | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer that `config` names over parameters by name, those with weight decay first.
 
@@ -181,7 +185,7 @@ def build_optimizer(
 
     parameter_kind: of the parameter with this name, as its family says. held: see `OptimizerKind.build`; by default all
     parameters are whole, and none is a matrix. rate_ratio: factor of the learning rate by parameter, beside those of
-    `config`.
+    `config`. kind: what builds it; by default the optimizer of that name.
     """
     groups: dict[tuple[float, float, bool], Group] = {}
     for name, parameter in parameters.items():
@@ -191,8 +195,8 @@ def build_optimizer(
         ratio = learning_rate_ratio(name, config) * rate_ratio(name)
         decay = 0.0 if parameter_kind(name) in config.no_decay else config.weight_decay
         # One fused kernel takes either plain tensors (streamed matrices) or sharded ones, so they are groups of their own.
-        kind = (decay, ratio, isinstance(parameter, DTensor))
-        group = groups.setdefault(kind, {"params": [], "weight_decay": decay})
+        alike = (decay, ratio, isinstance(parameter, DTensor))
+        group = groups.setdefault(alike, {"params": [], "weight_decay": decay})
         if ratio != 1.0:
             group |= {"lr": config.lr * ratio, "lr_ratio": ratio}
         group["params"].append(parameter)
@@ -200,7 +204,7 @@ def build_optimizer(
         # A rank of a pipeline may hold frozen parameters alone.
         groups[0.0, 1.0, False] = {"params": [], "weight_decay": 0.0}
     ordered = sorted(groups.values(), key=lambda group: -group["weight_decay"])
-    return find_optimizer(config).build(ordered, config, held or HeldParameters())
+    return (kind or find_optimizer(config)).build(ordered, config, held or HeldParameters())
 
 
 def learning_rate_ratio(name: str, config: Optimizer) -> float:

@@ -25,7 +25,7 @@ from phalanx.planner.plan.layout_list import LayoutList, Questions, list_questio
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.plan_summary import Row
 from phalanx.planner.rank.cost_models import WAITING, Floats, is_waiting
-from phalanx.planner.rank.enumeration import CHOSEN, EFFECTIVE_WITH, Limits
+from phalanx.planner.rank.enumeration import CHOSEN, EFFECTIVE_WITH, SELDOM, Limits
 from phalanx.planner.rank.ranking import pareto_front
 from phalanx.report.drawing import WIDTH, Drawing, Plot, choose_value_ticks, fit_scale, make_line, make_text
 from phalanx.report.table import Column
@@ -87,6 +87,7 @@ _SPLIT_COLUMNS: tuple[Column[Row], ...] = (
         gives_way=2,
     ),
     Column("recompute", lambda row: row["recompute"], gives_way=2),
+    Column("offload", lambda row: "optimizer" if row["offload_optimizer"] else "-", gives_way=3),
 )
 PARALLELISM_COLUMNS = (*_SPLIT_COLUMNS, Column[Row]("GiB", lambda row: format_gibibytes(row["memory_bytes"])))
 """Columns for how a layout splits the work, and the memory that takes: on a terminal and on the page."""
@@ -115,8 +116,13 @@ LAYOUT_COLUMNS: tuple[Column[Row], ...] = (
 
 
 def layout_columns(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> list[Column[Row]]:
-    """Return the columns without those of what all rows have plain: gathering by layer, tokens that travel in one chunk."""
-    plain = {"gather": all(row["gather"] == "layer" for row in rows), "chunks": all(r["ep_chunks"] == 1 for r in rows)}
+    """Return the columns without those of what all rows have plain: gathering by layer, tokens that travel in one chunk,
+    state on the device."""
+    plain = {
+        "gather": all(row["gather"] == "layer" for row in rows),
+        "chunks": all(row["ep_chunks"] == 1 for row in rows),
+        "offload": not any(row["offload_optimizer"] for row in rows),
+    }
     return [column for column in columns if not plain.get(column.head, False)]
 
 
@@ -303,7 +309,7 @@ def list_choices(explorer: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[
         (name, values[name], write_value(fixed[name]) if name in fixed else "")
         for name in CHOSEN
         # a model without experts has nothing to spread
-        if name not in ("ep", "expert_tp", "ep_chunks") or len(values[name]) > 1
+        if name not in SELDOM or len(values[name]) > 1
     ]
 
 

@@ -10,6 +10,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
+def with_local_part(like: Tensor, local: Tensor) -> Tensor:
+    """Return `local`, on any device, as this rank's part of a tensor sharded as `like` is; of a plain one, itself."""
+    if not isinstance(like, DTensor):
+        return local
+    # The constructor, as FSDP2 calls it: `from_local` would move the part to the device of the mesh.
+    return DTensor(local, like._spec, requires_grad=False)
+
+
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's part of `tensor`, and where it begins in the whole, by dim; of a plain tensor, all of it.
 

@@ -44,7 +44,13 @@ from phalanx.training.inputs import Inputs, TrainableModel
 from phalanx.training.logs import RunLog, check_trackers, open_sinks
 from phalanx.training.metrics import Peaks, StepMeter, find_peaks
 from phalanx.training.run_dir import RunDirectory, describe_machine
-from phalanx.training.safeguards.memory_limit import advise_remedies, heed_memory_limit, note_out_of_memory
+from phalanx.training.safeguards.memory_limit import (
+    advise_remedies,
+    heed_memory_limit,
+    less_memory,
+    lighter_layout,
+    note_out_of_memory,
+)
 from phalanx.training.safeguards.memory_probe import MemoryProbe, recall_microbatch
 from phalanx.training.step import build_step
 from phalanx.training.stopping import explain_failures, report_failure
@@ -112,7 +118,7 @@ def _train_on_ranks(
         layout = heed_memory_limit(run_dir, chosen)
         if bounded and capacity is not None and recalled is None and layout == chosen:
             probe = MemoryProbe(model, ranks, device, capacity, run_dir)
-        place = Placement(ranks, layout, build_mesh(layout, device), device)
+        place = Placement(ranks, layout, build_mesh(layout, device), device, stated=chosen)
         model = model.settle(run_dir)
         # Before the run directory is made: missing data then leaves nothing behind.
         inputs = model.open_inputs(layout, place.mesh, device, first=ranks.first)
@@ -122,8 +128,7 @@ def _train_on_ranks(
             directory = RunDirectory(run_dir)
             directory.create()
             with RunLock(run_dir):
-                spared = chosen.microbatch - layout.microbatch
-                _train_in_directory(model, place, directory, inputs, callbacks, heartbeat, until, spared, probe, upload)
+                _train_in_directory(model, place, directory, inputs, callbacks, heartbeat, until, probe, upload)
                 heartbeat.enter("end")
     except Interrupted:
         heartbeat.enter("end")
@@ -153,14 +158,12 @@ def _train_in_directory(
     callbacks: dict[str, Callback],
     heartbeat: Heartbeat,
     until: int | None,
-    spared: int,
     probe: MemoryProbe | None,
     upload: UploadAddress | None,
 ) -> None:
     """Build the parts of the run, load what it resumes from, and train, in a run directory that no other process has.
 
-    spared: samples by which micro-batches are smaller than the run file says, since memory ran out before. probe: chooses
-    them before the first step. upload: where checkpoints are copied to.
+    probe: chooses the micro-batch before the first step. upload: where checkpoints are copied to.
     """
     trainer: Trainer | None = None
 
@@ -170,13 +173,14 @@ def _train_in_directory(
     def save_memory() -> str:
         layout = place.layout if trainer is None else trainer.parts.step.applied.layout
         advise = partial(advise_remedies, model, layout, device_kind(device_name(place.device)))
-        return note_out_of_memory(directory.path, layout, advise)
+        lighter = lighter_layout(model, layout, model.run.safeguards.on_out_of_memory, place.ranks.ranks_per_node)
+        return note_out_of_memory(directory.path, layout, place.stated, lighter, advise)
 
     # Closed in the reverse order: the store may still write events while it finishes its last save.
     explained = explain_failures(place.ranks, place.stage_words, directory.path, name_moment, save_memory)
     with explained, ExitStack() as opened:
         opened.callback(directory.close)
-        parts, restored = _build_parts(model, place, directory, inputs, callbacks, heartbeat, spared, opened, upload)
+        parts, restored = _build_parts(model, place, directory, inputs, callbacks, heartbeat, opened, upload)
         parts = replace(parts, probe=probe)
         parts.step.report_to(heartbeat)
         heartbeat.begin(restored.step)
@@ -193,13 +197,12 @@ def _build_parts(
     inputs: Inputs,
     callbacks: dict[str, Callback],
     heartbeat: Heartbeat,
-    spared: int,
     opened: ExitStack,
     upload: UploadAddress | None,
 ) -> tuple[RunParts, Restored]:
     """Return the parts of the run on this rank, filled from what it resumes from, and that state.
 
-    opened: closes the store and the log when training ends. spared: as `_train_in_directory` has it.
+    opened: closes the store and the log when training ends.
     """
     run, ranks, device = model.run, place.ranks, place.device
     attention = _agree_on_attention(model, place)
@@ -224,7 +227,7 @@ def _build_parts(
         changes = directory.changes_since(run, machine) if restored.step else []
         describe()
         started_s = time.monotonic() - heartbeat.began
-        _record_start(run, directory, place.layout, attention, restored, spared, changes, started_s)
+        _record_start(run, directory, place, attention, restored, changes, started_s)
     # After the rewind, which cuts what an interrupted run wrote beyond the step that this one resumes from.
     log = _open_log(model, place, attention, inputs, directory, restored, changes)
     opened.callback(log.close)
@@ -250,22 +253,19 @@ def _build_parts(
 def _record_start(
     run: Run,
     directory: RunDirectory,
-    layout: ResolvedLayout,
+    place: Placement,
     attention: AttentionChoice,
     restored: Restored,
-    spared: int,
     changes: list[str],
     started_s: float,
 ) -> None:
-    """Write the event that the run starts or resumes, after that of a smaller micro-batch where it has one.
+    """Write the event that the run starts or resumes, after that of a layout that takes less memory where it has one.
 
     changes: what is another than at the last start. started_s: seconds until now since this process took part.
     """
-    first_step = restored.step
-    if spared:
-        directory.event(
-            "less_memory", first_step, microbatch=layout.microbatch, accumulation=layout.accumulation, spared=spared
-        )
+    first_step, layout = restored.step, place.layout
+    if layout != place.stated:
+        directory.event("less_memory", first_step, **less_memory(layout, place.stated))
     directory.event(
         "resume" if first_step else "start",
         first_step,

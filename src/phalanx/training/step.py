@@ -22,7 +22,7 @@ from phalanx.layout.execute import Executor
 from phalanx.layout.layout_model import LayoutModel
 from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.optimizers import build_optimizer, find_optimizer
+from phalanx.optimizers import OffloadedOptimizer, build_optimizer, choose_kind
 from phalanx.torch_compat import common as compat
 from phalanx.training.gradient_noise import GradientNoise
 from phalanx.training.stopping import ran_out_of_memory
@@ -69,9 +69,7 @@ def build_step(model: LayoutModel, applied: ParallelModel, device: torch.device)
     applied: the same model, laid out on this rank.
     """
     config = model.run.optimizer
-    optimizer = build_optimizer(
-        applied.parameters, config, model.parameter_kind, applied.hold_parameters(model), model.rate_ratio
-    )
+    optimizer = build_optimizer_of(model, applied)
     scaler = GradScaler(device.type) if model.run.layout.scales_loss else None
     ema = model.run.training.ema
     average = None if ema is None else WeightAverage(applied.parameters, ema)
@@ -81,6 +79,19 @@ def build_step(model: LayoutModel, applied: ParallelModel, device: torch.device)
     for _, samples in batch_sizes(model.run).stages:
         step.add_batch_size(samples)
     return step
+
+
+def build_optimizer_of(model: LayoutModel, applied: ParallelModel) -> torch.optim.Optimizer:
+    """Return a fresh optimizer, as the run of `model` asks for it, over the parameters of the same model on this rank."""
+    config = model.run.optimizer
+    return build_optimizer(
+        applied.parameters,
+        config,
+        model.parameter_kind,
+        applied.hold_parameters(model),
+        model.rate_ratio,
+        choose_kind(config, offloaded=applied.layout.offload_optimizer),
+    )
 
 
 def build_full_step(model: LayoutModel, applied: ParallelModel, device: torch.device) -> TrainStep:
@@ -115,7 +126,7 @@ class TrainStep:
         """By samples of a rank: what runs the smaller batches of a warm-up."""
         self.optimizer = optimizer
         self.config = config
-        self.kind = find_optimizer(config)
+        self.kind = choose_kind(config, offloaded=applied.layout.offload_optimizer)
         self.device = device
         self.scaler = scaler
         self.average = average
@@ -213,6 +224,8 @@ class TrainStep:
 
     def saved_tensors(self) -> dict[str, Place]:
         """Return what a checkpoint holds: model, optimizer state and the average of the weights, each with its place."""
+        if isinstance(self.optimizer, OffloadedOptimizer):
+            self.optimizer.synchronise()
         applied = self.applied
         averages = {} if self.average is None else self.average.tensors
         placed = placed_tensors(applied.saved, applied.splits, self.optimizer)

@@ -38,7 +38,7 @@ from phalanx.training.run_dir import RunDirectory, measured_save_seconds
 from phalanx.training.safeguards.checkpoint_interval import CheckpointInterval
 from phalanx.training.safeguards.dead_experts import DeadExperts
 from phalanx.training.safeguards.divergence import Divergence, DivergenceGuard, all_finite
-from phalanx.training.safeguards.memory_limit import note_out_of_memory, smaller_microbatch
+from phalanx.training.safeguards.memory_limit import less_memory, note_out_of_memory, smaller_microbatch
 from phalanx.training.safeguards.memory_probe import MemoryProbe
 from phalanx.training.safeguards.step_replay import StepReplay
 from phalanx.training.safeguards.straggler_log import StragglerLog
@@ -56,6 +56,8 @@ class Placement:
     layout: ResolvedLayout
     mesh: Mesh
     device: torch.device
+    stated: ResolvedLayout
+    """The layout as the run file has it: `layout` may take less memory, where that ran out before."""
 
     @property
     def stage_words(self) -> str:
@@ -137,7 +139,8 @@ class Trainer:
         self.unlogged: tuple[StepMetrics, Callable[[], RankTimes]] | None = None
         """A step whose times on other ranks are still on their way."""
         # Where there are other ranks, these wait for exchanges that a failed pass will not come to: all begin again.
-        if parts.place.ranks.world_size == 1 and run.restart.max > 0:
+        halves = run.restart.max > 0 and "halve" in run.safeguards.on_out_of_memory
+        if parts.place.ranks.world_size == 1 and halves:
             parts.step.save_memory = self._halve_microbatch
 
     def train(self) -> None:
@@ -238,11 +241,10 @@ class Trainer:
         if smaller is None:
             return None
         # A later start of the run begins with it.
-        note_out_of_memory(self.parts.directory.path, layout)
-        sizes = {"microbatch": smaller.microbatch, "accumulation": smaller.accumulation}
+        note_out_of_memory(self.parts.directory.path, layout, self.parts.place.stated, smaller)
         # Steps before it may still be computed.
         step = self.step + len(self.launched) + 1
-        self.parts.log.event("less_memory", step, **sizes, spared=layout.microbatch - smaller.microbatch)
+        self.parts.log.event("less_memory", step, **less_memory(smaller, layout))
         self.parts.log.note(
             f"step {step} ran out of memory: it is done again with {smaller.microbatch} x {smaller.accumulation} samples in "
             f"place of {layout.microbatch} x {layout.accumulation}, which changes no gradient"

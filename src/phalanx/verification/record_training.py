@@ -20,8 +20,7 @@ from phalanx.layout.mesh import Mesh
 from phalanx.layout.place import Place, place_of
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.nn.parameters import InitRule
-from phalanx.optimizers import build_optimizer
-from phalanx.training.step import TrainStep
+from phalanx.training.step import TrainStep, build_optimizer_of
 from phalanx.verification.family import VerifiableModel
 from phalanx.verification.replay_routing import Choices, StepRouting, find_routers
 from phalanx.verification.watch_modules import ModuleWatch, Rows
@@ -96,8 +95,7 @@ def record_training(
     if perturbation is not None:
         _perturb_parameters(applied, model, perturbation)
     before = _copy_parameters(applied) if updates else {}
-    held = applied.hold_parameters(model)
-    optimizer = build_optimizer(applied.parameters, run.optimizer, model.parameter_kind, held, model.rate_ratio)
+    optimizer = build_optimizer_of(model, applied)
     scaler = GradScaler(device.type) if model.run.layout.scales_loss else None
     step = RecordedStep(applied, optimizer, run.optimizer, device=device, scaler=scaler)
     # Each data-parallel rank has neighbouring samples of the global batch, as in training.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -184,6 +185,31 @@ def test_blocks_gathered_together_hold_what_the_code_holds(words: dict[str, Any]
     first = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, KERNELS)[0]
     found = dry_run(bind(run, TracedModel), layout, 0, build_full_step, accelerator=False, devices_per_node=None)
     assert first.allocated == pytest.approx(found.peak, rel=0.02), (first, found.moment, found.categories)
+
+
+OFFLOADED: list[dict[str, Any]] = [
+    {"dp_shard": 1, "microbatch": 2},
+    {"dp_shard": 4, "tp": 2, "recompute": "full"},
+    {"dp_shard": 2, "pp": 2, "cp": 2, "schedule": "zbv"},
+    {"dp_shard": 8, "zero": 1, "microbatch": 1, "gather_blocks": 2},
+]
+
+
+@pytest.mark.parametrize("words", OFFLOADED, ids=str)
+def test_offloaded_state_takes_what_the_code_takes_on_devices_and_in_host_memory(words: dict[str, Any]) -> None:
+    world = math.prod(words.get(name, 1) for name in ("dp_shard", "tp", "pp", "cp"))
+    run = run_with(SIZES | {"model.n_layers": 4}, **{"global_batch": 16, "offload_optimizer": True, **words})
+    layout, model = resolve_layout(bind(run), world), bind(run, TracedModel)
+    kernels = Kernels("flash", compiled=False)
+    check_worst_rank(run, layout, rank_memory(model, layout, layout.recompute, kernels))
+    held = memory(model, layout.table, kernels)
+    reports = [
+        dry_run(model, layout, rank, build_full_step, accelerator=True, devices_per_node=None)
+        for rank in range(0, world, world // layout.pp)
+    ]
+    assert held.host[0] == pytest.approx(max(report.host for report in reports), rel=0.02)
+    plain = memory(model, replace(layout, offload_optimizer=False).table, kernels)
+    assert plain.host[0] == 0 and plain.allocated[0] >= held.allocated[0]
 
 
 @pytest.mark.parametrize(("together", "units", "microbatches"), [(1, 4, 3), (2, 2, 1), (2, 2, 3), (3, 2, 1), (9, 1, 3)])

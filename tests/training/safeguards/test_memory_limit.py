@@ -1,6 +1,7 @@
 """Runs that get out of memory start again with smaller micro-batches: same samples, same losses."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,16 +9,22 @@ import pytest
 
 import phalanx_processes
 from fault_injection import fault_words, offer_callback
+from layout_runs import run_with
 from phalanx.config.load import load_run
+from phalanx.config.schema import LessMemory
 from phalanx.errors import PhalanxError
 from phalanx.families.registry import bind
 from phalanx.hardware.host import LESS_MEMORY
 from phalanx.launch.faults import Fault
 from phalanx.launch.restart import MEMORY_FILE, is_worth_restart, read_memory_limit
+from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.training.safeguards.memory_limit import (
     advise_remedies,
     heed_memory_limit,
+    less_memory,
+    lighter_layout,
+    name_layout,
     note_out_of_memory,
     smaller_microbatch,
 )
@@ -37,6 +44,11 @@ def train(run_file: Path, run_dir: Path, *words: str) -> tuple[int, str]:
 
 def losses(run_dir: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def note(run_dir: Path, layout: ResolvedLayout) -> str:
+    """Note that memory ran out in the layout of the run file, which then takes smaller micro-batches."""
+    return note_out_of_memory(run_dir, layout, layout, smaller_microbatch(layout))
 
 
 EXPERTS = "model.experts={count: 4, active: 2, d_ff: 32}"
@@ -137,14 +149,106 @@ def test_the_next_smaller_micro_batch_is_legal_and_none_is_below_one() -> None:
 
 def test_other_layouts_do_not_heed_the_limit(tmp_path: Path) -> None:
     layout = ResolvedLayout(16, 8)
-    assert "computes 4 x 4 samples in place of 8 x 2" in note_out_of_memory(tmp_path, layout)
+    assert "computes 4 x 4 samples in place of 8 x 2" in note(tmp_path, layout)
     assert heed_memory_limit(tmp_path, layout).microbatch == 4
     for other in (ResolvedLayout(16, 8, recompute="full"), ResolvedLayout(32, 8), ResolvedLayout(16, 2)):
         assert heed_memory_limit(tmp_path, other) == other
-    assert note_out_of_memory(tmp_path, ResolvedLayout(16, 1)) == LESS_MEMORY
+    assert note(tmp_path, ResolvedLayout(16, 1)) == LESS_MEMORY
     (tmp_path / MEMORY_FILE).write_text('{"layout": 3}')
     with pytest.raises(PhalanxError, match="is damaged; remove it"):
         heed_memory_limit(tmp_path, layout)
+
+
+def list_lighter(ways: list[LessMemory], changes: dict[str, Any] | None = None, **layout: Any) -> list[dict[str, Any]]:
+    """What changes from one layout to the next, each lighter than the one before, until there is none."""
+    model = bind(run_with(changes, **layout))
+    present, found = resolve_layout(model, 2), []
+    while (lighter := lighter_layout(model, present, ways, None)) is not None:
+        before, after = asdict(present), asdict(lighter)
+        found.append({name: value for name, value in after.items() if value != before[name]})
+        present = lighter
+    return found
+
+
+def test_a_run_takes_less_memory_in_the_ways_and_the_order_that_it_allows() -> None:
+    batch = {"dp_shard": 2, "global_batch": 8, "microbatch": 4}
+    halved = [{"microbatch": 2}, {"microbatch": 1}]
+    recomputed, offloaded = [{"recompute": "selective"}, {"recompute": "full"}], [{"offload_optimizer": True}]
+    assert list_lighter(["halve"], **batch) == halved
+    assert list_lighter(["halve", "recompute", "offload"], **batch) == halved + recomputed + offloaded
+    assert list_lighter(["offload", "recompute"], **batch) == offloaded + recomputed
+    assert list_lighter([], **batch) == []
+    assert list_lighter(["recompute", "offload"], **batch, recompute="selective") == recomputed[1:] + offloaded
+
+
+def test_what_is_not_legal_is_passed_over() -> None:
+    ways: list[LessMemory] = ["recompute", "offload"]
+    batch = {"dp_shard": 2, "global_batch": 8, "microbatch": 1}
+    assert list_lighter(ways, {"optimizer.name": "muon"}, **batch) == [
+        {"recompute": "selective"},
+        {"recompute": "full"},
+    ]
+    # Streamed weights keep no selection.
+    streamed = list_lighter(ways, **batch, gather="stream")
+    assert streamed == [{"recompute": "full"}, {"offload_optimizer": True}]
+
+
+def test_a_start_takes_all_that_earlier_ones_were_left_to_take(tmp_path: Path) -> None:
+    model = bind(run_with(dp_shard=2, global_batch=4, microbatch=2))
+    stated = resolve_layout(model, 2)
+    words = []
+    for _ in range(4):
+        present = heed_memory_limit(tmp_path, stated)
+        lighter = lighter_layout(model, present, ["halve", "recompute", "offload"], None)
+        words.append(note_out_of_memory(tmp_path, present, stated, lighter).partition(", which")[0])
+        assert heed_memory_limit(tmp_path, stated) == lighter != present
+    assert words == [
+        "started again, the run computes 1 x 2 samples in place of 2 x 1",
+        "started again, the run takes layout.recompute=selective in place of none",
+        "started again, the run takes layout.recompute=full in place of selective",
+        "started again, the run takes layout.offload_optimizer=true",
+    ]
+    present = heed_memory_limit(tmp_path, stated)
+    assert less_memory(present, stated) == {
+        "microbatch": 1,
+        "accumulation": 2,
+        "spared": 1,
+        "recompute": "full",
+        "offload_optimizer": True,
+    }
+    assert lighter_layout(model, present, ["halve", "recompute", "offload"], None) is None
+    # Written before there was more than micro-batches.
+    old = {"layout": name_layout(stated), "microbatch": 1}
+    (tmp_path / MEMORY_FILE).write_text(json.dumps(old))
+    assert heed_memory_limit(tmp_path, stated) == replace(stated, microbatch=1)
+
+
+def test_restarts_recompute_and_offload_where_no_micro_batch_is_smaller(
+    run_file: Path, tmp_path: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(run_file.parent / "package"))
+    schedule = tmp_path / "schedule.json"
+    faults = [{"number": n, "kind": "oom", "rank": n % 2, "step": 2 + n, "seed": 0} for n in (1, 2, 3)]
+    schedule.write_text(json.dumps(faults))
+    chaos = json.dumps([{"name": "chaos", "options": {"schedule": str(schedule)}}])
+    words = [
+        "--nproc",
+        "2",
+        "training.steps=8",
+        "layout.dp_shard=2",
+        "layout.microbatch=1",
+        f"training.callbacks={chaos}",
+    ]
+    words += ["safeguards.on_out_of_memory=[halve, recompute, offload]", "restart.backoff_s=0"]
+    process = phalanx_processes.start(["train", str(run_file), "--run-dir", str(tmp_path / "run"), *words])
+    code, errors = process.finish()
+    assert code == 0, errors[-3000:]
+    assert "restart 3" in errors and "restart 4" not in errors
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    less = [event for event in events if event["kind"] == "less_memory"]
+    found = [(event.get("recompute"), event.get("offload_optimizer")) for event in less]
+    assert found == [("selective", None), ("full", None), ("full", True)]
 
 
 def test_a_launcher_starts_again_what_takes_less(tmp_path: Path) -> None:
@@ -153,7 +257,7 @@ def test_a_launcher_starts_again_what_takes_less(tmp_path: Path) -> None:
     object.__setattr__(fault, "phase", "compile")
     assert not is_worth_restart(fault) and is_worth_restart(fault, needs_less=True)
     assert read_memory_limit(tmp_path) is None
-    note_out_of_memory(tmp_path, ResolvedLayout(16, 8))
+    note(tmp_path, ResolvedLayout(16, 8))
     first = read_memory_limit(tmp_path)
-    note_out_of_memory(tmp_path, ResolvedLayout(16, 4))
+    note(tmp_path, ResolvedLayout(16, 4))
     assert first is not None and read_memory_limit(tmp_path) != first

@@ -123,6 +123,7 @@ def _print_reports(
             [
                 f"  {_describe_peak(report, per_node)}",
                 "  at the peak: " + ", ".join(f"{name} {_format_gib(size)}" for size, name in held),
+                *([f"  in host memory: {_format_gib(report.host)}"] if report.host else []),
             ]
         )
         print_table(_traffic_columns(per_node), report.traffic)

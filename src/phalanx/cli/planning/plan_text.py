@@ -54,6 +54,8 @@ def write_plan_lines(plan: Plan, width: int) -> Iterator[str]:
     yield from _write_layouts(facts["layouts"], width)
     yield from _wrap_prose(f"time of 1: {_list_shares(best['time_by_cause_s'], format_duration)}", width)
     yield from _wrap_prose(f"memory of 1: {_list_shares(best['memory_by_cause_bytes'], _format_gib)}", width)
+    if best["host_memory_bytes"]:
+        yield from _wrap_prose(f"host memory of 1: {_format_gib(best['host_memory_bytes'])} a rank", width)
     yield ""
     yield from _wrap_prose("nothing beats these in time, memory and energy at once:", width)
     yield from _write_layouts(facts["pareto"], width)

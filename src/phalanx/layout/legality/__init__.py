@@ -13,6 +13,7 @@ import numpy as np
 
 from phalanx.families.family import BoundModel
 from phalanx.layout.legality.degree_rules import BRANCH_RULES, DEGREE_RULES, NODE_RULES, SPLIT_RULES
+from phalanx.layout.legality.offload_rules import OFFLOAD_RULES
 from phalanx.layout.legality.pipeline_rules import BATCH_RULES, STAGE_RULES
 from phalanx.layout.legality.precision_rules import PRECISION_RULES
 from phalanx.layout.legality.rule import Reason, Requirements
@@ -25,6 +26,7 @@ RULES = (
     *BRANCH_RULES,
     *SPLIT_RULES,
     *PRECISION_RULES,
+    *OFFLOAD_RULES,
     *STAGE_RULES,
     *BATCH_RULES,
     *NODE_RULES,

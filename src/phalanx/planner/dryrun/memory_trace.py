@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from phalanx.host_memory import HostMemory
 from phalanx.layout.context_parallel.ring_attention import (
     RING_ATTENTION,
     RING_GRADIENTS,
@@ -112,6 +113,10 @@ class StepTrace(TorchDispatchMode):
         self.calls: Counter[Call] = Counter()
         self._fake = compat_fake.active_fake_mode()
         self._allocations: dict[int, Allocation] = {}
+        self._on_host: set[int] = set()
+        self.host = 0
+        """Bytes that were given out in host memory, which are no part of all else."""
+        self._giving_host = False
         self._ended: list[Allocation] = []
         self._time = 0
         self._units: list[int] = []
@@ -155,6 +160,18 @@ class StepTrace(TorchDispatchMode):
             if isinstance(tensor, Tensor) and (found := self._allocations.get(compat.storage_key(tensor))):
                 found.category = category
 
+    def give_host_memory(
+        self, give: Callable[[HostMemory, Tensor], Tensor], memory: HostMemory, like: Tensor
+    ) -> Tensor:
+        """Give out host memory as `HostMemory.like`, which is `give`, does, and leave it out of the account."""
+        self._giving_host = True
+        try:
+            found = give(memory, like)
+        finally:
+            self._giving_host = False
+        self.host += like.nbytes
+        return found
+
     def at_peak(self) -> dict[Category, int]:
         """Return the bytes by category at the moment of the peak; to be asked once the step is over."""
         found: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
@@ -195,7 +212,12 @@ class StepTrace(TorchDispatchMode):
             if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
                 continue
             storage, key = tensor.untyped_storage(), compat.storage_key(tensor)
-            if key not in self._allocations:
+            if key in self._on_host:
+                continue
+            if self._giving_host:
+                self._on_host.add(key)
+                weakref.finalize(storage, self._on_host.discard, key).atexit = False
+            elif key not in self._allocations:
                 weakref.finalize(storage, self._free, key).atexit = False
                 self._allocate(key, storage.nbytes(), str(func))
         if func.namespace == "fsdp":

@@ -24,6 +24,8 @@ class Measured:
     """Bytes at the peak."""
     points: list[Point]
     calls: dict[Call, int]
+    host: int
+    """Bytes in host memory."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class RankReport:
     """The most that ran; what is reported for more follows from how the last ones added."""
     seconds: float
     """Seconds that the dry run took."""
+    host: int
+    """Bytes that the rank keeps in host memory, such as offloaded optimizer state."""
 
     @property
     def collectives(self) -> int:
@@ -88,6 +92,7 @@ class RankReport:
             "peak_stage": self.moment.stage,
             "peak_microbatch": self.moment.microbatch or None,
             "bytes_at_peak": self.categories,
+            "host_bytes": self.host,
             "collectives": self.collectives,
             "bytes_sent": sum(t.sent_in_all for t in self.traffic),
             "bytes_over_node_boundary": sum(t.crossing_in_all for t in self.traffic),
@@ -150,6 +155,7 @@ def rank_report(
         microbatches=wanted,
         microbatches_run=more.microbatches,
         seconds=seconds,
+        host=more.host,
     )
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.data.batch_stream import Batch
+from phalanx.host_memory import HostMemory
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.layout.data_parallel.gradients import local_gradient
@@ -175,6 +176,7 @@ def measured_step(
         peak=trace.peak,
         moment=trace.peak_moment,
         categories=dict(trace.at_peak()),
+        host=trace.host,
         points=list(trace.points),
         calls=dict(trace.calls),
     )
@@ -268,6 +270,12 @@ def fake_rank(layout: ResolvedLayout, rank: int, *, accelerator: bool) -> Iterat
             stack.enter_context(compat.cpu_stands_in())
             stack.enter_context(fused_norms())
         trace = stack.enter_context(StepTrace().watching())
+        give = HostMemory.like
+
+        def like(memory: HostMemory, tensor: Tensor) -> Tensor:
+            return trace.give_host_memory(give, memory, tensor)
+
+        stack.enter_context(patch.object(HostMemory, "like", like))
         yield mesh, trace
 
 

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from phalanx.layout.spec import SCHEDULES, Ints, LayoutTable, Recompute, ResolvedLayout
-from phalanx.optimizers import kept_values, updates_whole_matrices
+from phalanx.optimizers import find_optimizer, kept_values, updates_whole_matrices
 from phalanx.planner.distinct_rows import distinct_rows
+from phalanx.planner.memory.offload import host_bytes, moved_share
 from phalanx.planner.memory.one_stage import OneStage, one_stage_candidates
 from phalanx.planner.memory.parts import ModelBytes, model_bytes
 from phalanx.planner.memory.peer_buffers import peer_buffer_bytes
@@ -58,6 +59,8 @@ class MemoryEstimates:
     """What the rank does then."""
     peer_buffers: FloatArray
     """Bytes beside them that shards exchange through; 0 where collectives do that."""
+    host: FloatArray
+    """Bytes of state that a rank keeps in host memory."""
 
     @property
     def held(self) -> FloatArray:
@@ -117,7 +120,7 @@ def memory(
             if peer_copies:
                 held = _parts_at(model, some, rank[chunk])
                 peer_buffers[chunk] = peer_buffer_bytes(state, held)
-    return MemoryEstimates(allocated, rank, moment, peer_buffers)
+    return MemoryEstimates(allocated, rank, moment, peer_buffers, host_bytes(model, candidates, parts))
 
 
 def _least_bytes(model: TracedModel, candidates: LayoutTable, state: MemoryState) -> FloatArray:
@@ -213,7 +216,6 @@ def _peak_candidates(model: TracedModel, column: list[int], *, rank: int | None 
         layout.gather_blocks,
         layout.gathers_ahead,
         model.config.leading_layers,
-        updates_whole_matrices(model.run.optimizer),
     )
     if rank is None:
         return pipeline_candidates(pipeline)[dropped]
@@ -259,6 +261,16 @@ def _parts(model: TracedModel, candidates: LayoutTable, kernels: Kernels, peer_c
     )
 
 
+def _kept_values(model: TracedModel, candidates: LayoutTable, parts: ModelBytes) -> dict[str, FloatArray]:
+    """Return the values that are kept on the device for each parameter, as fields of `MemoryState`, [layouts] each."""
+    offloaded = np.where(candidates.offload_optimizer, find_optimizer(model.run.optimizer).state_values, 0.0)
+    return {
+        "optimizer_values": kept_values(model.run) - offloaded,
+        "matrix_values": kept_values(model.run, matrix=True) - offloaded,
+        "moved_values": offloaded * moved_share(model, candidates, parts),
+    }
+
+
 def _memory_state(
     model: TracedModel, candidates: LayoutTable, parts: ModelBytes, kernels: Kernels, peer_copies: bool
 ) -> MemoryState:
@@ -271,8 +283,7 @@ def _memory_state(
         master=precision.main_dtype.itemsize,
         quantised_width=precision.gathered_weight_bytes,
         copies=precision.copies_parameters and precision.products is None,
-        optimizer_values=kept_values(model.run),
-        matrix_values=kept_values(model.run, matrix=True),
+        **_kept_values(model, candidates, parts),
         sharded=candidates.data_ranks * candidates.cp > 1,
         piped=piped,
         zero=candidates.zero,

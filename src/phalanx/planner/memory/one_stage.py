@@ -238,8 +238,8 @@ class StepMoments:
         )
         end = {"own_embedding": 1, "own_head": self.tied, "embedding_reduced": 1, "head_reduced": self.tied}
         yield "gradients of the embedding reduced", {**(self.state | self.gradients(self.layers, self.untied)), **end}
-        whole = {"updated_blocks": self.layers, "updates": 1}
-        yield "update", {**self.state, **whole, "shared_blocks": self.layers, "shared_embedding": 1, "shared_head": 1}
+        updated = {"updated_blocks": self.layers, "updated_embedding": 1, "updated_head": 1, "updates": 1}
+        yield "update", {**self.state, **updated, "shared_blocks": self.layers, "shared_embedding": 1, "shared_head": 1}
 
     def head_gathered(self) -> dict[str, float]:
         """Return what is gathered while the head computes."""

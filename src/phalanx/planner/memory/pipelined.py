@@ -322,10 +322,8 @@ class _Moments(Replay):
         for name, count in whole.items():
             rows[:, COLUMN[name]] = count
             rows[:, COLUMN["shared_" + ("blocks" if name == "layers" else name)]] = count
-        if self.pipeline.whole_updates:
-            rows[:, COLUMN["updated_blocks"]] = blocks
-            rows[:, COLUMN["updated_leading"]] = leading
-            rows[:, COLUMN["updates"]] = 1
+            rows[:, COLUMN["updated_" + ("blocks" if name == "layers" else name)]] = count
+        rows[:, COLUMN["updates"]] = 1
         return rows, np.arange(len(rows))
 
     def _count_block_pass(self, direction: str, block: Counts | int) -> dict[str, Counts]:

@@ -85,6 +85,8 @@ COUNTS = (
     "head_given_up",
     "updated_blocks",
     "updated_leading",
+    "updated_embedding",
+    "updated_head",
     "updates",
 )
 """What is counted, in the order of the columns; `weights` says of each what one takes.
@@ -102,7 +104,8 @@ COUNTS = (
   matrices that are never gathered.
 - gathered_..: parameters. arrived_..: in the buffer that they came in as well. arriving_..: on their way.
 - sent_blocks, sent_embedding, sent_head: gradients in the buffer that they were reduced from. summed_embedding: reduced.
-- updated_..: parts whose matrices are updated whole, with a direction and an update of each; updates: such an update.
+- updated_..: parts that are updated: what state comes from host memory for that, and of matrices that are updated whole a
+  direction and an update of each; updates: such an update.
 - .._forward, .._backward, .._reduced: what is being done; experts_reduced: their reduction, and what is left of the backward
   pass of their block. .._given_up: whole gradients that a reduction has no need of any more.
 """
@@ -145,8 +148,6 @@ class Pipeline:
     """Units that are gathered while one computes."""
     leading: int = 0
     """Leading blocks of the model: dense ones of a mixture of experts."""
-    whole_updates: bool = False
-    """Whether the optimizer needs matrices whole."""
 
 
 @dataclass(frozen=True)

@@ -50,10 +50,12 @@ class MemoryState:
     """Bytes of a weight that is multiplied in 8 bits as ranks gather it."""
     copies: bool
     """Whether a rank that holds whole parameters computes with a copy of all of them; else with weights in 8 bits."""
-    optimizer_values: float
-    """Values that the optimizer keeps for each parameter: 2 for AdamW's moments."""
-    matrix_values: float
+    optimizer_values: Amount
+    """Values that are kept on the device for each parameter: 2 for AdamW's moments, and those of an average."""
+    matrix_values: Amount
     """The same for each element of a matrix."""
+    moved_values: Amount
+    """Values that an update has on the device beside these, for each parameter: those that come from host memory for it."""
     sharded: Mask
     """Whether FSDP2 has the parameters: more than one data- or context-parallel rank."""
     piped: Mask
@@ -83,7 +85,8 @@ class MemoryState:
     def take(self, which: Any) -> MemoryState:
         """Those at these positions."""
         flags = ("sharded", "piped", "reshard", "replicated", "lone_experts")
-        arrays = (*flags, "zero", "accumulation", "samples", "round_bytes")
+        values_kept = ("optimizer_values", "matrix_values", "moved_values")
+        arrays = (*flags, *values_kept, "zero", "accumulation", "samples", "round_bytes")
         values = {name: getattr(self, name)[which] for name in arrays}
         return replace(self, sizes=self.sizes.take(which), **values)
 

@@ -47,6 +47,12 @@ def weights(exchanges: Exchanges, later: Amount) -> dict[str, Allocations]:
         "updated_leading": each * z.leading.matrices,
         "updates": s.round_bytes,
     }
+    moved = {
+        "updated_blocks": z.block.trained_shard + z.experts.trained_shard,
+        "updated_leading": z.leading.trained_shard,
+        "updated_embedding": z.embedding.trained_shard,
+        "updated_head": z.head.trained_shard,
+    }
     found = state | _gradients(r) | _gathered(r) | _passes(r)
     for cause, sizes in (
         ("activations", activations),
@@ -54,6 +60,8 @@ def weights(exchanges: Exchanges, later: Amount) -> dict[str, Allocations]:
         ("whole matrices", updates),
     ):
         found |= {name: {cause: size} for name, size in sizes.items()}
+    for name, elements in moved.items():
+        found[name] = {**found.get(name, {}), "optimizer moments": s.master * s.moved_values * elements}
     # A block that keeps its input keeps no copy of what was received.
     found["received"] = {"activations": -z.block_input, "pipeline buffers": z.hidden}
     assert found.keys() == set(COUNTS)

@@ -52,7 +52,7 @@ def parse_choice(words: str) -> dict[str, Any]:
         if name in NAMED:
             if value not in NAMED[name]:
                 raise ConfigError(f"{words}: {name} is one of {', '.join(NAMED[name])}")
-        elif name == "reshard_after_forward":
+        elif name in ("reshard_after_forward", "offload_optimizer"):
             if not isinstance(value, bool):
                 raise ConfigError(f"{words}: {name} is true or false")
         elif not isinstance(value, int) or isinstance(value, bool):

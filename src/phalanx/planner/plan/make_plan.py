@@ -157,6 +157,8 @@ def _explain_nothing_fits(planner: Planner, ranking: Ranking) -> str:
         f"least needs {sum(causes.values()) / 2**30:.1f} GiB",
         f"{row} microbatch={row.microbatch} recompute={row.recompute}: {largest}",
     ]
+    if shortage := planner.models.explain_host_shortage(task.model, least):
+        lines.append(shortage)
     found = find_fewest_devices(planner, task)
     if found is not None and found.task.devices > task.devices:
         lines.append(f"smallest number of devices that fits: {found.task.devices:,}")

@@ -97,6 +97,7 @@ def layout_rows(plan: Plan, ranked: RankedLayouts, task: Task | None = None) -> 
                 "watts_per_device": None if watts is None else float(watts[index]),
                 "time_by_cause_s": causes,
                 "memory_bytes": float(ranked.memory.peak[index]),
+                "host_memory_bytes": float(ranked.memory.host[index]),
                 "memory_by_cause_bytes": plan.planner.memory_breakdown(task.model, ranked.layouts.take([index])),
                 "p_fits": float(ranked.memory.p_fits[index]),
             }

@@ -20,6 +20,7 @@ LEAST_SAVED = 0.05
 _CHOICES = (
     ("microbatch",),
     ("recompute",),
+    ("offload_optimizer",),
     ("zero", "reshard_after_forward"),
     ("gather",),
     ("dp_replicate", "dp_shard"),
@@ -66,7 +67,8 @@ def find_remedies(model: TracedModel, layout: ResolvedLayout, device: str) -> li
     for free in _CHOICES:
         # One choice at a time, so that each remedy says what it alone costs.
         fixed = {name: value for name, value in values.items() if name not in free}
-        legal = enumerate_layouts(model, layout.world_size, models.machine.node.devices, fixed, Limits())
+        limits = Limits(offload_optimizer=machine.node.host is not None)
+        legal = enumerate_layouts(model, layout.world_size, models.machine.node.devices, fixed, limits)
         needed = models.memory(model, legal).peak
         smaller = np.flatnonzero(needed <= (1 - LEAST_SAVED) * peak)
         if len(smaller):

@@ -13,7 +13,7 @@ from phalanx.errors import ConfigError
 from phalanx.families.family import BoundModel
 from phalanx.hardware.collectives import Constants, send
 from phalanx.hardware.device_facts import DeviceFacts, device_facts
-from phalanx.hardware.machine import Machine
+from phalanx.hardware.machine import Machine, host_of
 from phalanx.layout.resolve import MemoryFits
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.planner.memory.model import Kernels, MemoryEstimates, memory, rank_memory
@@ -54,6 +54,9 @@ WAITING_SHARE = 0.53
 """Power while a device waits for others over that while it works. An assumption."""
 SPREAD = 0.1
 """One standard deviation of the logarithm of a predicted step's time where no fit says it."""
+HOST_SHARE = 0.8
+"""Share of a node's host memory that ranks may take for what lies there; the rest is for processes, data read ahead and
+checkpoints. An assumption."""
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 _PRIOR_RUNS = 5
@@ -118,11 +121,14 @@ class Memory:
     peak: Floats
     """Bytes of tensors and of the buffers that peers read: what a run logs as its peak."""
     p_fits: Floats
-    """Probability that all ranks have room for them and for the overhead that is no tensor."""
+    """Probability that all ranks have room for them and for the overhead that is no tensor; 0 where a node's host memory has
+    no room for what its ranks keep there."""
+    host: Floats
+    """Bytes that a rank keeps in host memory."""
 
     def take(self, which: Any) -> Memory:
         """Return the memory at these positions."""
-        return Memory(self.peak[which], self.p_fits[which])
+        return Memory(self.peak[which], self.p_fits[which], self.host[which])
 
 
 @dataclass(frozen=True)
@@ -184,7 +190,7 @@ class CostModels:
     def memory(self, model: TracedModel, layouts: LayoutTable) -> Memory:
         """Return the memory of layouts."""
         if not len(layouts):
-            return Memory(np.zeros(0), np.zeros(0))
+            return Memory(np.zeros(0), np.zeros(0), np.zeros(0))
         found = memory(
             model, layouts, self._kernels(model), peer_copies=self._copies(model), capacity=self.device_bytes
         )
@@ -197,7 +203,32 @@ class CostModels:
             found.peer_buffers,
             model.load_spread_bytes(layouts),
         )
-        return Memory(found.held, p_fits)
+        return Memory(found.held, np.where(self._host_holds(layouts, found.host), p_fits, 0.0), found.host)
+
+    def _host_holds(self, layouts: LayoutTable, held: Floats) -> npt.NDArray[np.bool_]:
+        """Return where a node has room in host memory for what each of its ranks keeps there, [layouts].
+
+        held: bytes of a rank. Raises ConfigError as `host_of`.
+        """
+        if not np.any(held):
+            return np.ones(len(layouts), np.bool_)
+        room = HOST_SHARE * 1e9 * host_of(self.machine).memory_gb
+        return np.asarray(self._ranks_of_node(layouts) * held <= room)
+
+    def _ranks_of_node(self, layouts: LayoutTable) -> npt.NDArray[np.int64]:
+        return np.minimum(self.machine.node.devices, layouts.world_size)
+
+    def explain_host_shortage(self, model: TracedModel, layouts: LayoutTable) -> str:
+        """Return why a node's host memory has no room for what the ranks of a single layout keep there; empty if it has."""
+        held = self.memory(model, layouts).host
+        if self._host_holds(layouts, held).all():
+            return ""
+        needed = float((self._ranks_of_node(layouts) * held)[0]) / 1e9
+        return (
+            f"layout.offload_optimizer=true keeps {needed:,.0f} GB in the host memory of a node, and {HOST_SHARE:.0%} of "
+            f"{host_of(self.machine).memory_gb:,.0f} GB may be taken; shard over more ranks (layout.dp_shard) or give "
+            "layout.offload_optimizer=false"
+        )
 
     def stage_memory(self, model: TracedModel, layouts: LayoutTable) -> list[dict[str, float]]:
         """Return bytes by cause at the peak of each pipeline rank of a single layout."""

@@ -41,11 +41,15 @@ CHOSEN = (
         "recompute",
         "gather",
         "reshard_after_forward",
+        "offload_optimizer",
     ),
 )
 """Fields of `layout` that enumeration chooses, unless they are fixed; all else stays as the run file has it."""
 
 
+SELDOM = ("ep", "expert_tp", "ep_chunks", "offload_optimizer")
+"""Fields of CHOSEN that lists of choices leave out where there is no choice: models without experts, and state that stays on
+the device."""
 EFFECTIVE_WITH = {"ep_chunks": "ep", "context": "cp", "schedule": "pp", "stages_per_rank": "pp"}
 """Fields that have no effect where this degree is 1: there they are not varied."""
 
@@ -67,10 +71,12 @@ class Limits:
     ep_chunks: float = 2
     """Most chunks in which tokens travel to their experts: between the H100s of a host four took a third longer than one
     (`benchmarks/results/experts`)."""
+    offload_optimizer: bool = False
+    """Whether layouts are listed with optimizer state in host memory and on the device; else as the run file says alone."""
 
     @classmethod
     def none(cls) -> Limits:
-        """Return limits that leave out nothing that is legal."""
+        """Return limits that leave out nothing that is legal, but for what the run file says of offloading."""
         return cls(inf, inf, 1, inf, inf, inf)
 
 
@@ -85,7 +91,8 @@ def enumerate_layouts(
 
     fixed: fields of `layout` that keep these values, each one of CHOSEN and as in the run file, without `auto`. As in a run
     file, `stages_per_rank` has no effect where `pp` is 1, and `context` none where `cp` is. What the run file itself says of
-    the fields in CHOSEN is not looked at. devices_per_node: as for `layout.resolve.resolve_layout`.
+    the fields in CHOSEN is not looked at, but for `offload_optimizer`, which is varied where the limits say so alone.
+    devices_per_node: as for `layout.resolve.resolve_layout`.
     """
     fixed, limits = fixed or {}, limits or Limits()
     needs = Requirements.of_model(model, world_size, devices_per_node)
@@ -115,6 +122,7 @@ def enumerate_layouts(
     table = choose("reshard_after_forward", table.sharding_ranks > 1)
     table = choose("recompute")
     table = choose("gather", table.sharding_ranks > 1)
+    table = choose("offload_optimizer")
     if needs.experts is not None:
         table = replace(table, ep_node=ranks_of_node(model, table, devices_per_node))
         table = table.take(is_legal(needs, table, {*decided, "ep_node"}, changed="ep_node"))
@@ -166,6 +174,7 @@ def list_options(model: BoundModel, fixed: Fixed, limits: Limits) -> dict[str, S
         "reshard_after_forward": (False, True),
         "recompute": RECOMPUTES,
         "gather": GATHERS,
+        "offload_optimizer": (False, True) if limits.offload_optimizer else (model.run.layout.offload_optimizer,),
     }
     return {name: [fixed[name]] if name in fixed else values for name, values in free.items()}
 

@@ -21,7 +21,7 @@ from phalanx.layout.legality.rule import Requirements
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import SCHEDULES, Bools, Ints, LayoutTable
 from phalanx.nn.precision import PRECISIONS
-from phalanx.optimizers import kept_values
+from phalanx.optimizers import find_optimizer, kept_values
 from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.rank.cost_models import LEAST_P, CostModels, Floats, Memory, Times
 from phalanx.planner.rank.enumeration import CHOSEN, Limits, drop_equivalent, enumerate_layouts, list_options
@@ -367,7 +367,8 @@ def bound_memory(model: TracedModel, layouts: LayoutTable) -> Floats:
     # Experts, or parts of one, go to each rank of `ep`; whole ones to each rank of `tp` where nobody shards them.
     experts_held = np.where(layouts.ep > 1, layouts.experts_over * layouts.expert_shards, layouts.shards)
     held = held + experts / (layouts.pp * experts_held)
-    states = held * _MAIN_BYTES * (1 + min(kept_values(run), kept_values(run, matrix=True)))
+    kept = min(kept_values(run), kept_values(run, matrix=True))
+    states = held * _MAIN_BYTES * (1 + kept - layouts.offload_optimizer * find_optimizer(run.optimizer).state_values)
     gradients = held * _MAIN_BYTES
     microbatches = np.ones(len(layouts))
     for number, name in enumerate(SCHEDULES):

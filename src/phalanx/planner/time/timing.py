@@ -11,6 +11,7 @@ from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.optimizers import find_optimizer, updates_whole_matrices
 from phalanx.planner.time.framework import COMPILED, EAGER, FrameworkProfile
+from phalanx.planner.time.offload import offload_seconds
 from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.pipeline_time import PipelineModel, simulate_pipelines
 from phalanx.planner.time.profile import Profile
@@ -43,6 +44,8 @@ def step_times(
     found = time_steps(steps, times, profile, constants, framework, pipelines=pipelines)
     if updates_whole_matrices(model.run.optimizer):
         found.seconds[:, StepBreakdown.OPTIMIZER] += whole_update_seconds(model, steps, machine, profile, constants)
+    if candidates.offload_optimizer.any():
+        found.seconds[:, StepBreakdown.OPTIMIZER] += offload_seconds(model, steps, machine)
     return found
 
 

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from phalanx.config.studies import Search, Tunable
 from phalanx.errors import ConfigError
-from phalanx.layout.spec import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable
-from phalanx.planner.rank.enumeration import CHOSEN
+from phalanx.layout.spec import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
+from phalanx.planner.rank.enumeration import CHOSEN, SELDOM
 from phalanx.study.space import Choices, Integers, Mask, Range, Scalar, Values, condition_holds, format_override
 from phalanx.study.trial import key_of
 
@@ -179,7 +179,8 @@ def build_layout_space(layouts: LayoutTable, search: Search) -> LayoutSpace:
     layouts = layouts.take(matching_layouts(layouts, search))
     columns = {name: layout_column(layouts, name) for name in CHOSEN}
     # A model without experts has no choice of `ep`: its trials keep the names that studies gave them before there was one.
-    names = [name for name in LAYOUT if name not in ("ep", "expert_tp", "ep_chunks") or (columns[name] > 1).any()]
+    plain = ResolvedLayout(global_batch=1)
+    names = [name for name in LAYOUT if name not in SELDOM or (columns[name] != getattr(plain, name)).any()]
     parameters, positions = [], []
     for name in names:
         found = np.unique(columns[name]).tolist()
@@ -223,7 +224,7 @@ def check_layout(search: Search) -> None:
         if name not in CHOSEN:
             raise ConfigError(f"search.layout.{name}: a search does not choose it; it chooses {', '.join(CHOSEN)}")
         known = _NAMED.get(name)
-        least = 0 if name in ("zero", "reshard_after_forward") else 1
+        least = 0 if name in ("zero", "reshard_after_forward", "offload_optimizer") else 1
         wrong = [x for x in given if (x not in known if known else isinstance(x, str) or x is None or x < least)]
         if not given or wrong:
             words = ", ".join(known) if known else f"numbers from {least} on"

@@ -58,7 +58,9 @@ def planned_space(planner: Planner, task: Task, search: Search) -> tuple[LayoutS
     clash = [name for name, value in fixed.items() if task.fixed.get(name, value) != value]
     if clash:
         raise ConfigError(f"search.layout.{clash[0]} has only {fixed[clash[0]]}, but the command line another value")
-    narrow = _Narrowed(planner.machine, planner.models, planner.least_p, planner.limits, search)
+    # Both are listed only for who asks for both.
+    limits = replace(planner.limits, offload_optimizer=len(search.layout.get("offload_optimizer", ())) > 1)
+    narrow = _Narrowed(planner.machine, planner.models, planner.least_p, limits, search)
     legal, _, fitting, _ = narrow.find_fitting(Task(task.model, task.devices, {**fixed, **task.fixed}))
     if not len(fitting):
         raise ConfigError(f"none of {len(legal):,} legal layouts may fit; phalanx plan --fit finds how many devices do")

@@ -1,30 +1,33 @@
-"""Out of memory as an event: a run that starts again computes fewer samples at a time, and remembers that.
+"""Out of memory as an event: a run that starts again takes less of it, and remembers that.
 
-The rank that runs out writes `memory.json` to the run directory: the layout and the next smaller micro-batch. Whoever starts
-the same layout again takes it. The global batch stays what it is, so that samples and gradients are the same; only
-accumulation grows.
+The rank that runs out writes `memory.json` to the run directory: the layout, and the next smaller micro-batch or what else
+`safeguards.on_out_of_memory` allows. Whoever starts the same layout again takes it. The global batch stays what it is, so
+that samples and gradients are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from phalanx.checkpoint import RankGroup
+from phalanx.config.schema import LessMemory
 from phalanx.errors import PhalanxError
 from phalanx.families.family import BoundModel
 from phalanx.files import write_atomically
 from phalanx.hardware.host import LESS_MEMORY
 from phalanx.launch.restart import MEMORY_FILE
+from phalanx.layout.legality import reasons_against
 from phalanx.layout.legality.pipeline_rules import divides_batch, suits_schedule
 from phalanx.layout.resolve import list_divisors
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import RECOMPUTES, Recompute, ResolvedLayout
+from phalanx.optimizers import find_optimizer
 from phalanx.planner.plan.remedies import find_remedies
 from phalanx.planner.trace.traced_model import TracedModel
 
@@ -38,9 +41,46 @@ class MemoryLimit(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     layout: str
-    """The layout that ran out, in all but the micro-batch."""
+    """The layout of the run file that ran out, in all but the micro-batch."""
     microbatch: Annotated[int, Field(ge=1, le=10**9)]
     """Largest micro-batch to try."""
+    recompute: Recompute | None = None
+    """What to recompute; null leaves it as the layout has it."""
+    offload_optimizer: bool = False
+    """Whether to keep optimizer state in host memory, whatever the layout says."""
+
+    def apply(self, layout: ResolvedLayout) -> ResolvedLayout:
+        """Return the layout of the run file with what takes less memory."""
+        return replace(
+            layout,
+            microbatch=min(self.microbatch, layout.microbatch),
+            recompute=self.recompute or layout.recompute,
+            offload_optimizer=self.offload_optimizer or layout.offload_optimizer,
+        )
+
+
+def lighter_layout(
+    model: BoundModel, layout: ResolvedLayout, ways: Sequence[LessMemory], devices_per_node: int | None
+) -> ResolvedLayout | None:
+    """Return the first legal layout that takes less memory than `layout` by one of `ways`, in their order; None without any.
+
+    devices_per_node: as for `layout.resolve.resolve_layout`.
+    """
+    for way in ways:
+        if way == "halve":
+            smaller = smaller_microbatch(layout)
+            tried = [] if smaller is None else [smaller]
+        elif way == "recompute":
+            more = RECOMPUTES[RECOMPUTES.index(layout.recompute) + 1 :]
+            tried = [replace(layout, recompute=mode) for mode in more]
+        else:
+            # Asked here as well: the rules do not load optimizers of other packages.
+            possible = not layout.offload_optimizer and find_optimizer(model.run.optimizer).per_parameter
+            tried = [replace(layout, offload_optimizer=True)] if possible else []
+        for lighter in tried:
+            if not reasons_against(model, lighter, lighter.world_size, devices_per_node):
+                return lighter
+    return None
 
 
 def smaller_microbatch(layout: ResolvedLayout) -> ResolvedLayout | None:
@@ -71,34 +111,62 @@ def advise_remedies(model: BoundModel, layout: ResolvedLayout, device: str) -> s
     return "the cheapest changes that take less: " + "; ".join(map(str, remedies))
 
 
-def note_out_of_memory(run_dir: Path, layout: ResolvedLayout, advise: Callable[[], str] = lambda: LESS_MEMORY) -> str:
-    """Have the next start of the run in `layout` take a smaller micro-batch; return in words what follows.
+def note_out_of_memory(
+    run_dir: Path,
+    layout: ResolvedLayout,
+    stated: ResolvedLayout,
+    lighter: ResolvedLayout | None,
+    advise: Callable[[], str] = lambda: LESS_MEMORY,
+) -> str:
+    """Have the next start of the run take `lighter` in place of `layout`; return in words what follows.
 
-    advise: says what else takes less memory; asked where there is no smaller micro-batch.
+    stated: the layout as the run file has it. advise: says what else takes less memory; asked where `lighter` is None.
     """
-    smaller = smaller_microbatch(layout)
-    if smaller is None:
+    if lighter is None:
         return advise()
-    limit = MemoryLimit(layout=name_layout(layout), microbatch=smaller.microbatch)
+    limit = MemoryLimit(
+        layout=name_layout(stated),
+        microbatch=lighter.microbatch,
+        recompute=None if lighter.recompute == stated.recompute else lighter.recompute,
+        offload_optimizer=lighter.offload_optimizer,
+    )
     try:
         write_atomically(run_dir / MEMORY_FILE, limit.model_dump_json() + "\n")
     except OSError as error:
         return f"{LESS_MEMORY} ({run_dir / MEMORY_FILE} cannot be written: {error.strerror})"
-    return (
-        f"started again, the run computes {smaller.microbatch} x {smaller.accumulation} samples in place of "
-        f"{layout.microbatch} x {layout.accumulation}, which changes no gradient; otherwise {LESS_MEMORY}"
-    )
+    return f"started again, the run {_describe_change(layout, lighter)}, which changes no gradient; otherwise {LESS_MEMORY}"
+
+
+def _describe_change(layout: ResolvedLayout, lighter: ResolvedLayout) -> str:
+    """Return in words what another layout does to take less memory than `layout`."""
+    if lighter.microbatch != layout.microbatch:
+        return (
+            f"computes {lighter.microbatch} x {lighter.accumulation} samples in place of "
+            f"{layout.microbatch} x {layout.accumulation}"
+        )
+    if lighter.recompute != layout.recompute:
+        return f"takes layout.recompute={lighter.recompute} in place of {layout.recompute}"
+    return "takes layout.offload_optimizer=true"
+
+
+def less_memory(lighter: ResolvedLayout, layout: ResolvedLayout) -> dict[str, Any]:
+    """Return the fields of the event that a run takes a lighter layout than `layout`."""
+    fields: dict[str, Any] = {
+        "microbatch": lighter.microbatch,
+        "accumulation": lighter.accumulation,
+        "spared": layout.microbatch - lighter.microbatch,
+    }
+    names = ("recompute", "offload_optimizer")
+    return fields | {name: getattr(lighter, name) for name in names if getattr(lighter, name) != getattr(layout, name)}
 
 
 def heed_memory_limit(run_dir: Path, layout: ResolvedLayout) -> ResolvedLayout:
-    """Return `layout` with the micro-batch that the run in `run_dir` was left to take, the same on all ranks.
+    """Return `layout` with what the run in `run_dir` was left to take less memory by, the same on all ranks.
 
     Raises PhalanxError for a memory.json that Phalanx cannot have written.
     """
     limit = RankGroup.default().from_first(lambda: read_record(run_dir / MEMORY_FILE, MemoryLimit))
-    if limit is None or limit.layout != name_layout(layout) or limit.microbatch >= layout.microbatch:
-        return layout
-    return replace(layout, microbatch=limit.microbatch)
+    return layout if limit is None or limit.layout != name_layout(layout) else limit.apply(layout)
 
 
 def read_record(path: Path, kind: type[RecordT]) -> RecordT | None:
