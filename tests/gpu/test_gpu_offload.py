@@ -17,7 +17,7 @@ from phalanx.checkpoint import read_tensors
 from phalanx.cli.main import run_command_line as call
 from phalanx.config.schema import Optimizer
 from phalanx.nn.parameters import ParameterKind
-from phalanx.optimizers import HeldParameters, OffloadedOptimizer, build_optimizer, choose_kind, offload
+from phalanx.optimizers import HeldParameters, OffloadedOptimizer, build_optimizer, choose_kind, offloaded_state
 from token_data import write_run_file, write_token_folder
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +63,7 @@ def updated(name: str, *, offloaded: bool) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["adamw", "adamw8bit", "lion"])
 def test_state_in_host_memory_gives_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a bucket for each large parameter: the kernels run for some after the others."""
-    monkeypatch.setattr(offload, "BUCKET_BYTES", 2**20)
+    monkeypatch.setattr(offloaded_state, "BUCKET_BYTES", 2**20)
     for found, wanted in zip(updated(name, offloaded=True), updated(name, offloaded=False), strict=True):
         assert torch.equal(found, wanted)
 
@@ -120,7 +120,7 @@ def large_update(*, offloaded: bool) -> tuple[int, int, OffloadedOptimizer | tor
 
 
 def test_the_device_holds_less_by_the_size_of_the_state_and_two_buckets_while_it_updates() -> None:
-    state, bucket = 8 * PARAMETERS * ELEMENTS, 2 * offload.BUCKET_BYTES
+    state, bucket = 8 * PARAMETERS * ELEMENTS, 2 * offloaded_state.BUCKET_BYTES
     between, peak = large_update(offloaded=True)[:2]
     plain_between, plain_peak = large_update(offloaded=False)[:2]
     assert plain_between - between == pytest.approx(state, rel=0.01)

@@ -13,7 +13,7 @@ from layout_cases import run_of
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
-from phalanx.optimizers import offload
+from phalanx.optimizers import offloaded_state
 from phalanx.verification.family import VerifiableModel
 from phalanx.verification.record_training import Record, record_training
 from phalanx.verification.verify_run import Verdict, Verifier
@@ -33,9 +33,9 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 def record_all() -> tuple[list[bool], list[int], Verdict]:
     """On one of four ranks: whether offloaded state gives the same bits in each case, the buckets it took, and a verdict."""
     # Of models of a few kilobytes, so that state comes and goes in several buckets.
-    offload.BUCKET_BYTES = 8192
+    offloaded_state.BUCKET_BYTES = 8192
     buckets = [0] * len(CASES)
-    split = offload.OffloadedOptimizer._split
+    split = offloaded_state.OffloadedOptimizer._split
     groups: Groups = {}
     same = []
     for place, (name, optimizer, words) in enumerate(CASES):
@@ -45,12 +45,12 @@ def record_all() -> tuple[list[bool], list[int], Verdict]:
         layout = resolve_layout(model, 4)
         mesh = build_mesh(layout, CPU, groups)
 
-        def counted(self: offload.OffloadedOptimizer, place: int = place) -> Any:
+        def counted(self: offloaded_state.OffloadedOptimizer, place: int = place) -> Any:
             found = split(self)
             buckets[place] = max(buckets[place], len(found))
             return found
 
-        offload.OffloadedOptimizer._split = counted  # type: ignore[method-assign]
+        offloaded_state.OffloadedOptimizer._split = counted  # type: ignore[method-assign]
 
         def train(*, offloaded: bool) -> Record:
             wanted = replace(layout, offload_optimizer=offloaded)  # noqa: B023

@@ -3,7 +3,7 @@
 Knows parameters and the optimizer section of a run file; knows nothing of layouts, files or the training loop.
 """
 
-from phalanx.optimizers.offload import OffloadedOptimizer, choose_kind
+from phalanx.optimizers.offloaded_state import OffloadedOptimizer, choose_kind
 from phalanx.optimizers.optimizer_kind import (
     OPTIMIZERS,
     HeldParameters,

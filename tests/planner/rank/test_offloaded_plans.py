@@ -16,7 +16,7 @@ from phalanx.planner.plan.remedies import find_remedies
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import Limits, enumerate_layouts
 from phalanx.planner.rank.ranking import Planner, Task, bound_memory
-from phalanx.planner.time.offload import LINK_SHARE
+from phalanx.planner.time.host_copies import LINK_SHARE
 from phalanx.planner.time.profile import default_profile
 from phalanx.planner.trace.traced_model import TracedModel
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from phalanx.layout.spec import SCHEDULES, Ints, LayoutTable, Recompute, ResolvedLayout
 from phalanx.optimizers import find_optimizer, kept_values, updates_whole_matrices
 from phalanx.planner.distinct_rows import distinct_rows
-from phalanx.planner.memory.offload import host_bytes, moved_share
+from phalanx.planner.memory.host_state import host_bytes, moved_share
 from phalanx.planner.memory.one_stage import OneStage, one_stage_candidates
 from phalanx.planner.memory.parts import ModelBytes, model_bytes
 from phalanx.planner.memory.peer_buffers import peer_buffer_bytes

@@ -11,7 +11,7 @@ from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.optimizers import find_optimizer, updates_whole_matrices
 from phalanx.planner.time.framework import COMPILED, EAGER, FrameworkProfile
-from phalanx.planner.time.offload import offload_seconds
+from phalanx.planner.time.host_copies import offload_seconds
 from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.pipeline_time import PipelineModel, simulate_pipelines
 from phalanx.planner.time.profile import Profile

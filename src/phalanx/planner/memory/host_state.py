@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from phalanx.layout.spec import SCHEDULES, LayoutTable
 from phalanx.optimizers import find_optimizer
-from phalanx.optimizers.offload import BUCKET_BYTES
+from phalanx.optimizers.offloaded_state import BUCKET_BYTES
 from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.memory.parts import ModelBytes
 from phalanx.planner.memory.ranks import rank_parts

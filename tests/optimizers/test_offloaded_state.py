@@ -18,7 +18,7 @@ from phalanx.optimizers import (
     build_optimizer,
     choose_kind,
     find_optimizer,
-    offload,
+    offloaded_state,
     set_learning_rate,
 )
 
@@ -52,7 +52,7 @@ def train(name: str, *, offloaded: bool, steps: int = 4) -> tuple[list[Tensor], 
 @pytest.mark.parametrize("bucket", [1, 4000, 1 << 27])
 @pytest.mark.parametrize("name", PER_PARAMETER)
 def test_state_in_host_memory_gives_the_same_bits(name: str, bucket: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(offloaded_state, "BUCKET_BYTES", bucket)
     found, optimizer = train(name, offloaded=True)
     wanted, _ = train(name, offloaded=False)
     assert isinstance(optimizer, OffloadedOptimizer)
@@ -73,7 +73,7 @@ def test_state_has_one_place_in_host_memory_from_the_first_update_on() -> None:
 
 
 def test_state_is_made_before_the_first_update_as_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(offloaded_state, "BUCKET_BYTES", 1)
     parameter = nn.Parameter(torch.ones(4, 4))
     config = Optimizer(lr=1e-2)
     optimizer = build_optimizer({"p": parameter}, config, kind_of, kind=choose_kind(config, offloaded=True))

@@ -6,7 +6,7 @@ import numpy as np
 
 from phalanx.hardware.machine import Machine, host_of
 from phalanx.optimizers import find_optimizer
-from phalanx.optimizers.offload import BUCKET_BYTES
+from phalanx.optimizers.offloaded_state import BUCKET_BYTES
 from phalanx.planner.time.operation_time import Floats
 from phalanx.planner.time.step_parts import Steps
 from phalanx.planner.time.step_time import most_trained
