@@ -198,6 +198,11 @@ class Steps:
         own = self.trained
         return self._sum_over_ranks(own.block, own.leading, own.embedding, own.head)
 
+    def sum_trained_tensors(self) -> Floats:
+        """Return the parameters trained on every rank, as tensors, [layouts, ranks]."""
+        own = self.trained_tensors
+        return self._sum_over_ranks(own.block, own.leading, own.embedding, own.head)
+
     def sum_quantised(self) -> Floats:
         """Return the elements of weights that are multiplied in 8 bits likewise, [layouts, ranks]."""
         nothing = np.zeros_like(self.quantised_parameters)

@@ -45,7 +45,7 @@ def step_times(
     if updates_whole_matrices(model.run.optimizer):
         found.seconds[:, StepBreakdown.OPTIMIZER] += whole_update_seconds(model, steps, machine, profile, constants)
     if candidates.offload_optimizer.any():
-        found.seconds[:, StepBreakdown.OPTIMIZER] += offload_seconds(model, steps, machine)
+        found.seconds[:, StepBreakdown.OPTIMIZER] += offload_seconds(model, steps, machine, profile)
     return found
 
 
