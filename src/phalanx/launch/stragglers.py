@@ -150,7 +150,8 @@ class StragglerWatch:
         """Of the ranks of this node, when the others were asked; None while they are not."""
         self._history = ArrivalHistory()
         self._suspects: list[int | None] = []
-        self._next = 0.0
+        self._next = self._took = 0.0
+        """When to look next, and the seconds that went into the look under way."""
 
     def look(self) -> RankReport | None:
         """Look, if it is time to, and write what there is to see; return it."""
@@ -163,6 +164,7 @@ class StragglerWatch:
             self._own = read_traces(self._folder, self._ranks, self._most)
         others = self._others.take_traces()
         if others is None:
+            self._took += time.monotonic() - started
             return None
         report = self._compare({**self._own, **others})
         self._own = None
@@ -172,7 +174,7 @@ class StragglerWatch:
                 part = self._folder / f"{FILE}.part"
                 part.write_text(json.dumps(asdict(report)))
                 os.replace(part, self._folder / FILE)
-        took = time.monotonic() - started
+        took, self._took = self._took + time.monotonic() - started, 0.0
         self._next = started + max(self._pause_s, took / _COST)
         return report
 
