@@ -97,9 +97,8 @@ def run_tuning(
     ranks = section.nproc
     # A layout that is not one of so many ranks is refused before anything starts.
     model = bind(run, TrainableModel)
-    ranks_per_node = ranks
-    if where != "local" and machine is not None:
-        _, ranks_per_node = spread_over_nodes(ranks, machine.node.devices)
+    on_nodes = None if where == "local" or machine is None else spread_over_nodes(ranks, machine.node.devices)
+    ranks_per_node = ranks if on_nodes is None else on_nodes[1]
     resolve_layout(model, ranks, ranks_per_node)
     size = measure_size(bind(space.run_of({}, tuned_overrides(run))), ranks)
     arrays = describe_jobs(run, folder, machine, job) if where == "sbatch" else None

@@ -49,17 +49,7 @@ def forecast_from(
     steps = lead_steps(run, hours, step_hours)
     store = _open_inputs(run)
     grid = grid_of_data(run, store.grid)
-    frames = []
-    for time in times:
-        first, last = moment_bounds(time, store.times.calendar)
-        found = np.flatnonzero((store.times.seconds >= first) & (store.times.seconds <= last))
-        if len(found) > 1:
-            raise ConfigError(f"--from {time}: {store.path} has {len(found)} frames in it; name one, to the minute")
-        if not len(found):
-            nearest = store.times.text(int(np.abs(store.times.seconds - first).argmin()))
-            raise ConfigError(f"--from {time}: {store.path} has no frame of that time\nnearest: --from '{nearest}'")
-        frames.append(int(found[0]))
-    starts = np.array(sorted(set(frames)), dtype=np.int64)
+    starts = np.array(sorted({find_frame(store, time) for time in times}), dtype=np.int64)
     states_NT = state_frames(run.data, store.times, starts)
     if (states_NT < 0).any():
         row, age = (int(item[0]) for item in np.nonzero(states_NT < 0))
@@ -87,6 +77,18 @@ def forecast_from(
                 file.write(np.array([number]), column, forecast)
             progress(done, len(mine))
     return steps
+
+
+def find_frame(store: FieldStore, time: str) -> int:
+    """Return the number of the only frame of `store` within the moment `time` names. Raises ConfigError otherwise."""
+    first, last = moment_bounds(time, store.times.calendar)
+    found = np.flatnonzero((store.times.seconds >= first) & (store.times.seconds <= last))
+    if len(found) > 1:
+        raise ConfigError(f"--from {time}: {store.path} has {len(found)} frames in it; name one, to the minute")
+    if not len(found):
+        nearest = store.times.text(int(np.abs(store.times.seconds - first).argmin()))
+        raise ConfigError(f"--from {time}: {store.path} has no frame of that time\nnearest: --from '{nearest}'")
+    return int(found[0])
 
 
 def _open_inputs(run: WeatherRun) -> FieldStore:
