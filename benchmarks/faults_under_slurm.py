@@ -184,7 +184,7 @@ CASES = (
     Case("node failed, replan", strike=fail_node, words=[SLOW, "restart.layout=replan"]),
     Case("signalled", strike=preempt, words=[SLOW]),
     Case("cancelled", strike=cancel, words=[SLOW]),
-    Case("time limit", words=[fault_words(kind="slow", rank=1, step=1, seconds=1.0)], minutes=2, stop_s=50, steps=90),
+    Case("time limit", words=[fault_words(kind="slow", rank=1, step=1, seconds=1.0)], minutes=4, stop_s=50, steps=180),
     Case("the same fault again and again", [fault_words(kind="kill", rank=1, step=STRUCK), "restart.max=1"]),
 )
 
