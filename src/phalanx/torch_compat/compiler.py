@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -270,7 +271,13 @@ class SizedProgram:
                 sizes[dimension] = self._symbols[name]
             with mode:
                 self._examples.append(torch.empty(sizes, dtype=argument.dtype, device=argument.device))
-        trace = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+        # In the compiler's own operations: it can then take the graph as it is, without tracing it twice more.
+        trace = make_fx(
+            function,
+            decomposition_table=_inductor_decompositions(),
+            tracing_mode="symbolic",
+            _allow_non_fake_inputs=True,
+        )
         self.graph: fx.GraphModule = trace(*self._examples)
         self.graph.graph.eliminate_dead_code()
         self.graph.recompile()
@@ -281,9 +288,15 @@ class SizedProgram:
 
         dtype: what most is computed in.
         """
-        # Kernels are cached all the same; some versions fail to look this cache up, and warn of it.
-        with torch.no_grad(), functorch_config.patch(enable_autograd_cache=False):
-            self._program = torch._inductor.compile(self.graph, self._examples, compile_options(dtype))
+        options = compile_options(dtype) or {}
+        with torch.no_grad():
+            if any(_changes_arguments(node) for node in self.graph.graph.nodes):
+                # AOTAutograd makes a graph without changes in place of it. Kernels are cached all the same; some versions
+                # fail to look its own cache up, and warn of it.
+                with functorch_config.patch(enable_autograd_cache=False):
+                    self._program = torch._inductor.compile(self.graph, self._examples, options)
+            else:
+                self._program = _lower_graph(self.graph, self._examples, {**_QUICK, **options})
         return self
 
     def holds_for(self, sizes: Mapping[str, int]) -> bool:
@@ -294,3 +307,44 @@ class SizedProgram:
     def __call__(self, *arguments: Tensor) -> Any:
         """Return what the function gives for arguments whose sizes it holds for."""
         return self._program(*arguments)
+
+
+_QUICK = {"shape_padding": False}
+"""Options of programs that are lowered from their graph: no products are tried out with padded factors, shape by shape."""
+
+
+def _changes_arguments(node: fx.Node) -> bool:
+    """Return whether an operation writes to what it is given."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _lower_graph(
+    module: fx.GraphModule, examples: Sequence[Any], options: Mapping[str, Any]
+) -> Callable[..., Tensor | Sequence[Tensor]]:
+    """Return a graph of the compiler's own operations, none of which writes to its arguments, as fused kernels.
+
+    `torch._inductor.compile` would have AOTAutograd trace it twice more with symbols in the place of sizes, which takes
+    longer than all the rest: there is no derivative left to find.
+    """
+    from torch._inductor import compile_fx, config  # noqa: PLC0415
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes  # noqa: PLC0415
+    from torch._inductor.virtualized import V  # noqa: PLC0415
+
+    (output,) = module.graph.find_nodes(op="output")
+    single = isinstance(output.args[0], fx.Node)
+    results = [output.args[0]] if single else list(output.args[0])
+    output.args = (tuple(results),)
+    # Their strides stay as traced.
+    output.meta["user_visible_output_idxs"] = list(range(len(results)))
+    module.recompile()
+    mode = next(example.fake_mode for example in examples if isinstance(example, FakeTensor))
+    with config.patch(dict(options)), V.set_fake_mode(mode), tracing(TracingContext(mode)):
+        joined = joint_graph_passes(module)
+        lowered: Any = compile_fx.compile_fx_inner(joined, examples, is_inference=True)
+
+    def run(*arguments: Tensor) -> Tensor | Sequence[Tensor]:
+        found = lowered(list(arguments))
+        result: Tensor | Sequence[Tensor] = found[0] if single else tuple(found)
+        return result
+
+    return run

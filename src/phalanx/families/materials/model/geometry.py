@@ -85,7 +85,8 @@ class Exchange:
 
     def atoms_by_graph(self, graph_N: Tensor, graphs: int) -> Tensor:
         """Return the number of all atoms of each graph, int64 [G]."""
-        return torch.zeros(graphs, dtype=torch.int64, device=graph_N.device).index_add_(
+        # Not in place: a program compiled from a graph without such operations is ready sooner.
+        return torch.zeros(graphs, dtype=torch.int64, device=graph_N.device).index_add(
             0, graph_N, torch.ones_like(graph_N)
         )
 
@@ -206,7 +207,8 @@ def edge_geometry(
             chunk=chunk,
             exchange=exchange,
         )
-    distance_E1 = vector_E3.norm(dim=1, keepdim=True)
+    # Written out: the derivative of `norm` changes a tensor in place (see `Exchange.atoms_by_graph`).
+    distance_E1 = vector_E3.square().sum(dim=1, keepdim=True).sqrt()
     seen_E1 = distance_E1
     if config.distance_transform == "agnesi":
         source_E, target_E = species_of_ends(species_N, edges_2E[0], edges_2E[1], exchange)

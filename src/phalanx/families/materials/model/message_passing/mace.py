@@ -86,7 +86,8 @@ class EquivariantConvolution(nn.Module):
         features_NSC = atoms.scalars_NC[:, None]
         if atoms.vectors_NMC is not None:
             features_NSC = torch.cat((features_NSC, atoms.vectors_NMC), dim=1)
-        features_NSC = features_NSC[:, : count_components(len(self.inward) - 1)]
+        if features_NSC.shape[1] > (count := count_components(len(self.inward) - 1)):
+            features_NSC = features_NSC[:, :count]
         assert geometry.harmonics_ES is not None
         couplings, path_Q = self.couplings
         device, dtype = features_NSC.device, features_NSC.dtype
@@ -113,12 +114,15 @@ class EquivariantConvolution(nn.Module):
         """Add the incoming features, as elements weigh them, to the degrees that both have."""
         element = self.skip_element(species_N, features_NSC.dtype)
         count = count_components(element.shape[1] - 1)
-        kept_NSC = features_NSC[:, :count]
+        kept_NSC = features_NSC if features_NSC.shape[1] == count else features_NSC[:, :count]
         if self.skip is None:
             kept_NSC = mix_degrees(kept_NSC, element)
         else:
             kept_NSC = self.skip(kept_NSC) * by_component(element)
-        return torch.cat((new_NSC[:, :count] + kept_NSC, new_NSC[:, count:]), dim=1)
+        if new_NSC.shape[1] == count:
+            return new_NSC + kept_NSC
+        both_NSC, new_NSC = new_NSC.tensor_split((count,), dim=1)
+        return torch.cat((both_NSC + kept_NSC, new_NSC), dim=1)
 
 
 class MaceBlock(EquivariantConvolution):
@@ -155,7 +159,10 @@ class MaceBlock(EquivariantConvolution):
         joined_NSC = self.mix(self.contraction(sums_NSC, geometry.species_N))
         if self.message_element is None:
             joined_NSC = self.join_skip(features_NSC, joined_NSC, geometry.species_N)
-        return Atoms(joined_NSC[:, 0], joined_NSC[:, 1:] if self.outside else None)
+        if not self.outside:
+            return Atoms(joined_NSC.squeeze(1))
+        scalars_NSC, vectors_NMC = joined_NSC.tensor_split((1,), dim=1)
+        return Atoms(scalars_NSC.squeeze(1), vectors_NMC)
 
 
 class SymmetricContraction(nn.Module):
@@ -172,32 +179,37 @@ class SymmetricContraction(nn.Module):
             monomial_products(count_components(degree), order) for order in range(2, config.mace.correlation + 1)
         ]
         self.indices = [(Constant(p.shorter_P), Constant(p.factor_P)) for p in self.products]
-        self.basis: list[list[Constant]] = []
+        self.basis: list[Constant] = []
+        """Of each order the polynomials of all degrees, [Q, P], one product with which is quicker than one a degree."""
+        self.counts: list[list[int]] = []
+        """Of each order the polynomials of each degree."""
         self.weights = nn.ModuleList()
         for order in range(1, config.mace.correlation + 1):
             bases = [equivariant_polynomials(degree, order, result) for result in range(outside + 1)]
-            self.basis.append([Constant(basis) for basis in bases])
-            count = sum(len(basis) for basis in bases)
-            self.weights.append(ElementTable(config.max_atomic_number, count, config.d_model))
+            self.basis.append(Constant(torch.cat([basis.flatten(0, 1) for basis in bases])))
+            self.counts.append([len(basis) for basis in bases])
+            self.weights.append(ElementTable(config.max_atomic_number, sum(self.counts[-1]), config.d_model))
 
     def forward(self, features_NSC: Tensor, species_N: Tensor) -> Tensor:
         """Map [N, S, C] of all degrees to [N, S', C] of degrees up to `outside`."""
         device, dtype = features_NSC.device, features_NSC.dtype
         products_NPC = features_NSC
         totals: list[Tensor | None] = [None] * (self.outside + 1)
-        for order, (weight, bases) in enumerate(zip(self.weights, self.basis, strict=True)):
+        for order, (weight, basis, counts) in enumerate(zip(self.weights, self.basis, self.counts, strict=True)):
             if order:
                 # Products of one more factor, each distinct one once: far fewer than all, since factors commute.
                 shorter, factor = (index.on(device, torch.int64) for index in self.indices[order - 1])
                 products_NPC = products_NPC.index_select(1, shorter) * features_NSC.index_select(1, factor)
-            weight_NKC, start = weight(species_N, dtype), 0
-            for degree, constant in enumerate(bases):
-                basis_KMP = constant.on(device, dtype)
-                polynomials_NKMC = torch.einsum("kmp,npc->nkmc", basis_KMP, products_NPC)
-                part = (polynomials_NKMC * weight_NKC[:, start : start + len(basis_KMP), None]).sum(1)
-                start += len(basis_KMP)
+            polynomials_NQC = torch.einsum("qp,npc->nqc", basis.on(device, dtype), products_NPC)
+            weights = weight(species_N, dtype).split(counts, dim=1)
+            sizes = [count * (2 * degree + 1) for degree, count in enumerate(counts)]
+            for degree, (part_NQC, weight_NKC) in enumerate(
+                zip(polynomials_NQC.split(sizes, dim=1), weights, strict=True)
+            ):
+                part_NKMC = part_NQC.unflatten(1, (counts[degree], 2 * degree + 1))
+                part_NMC = (part_NKMC * weight_NKC[:, :, None]).sum(1)
                 total = totals[degree]
-                totals[degree] = part if total is None else total + part
+                totals[degree] = part_NMC if total is None else total + part_NMC
         return torch.cat([total for total in totals if total is not None], dim=1)
 
 
@@ -215,18 +227,17 @@ class DegreeLinear(nn.Module):
 
     def forward(self, x_NSC: Tensor) -> Tensor:
         """Map [N, S, C] to [N, S, C']."""
-        layers = enumerate(self.children())
-        return torch.cat([layer(x_NSC[:, component_range(degree)]) for degree, layer in layers], dim=1)
+        parts = split_degrees(x_NSC, len(self))
+        return torch.cat([layer(part) for layer, part in zip(self.children(), parts, strict=True)], dim=1)
 
     def paths(self, x_NQC: Tensor) -> Tensor:
         """Map several paths a degree, [N, Q, C], mixed with each other, to [N, S, C']."""
-        results, start = [], 0
-        for degree, layer in enumerate(self.children()):
-            size = 2 * degree + 1
-            count = self.widths[degree] // x_NQC.shape[2]
-            part = x_NQC[:, start : start + count * size].unflatten(1, (count, size))
-            results.append(layer(part.transpose(1, 2).flatten(2)))
-            start += count * size
+        counts = [width // x_NQC.shape[2] for width in self.widths]
+        parts = x_NQC.split([count * (2 * degree + 1) for degree, count in enumerate(counts)], dim=1)
+        results = []
+        for degree, (layer, count, part) in enumerate(zip(self.children(), counts, parts, strict=True)):
+            part_NKMC = part.unflatten(1, (count, 2 * degree + 1))
+            results.append(layer(part_NKMC.transpose(1, 2).flatten(2)))
         return torch.cat(results, dim=1)
 
 
@@ -246,8 +257,9 @@ def by_component(x_NLC: Tensor) -> Tensor:
 
 def mix_degrees(x_NSC: Tensor, matrices_NLCC: Tensor) -> Tensor:
     """Multiply the components of each degree of each atom, [N, S, C], by the matrix of that degree and atom."""
-    matrices = enumerate(matrices_NLCC.unbind(1))
-    return torch.cat([x_NSC[:, component_range(degree)] @ matrix_NCC for degree, matrix_NCC in matrices], dim=1)
+    matrices = matrices_NLCC.unbind(1)
+    parts = split_degrees(x_NSC, len(matrices))
+    return torch.cat([part @ matrix_NCC for part, matrix_NCC in zip(parts, matrices, strict=True)], dim=1)
 
 
 @cache
@@ -308,6 +320,12 @@ class Path(NamedTuple):
 def count_components(degree: int) -> int:
     """Return the components of all degrees up to `degree`."""
     return (degree + 1) ** 2
+
+
+def split_degrees(x_NSC: Tensor, degrees: int) -> tuple[Tensor, ...]:
+    """Return the components of each of `degrees` degrees, [N, 2l + 1, C], of all of them."""
+    # At once: the derivative of a slice is a tensor of zeros with the slice in it, and a sum of such over the degrees.
+    return x_NSC.split([2 * degree + 1 for degree in range(degrees)], dim=1)
 
 
 def component_range(degree: int) -> slice:
