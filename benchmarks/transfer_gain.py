@@ -22,6 +22,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -57,6 +58,7 @@ def main() -> None:
     parser.add_argument("--materials-steps", type=int, default=480)
     parser.add_argument("--moist-steps", type=int, default=240)
     parser.add_argument("--moist", type=Path, help="netCDF file of SPEEDY every 12 hours, for the family moist")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--families", nargs="+", default=["materials", "weather"])
     parser.add_argument(
         "--work", type=Path, help="folder for data and runs, kept; data that are there are not made again"
@@ -81,7 +83,7 @@ def main() -> None:
         ):
             if name not in asked.families:
                 continue
-            result[name] = {**made, **compare(root / name, steps)}
+            result[name] = {**made, **compare(root / name, steps, asked.jobs)}
             asked.out.write_text(json.dumps(result, indent=1) + "\n")
     if "materials" in result:
         asked.out.with_suffix(".svg").write_text(draw_potentials(result["materials"]))
@@ -89,7 +91,7 @@ def main() -> None:
         asked.out.with_suffix(".svg").write_text(draw_curves(result["moist"]))
 
 
-def compare_forecasters(root: Path, steps: int) -> dict[str, Any]:
+def compare_forecasters(root: Path, steps: int, jobs: int) -> dict[str, Any]:
     """Return errors of forecasters, as shares of persistence's."""
     for name, seed in (("before", 1), ("after", 2)):
         if not (root / name).exists():
@@ -102,10 +104,10 @@ def compare_forecasters(root: Path, steps: int) -> dict[str, Any]:
         "scratch tenth": forecaster(root, "after", AFTER, "tenth", steps),
         "transfer tenth": forecaster(root, "after", AFTER, "tenth", steps) | begin | transfer,
     }
-    return {"what": "RMSE at 24 h over persistence's", "steps": steps, **train_all(root, runs, relative_rmse)}
+    return {"what": "RMSE at 24 h over persistence's", "steps": steps, **train_all(root, runs, relative_rmse, jobs)}
 
 
-def compare_simulations(moist: Path, root: Path, steps: int) -> dict[str, Any]:
+def compare_simulations(moist: Path, root: Path, steps: int, jobs: int) -> dict[str, Any]:
     """Return errors of forecasters of SPEEDY, as shares of persistence's, by the seed of their training."""
     if not (root / "before").exists():
         phalanx("data", "sample", "weather", "--out", root / "before", "--days", DAYS, "--seed", 1)
@@ -117,7 +119,7 @@ def compare_simulations(moist: Path, root: Path, steps: int) -> dict[str, Any]:
             fields = forecaster(root, "before", MOIST, "all", steps) | words | {"training.seed": seed}
             fields["data"] |= {"sources": [str(moist.resolve())], "splits": MOIST_SPLITS}
             runs[f"{name} {seed}"] = fields
-    return {"what": "RMSE at 24 h over persistence's", "steps": steps, **train_all(root, runs, relative_rmse)}
+    return {"what": "RMSE at 24 h over persistence's", "steps": steps, **train_all(root, runs, relative_rmse, jobs)}
 
 
 def forecaster(root: Path, data: str, variables: list[str], share: str, steps: int) -> dict[str, Any]:
@@ -156,7 +158,7 @@ def relative_rmse(event: dict[str, Any]) -> float:
     return float(np.mean([score["rmse"] / score["persistence_rmse"] for score in event["scores"]]))
 
 
-def compare_potentials(root: Path, steps: int) -> dict[str, Any]:
+def compare_potentials(root: Path, steps: int, jobs: int) -> dict[str, Any]:
     """Return errors of forces, in eV/A, by the seed of the training."""
     for name, seed in (("before", 1), ("after", 2), ("held-out", 3)):
         if not (root / name).exists():
@@ -173,7 +175,7 @@ def compare_potentials(root: Path, steps: int) -> dict[str, Any]:
         ):
             fields = potential(root, data, "crystals", steps)
             runs[f"{name} {seed}"] = fields | words | {"training.seed": seed}
-    return {"what": "mean error of forces, eV/A", "steps": steps, **train_all(root, runs, None)}
+    return {"what": "mean error of forces, eV/A", "steps": steps, **train_all(root, runs, None, jobs)}
 
 
 def potential(root: Path, data: str, name: str, steps: int) -> dict[str, Any]:
@@ -225,31 +227,47 @@ def settings(batch: int, steps: int, rate: float) -> dict[str, Any]:
     }
 
 
-def train_all(root: Path, runs: dict[str, dict[str, Any]], score: Any) -> dict[str, Any]:
-    """Train runs in their order; return the errors of each, the best first evaluation's for weather.
+def train_all(root: Path, runs: dict[str, dict[str, Any]], score: Any, jobs: int) -> dict[str, Any]:
+    """Train the first run, then the others, `jobs` at a time; return the errors of each, the best evaluation's for weather.
 
     score: gives the error of an evaluation; None takes the error of forces on the structures of held-out.
     """
-    found: dict[str, Any] = {}
     for name, fields in runs.items():
         words = {key: fields.pop(key) for key in list(fields) if "." in key}
-        file, folder = root / f"{name}.yaml".replace(" ", "-"), root / "runs" / name.replace(" ", "-")
         for key, value in words.items():
             section, _, field = key.partition(".")
             fields[section] |= {field: value}
         # JSON is YAML.
-        file.write_text(json.dumps(fields))
+        file_of(root, name).write_text(json.dumps(fields))
         if fields["model"]["family"] == "materials":
-            phalanx("data", "prepare-graphs", file)
-        phalanx("train", file, "--run-dir", folder)
-        events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-        evaluations = [event for event in events if event["kind"] == "evaluation"]
+            phalanx("data", "prepare-graphs", file_of(root, name))
+
+    def train(name: str) -> None:
+        phalanx("train", file_of(root, name), "--run-dir", folder_of(root, name))
+
+    first, *others = runs
+    train(first)
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(train, others))
+    found: dict[str, Any] = {}
+    for name in runs:
         if score is not None:
-            curve = [score(event) for event in evaluations]
+            events = [json.loads(line) for line in (folder_of(root, name) / "events.jsonl").read_text().splitlines()]
+            curve = [score(event) for event in events if event["kind"] == "evaluation"]
             found[name] = {"error": round(min(curve), 5), "curve": [round(value, 5) for value in curve]}
         elif name != "before":
-            found[name] = {"error": round(force_error(root, folder), 5)}
+            found[name] = {"error": round(force_error(root, folder_of(root, name)), 5)}
     return found
+
+
+def file_of(root: Path, name: str) -> Path:
+    """Return the run file of a run."""
+    return root / f"{name}.yaml".replace(" ", "-")
+
+
+def folder_of(root: Path, name: str) -> Path:
+    """Return the run directory of a run."""
+    return root / "runs" / name.replace(" ", "-")
 
 
 def force_error(root: Path, run_dir: Path) -> float:
