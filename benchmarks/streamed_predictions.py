@@ -5,8 +5,8 @@
 RUN: folder of a run of a materials model that knows H, C and O. Writes molecules of 3 to 6 atoms into WORK, 50,000 a file,
 and predicts them with one process on the CPU, for each number of structures that is asked for. In its memory stand the
 program, the model, one file and one part, whatever the number. With `--kill-at 0.3 0.6` the process is killed when these
-shares of the parts are there, and the same command is given again: what was there must stay as it was. Started again with the
-same WORK it goes on with the parts that are missing; the result then says of each process what it made.
+shares of the parts are there, and the same command is given again: what was there must stay as it was. Started again with
+the same WORK it goes on with the parts that are missing; the result then says of each process what it made.
 """
 
 from __future__ import annotations

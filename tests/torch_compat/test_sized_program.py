@@ -53,3 +53,16 @@ def test_numbers_are_arguments_like_others() -> None:
         torch.float32
     )
     torch.testing.assert_close(program(torch.ones(3), torch.tensor(5.0, dtype=torch.float64)), torch.full((3,), 5.0))
+
+
+def test_functions_may_change_what_they_made() -> None:
+    """The compiler first makes a graph of such a function that changes nothing."""
+
+    def scaled_twice(x: Tensor, factor: Tensor) -> Tensor:
+        found = x + 1.0
+        found.mul_(factor)
+        return found + found.relu_()
+
+    x, factor = torch.linspace(-3.0, 2.0, 6), torch.tensor([2.0])
+    program = SizedProgram(scaled_twice, (x, factor), ROWS).compile(torch.float32)
+    torch.testing.assert_close(program(x, factor), scaled_twice(x, factor))
