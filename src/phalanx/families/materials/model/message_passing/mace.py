@@ -325,7 +325,8 @@ def count_components(degree: int) -> int:
 def split_degrees(x_NSC: Tensor, degrees: int) -> tuple[Tensor, ...]:
     """Return the components of each of `degrees` degrees, [N, 2l + 1, C], of all of them."""
     # At once: the derivative of a slice is a tensor of zeros with the slice in it, and a sum of such over the degrees.
-    return x_NSC.split([2 * degree + 1 for degree in range(degrees)], dim=1)
+    parts: tuple[Tensor, ...] = x_NSC.split([2 * degree + 1 for degree in range(degrees)], dim=1)
+    return parts
 
 
 def component_range(degree: int) -> slice:
