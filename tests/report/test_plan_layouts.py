@@ -103,9 +103,15 @@ def test_cells_are_those_of_the_plan_and_sort_by_their_figures() -> None:
 
 
 def test_columns_of_what_is_plain_in_all_rows_are_left_out() -> None:
-    rows = [{"gather": "layer", "ep_chunks": 1}, {"gather": "layer", "ep_chunks": 2}]
-    plain, chunked = ({column.head for column in layout_columns(some, LAYOUT_COLUMNS)} for some in (rows[:1], rows))
+    rows = [
+        {"gather": "layer", "ep_chunks": chunks, "offload_optimizer": offloaded}
+        for chunks, offloaded in ((1, False), (2, False), (1, True))
+    ]
+    plain, chunked, offloaded = (
+        {column.head for column in layout_columns(some, LAYOUT_COLUMNS)} for some in (rows[:1], rows[:2], rows[::2])
+    )
     assert chunked - plain == {"chunks"} and "gather" not in chunked
+    assert offloaded - plain == {"offload"}
 
 
 def test_answers_say_what_is_lost_and_why_it_does_not_fit() -> None:
