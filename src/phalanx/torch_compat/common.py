@@ -153,9 +153,12 @@ def keep_float32_products() -> None:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number of the memory behind a tensor, which no other memory has while this one is there."""
+    """Return a number of the memory behind a tensor, which no other memory has while this one is there.
+
+    Of a sharded tensor: of the memory of this rank's part, without an operation that would give that part.
+    """
     # `data_ptr` is 0 for every fake or meta tensor; the address of the storage object tells them apart.
-    return int(tensor.untyped_storage()._cdata)
+    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
 
 
 def is_rocm() -> bool:

@@ -138,6 +138,8 @@ class _FakeButMeta(FakeTensorMode):
         if func is _ADD_PRODUCT:
             # PyTorch 2.11 decomposes it as if it were the overload without a format.
             return kwargs["out"]
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return super().__torch_dispatch__(func, types, args, kwargs)
         device = (kwargs or {}).get("device")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if device is not None:

@@ -207,7 +207,7 @@ class StepTrace(TorchDispatchMode):
             # What was awaited is the tensor itself; the fake operation would make another, which no rank has.
             return args[0]
         result = func(*args, **keywords)
-        for tensor in tree_leaves(result):
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             # Tensors on meta have no memory; views share a storage, which counts once.
             if not isinstance(tensor, Tensor) or tensor.device.type == "meta":
                 continue

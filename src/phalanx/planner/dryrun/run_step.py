@@ -24,7 +24,6 @@ from phalanx.data.batch_stream import Batch
 from phalanx.host_memory import HostMemory
 from phalanx.layout.apply import ParallelModel, apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.data_parallel.gradients import local_gradient
 from phalanx.layout.execute import Executor
 from phalanx.layout.expert_parallel.token_exchange import BalancedExchange, TokenExchange
 from phalanx.layout.layout_model import LayoutModel, Stage
@@ -144,14 +143,10 @@ def _with_microbatches(layout: ResolvedLayout, count: int) -> ResolvedLayout:
 
 def _label_state(trace: StepTrace, applied: ParallelModel, step: Step) -> None:
     for stage in applied.stages:
-        trace.label([_local_part(tensor) for tensor in (*stage.parameters(), *stage.buffers())], "parameters")
-    trace.label([_local_part(parameter) for parameter in applied.parameters.values()], "parameters")
+        trace.label([*stage.parameters(), *stage.buffers()], "parameters")
+    trace.label(list(applied.parameters.values()), "parameters")
     for state in step.optimizer.state.values():
-        trace.label([_local_part(value) for value in state.values() if isinstance(value, Tensor)], "optimizer")
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        trace.label(list(state.values()), "optimizer")
 
 
 def measured_step(
@@ -192,8 +187,7 @@ class WatchedExecutor(Executor):
     def forward_backward(self, step: int, batch: Batch, scale: Tensor | float) -> Tensor:
         """See `Executor`."""
         total = super().forward_backward(step, batch, scale)
-        grads = [local_gradient(parameter) for parameter in self.applied.parameters.values()]
-        self.trace.label([grad for grad in grads if grad is not None], "gradients")
+        self.trace.label([parameter.grad for parameter in self.applied.parameters.values()], "gradients")
         self.trace.go_to(Moment("update"))
         return total
 
