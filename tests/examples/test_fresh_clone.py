@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -130,18 +128,6 @@ def test_it_trains_on_structures_as_it_describes_them(name: str, call: Call) -> 
     words = [*ONE_STEP.split(), *SMALL_BATCH.split(), *_smaller(load_run(copy)), prepared]
     done = call("train", str(copy), *words)
     assert done.code == 0, done.err
-
-
-def test_the_loop_of_its_own_runs_as_it_stands() -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/own_loop.py", "--steps", "2"],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^step \d", done.stdout, re.MULTILINE)) == 2
 
 
 def test_what_an_own_model_needs_is_told(call: Call) -> None:
