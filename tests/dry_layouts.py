@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from layout_runs import run_with
 from phalanx.families.language.config import LanguageRun
@@ -67,16 +69,21 @@ def run_named(name: str) -> LanguageRun:
 NAMES = list(_LAYOUTS)
 
 
-def real_steps(names: list[str]) -> dict[str, dict[str, Any]]:
-    """What the second step of each run takes on this rank of a real process group."""
+def real_steps(watched: dict[str, int]) -> dict[str, dict[str, Any]]:
+    """What the second step of each run takes on this rank of a real process group, where it is the one that is watched.
+
+    watched: by the run's name; the others run beside it, since watching takes longer than the step itself.
+    """
     made: Groups = {}
-    return {name: _real_step(run_named(name), made) for name in names}
+    steps = {name: _real_step(run_named(name), made, watched=dist.get_rank() == rank) for name, rank in watched.items()}
+    return {name: step for name, step in steps.items() if watched[name] == dist.get_rank()}
 
 
-def _real_step(run: LanguageRun, made: Groups) -> dict[str, Any]:
+def _real_step(run: LanguageRun, made: Groups, *, watched: bool) -> dict[str, Any]:
     layout, cpu = resolve_layout(bind(run), WORLD), torch.device("cpu")
     mesh = build_mesh(layout, cpu, made)
-    with StepTrace().watching() as trace:
+    trace = StepTrace()
+    with trace.watching() if watched else contextlib.nullcontext():
         applied = apply_layout(bind(run, LayoutModel), layout, mesh, cpu, AttentionChoice("sdpa"))
         step = build_full_step(bind(run), applied, cpu).relaid(WatchedExecutor(applied, trace))
         measured_step(bind(run, TracedModel), applied, step, trace)
