@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 from phalanx.torch_compat.compiler import SizedProgram
 
@@ -66,3 +68,11 @@ def test_functions_may_change_what_they_made() -> None:
     x, factor = torch.linspace(-3.0, 2.0, 6), torch.tensor([2.0])
     program = SizedProgram(scaled_twice, (x, factor), ROWS).compile(torch.float32)
     torch.testing.assert_close(program(x, factor), scaled_twice(x, factor))
+
+
+def test_a_program_that_was_compiled_before_comes_from_the_cache() -> None:
+    with fresh_cache():
+        for found in ("fxgraph_cache_miss", "fxgraph_cache_hit"):
+            counters.clear()
+            SizedProgram(torch.sin, [torch.ones(3)], [("n", 0)]).compile(torch.float32)
+            assert counters["inductor"][found] == 1

@@ -52,7 +52,8 @@ def run_train(asked: TrainArguments) -> None:
     wanted = loaded.training.compile
     accelerated = loaded.cluster.device != "cpu" and torch.accelerator.current_accelerator() is not None
     if wanted is True or (wanted == "auto" and accelerated):
-        modules.append("torch._inductor.compile_fx")
+        # Not the rest of the compiler: it opens the device as it loads, and of a process that has, no rank can be forked.
+        modules.append("torch._dynamo")
     policy = replace(policy, preload=tuple(modules))
     become_supervisor(["train", str(asked.run), *where, *words], asked.nproc, asked.grace, policy, place)
 

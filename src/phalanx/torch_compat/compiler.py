@@ -278,7 +278,9 @@ class SizedProgram:
             tracing_mode="symbolic",
             _allow_non_fake_inputs=True,
         )
-        self.graph: fx.GraphModule = trace(*self._examples)
+        traced = trace(*self._examples)
+        # Without the symbols' environment, which it holds as well: the compiler's cache has no key for that.
+        self.graph = fx.GraphModule(traced, traced.graph)
         self.graph.graph.eliminate_dead_code()
         self.graph.recompile()
         self._program: Callable[..., Any] = self.graph
