@@ -4,8 +4,8 @@
 
 One process a measurement, on the default device, of preset gnn-mace-1m with forces in fp32 on `--structures` small made
 structures. Variants: `traced_again` has AOTAutograd trace the step's graph again, and the compiler try out padded products;
-`padded` lowers the graph as it is and tries out padded products; `lowered` is what training does; `one_tiling` has Triton
-try one tiling of each pointwise kernel; `fixed_sizes` is compiled for one size of batch alone; `captured` is not compiled.
+`padded` lowers the graph as it is and tries out padded products; `lowered` is what training does; `tilings` has Triton try
+several tilings of each pointwise kernel; `fixed_sizes` is compiled for one size of batch alone; `captured` is not compiled.
 `trace`, `lower` and `first_run` (Triton's choices between tilings, the warm-up and the capture) add up to `seconds`.
 `difference` is that of the gradients from those of the network by itself, over their norm. `inside` are the compiler's
 own figures, which overlap.
@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "lowered": {},
     "traced_again": {"shape_padding": True},
     "padded": {"shape_padding": True},
-    "one_tiling": {"triton.autotune_pointwise": False},
+    "tilings": {"triton.autotune_pointwise": True},
     "fixed_sizes": {},
     "captured": {},
 }

@@ -311,8 +311,9 @@ class SizedProgram:
         return self._program(*arguments)
 
 
-_QUICK = {"shape_padding": False}
-"""Options of programs that are lowered from their graph: no products are tried out with padded factors, shape by shape."""
+_QUICK = {"shape_padding": False, "triton.autotune_pointwise": False}
+"""Options of programs that are lowered from their graph: neither are products tried out with padded factors, shape by shape,
+nor several tilings of each pointwise kernel. A step of MACE is as fast (`benchmarks/compile_time.py`)."""
 
 
 def _changes_arguments(node: fx.Node) -> bool:
