@@ -38,7 +38,9 @@ def test_machines_without_slurm_are_described_but_not_launched_on() -> None:
     for name in described_names():
         assert (load_machine(name).slurm is None) == (name in plans_only)
     with pytest.raises(ConfigError, match=r"selene is described for plans only.*phalanx train"):
-        launch_script(load_machine("selene"), Job(Path("run.yaml"), 2, Path("/"), seconds=3600, account="abc"))
+        launch_script(
+            load_machine("selene"), Job(Path("run.yaml"), 2, Path("/"), Path("run"), seconds=3600, account="abc")
+        )
 
 
 def test_an_unknown_machine_is_told_of_all_that_are_described() -> None:

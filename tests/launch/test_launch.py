@@ -45,7 +45,13 @@ def slurm(tmp_path: Path) -> FakeSlurm:
 
 
 def job(nodes: int = 2, **changes: object) -> Job:
-    values: dict[str, object] = {"directory": Path("/"), "account": "abc", "seconds": 3600, **changes}
+    values: dict[str, object] = {
+        "directory": Path("/"),
+        "run_dir": Path("run"),
+        "account": "abc",
+        "seconds": 3600,
+        **changes,
+    }
     return Job(run=Path("run.yaml"), nodes=nodes, **values)  # type: ignore[arg-type]
 
 
@@ -187,7 +193,7 @@ def test_whatever_the_user_writes_arrives_as_it_is(slurm: FakeSlurm) -> None:
         MACHINE
         + "environment:\n  - {name: ODD, value: 'a\"b`touch pwned`$(touch pwned)\\\\ ${USER}$', reason: R., source: s}\n"
     )
-    wanted = Job(Path("it's a run.yaml"), 1, strange, NASTY, seconds=600)
+    wanted = Job(Path("it's a run.yaml"), 1, strange, Path("run"), NASTY, seconds=600)
     done = slurm.run(launch_script(parse_machine(text, "small.yaml"), wanted), 1)
     assert done.returncode == 0, done.stderr
     for rank in slurm.seen():
@@ -210,6 +216,18 @@ def test_only_a_run_that_stopped_in_good_order_waits_again(
     done = slurm.run(script, 1, RANK_EXIT=str(code))
     assert done.returncode == code
     assert slurm.requeued() == ([str(JOB_ID)] if asked else [])
+
+
+@pytest.mark.parametrize(("queued_before", "saves", "code"), [(0, 0, STOPPED), (1, 1, STOPPED), (1, 0, GIVEN_UP)])
+def test_a_job_that_was_queued_again_and_came_no_further_is_given_up(
+    queued_before: int, saves: int, code: int, slurm: FakeSlurm
+) -> None:
+    wanted = job(1, directory=slurm.folder, run_dir=Path("run"))
+    script = launch_script(parse_machine(MACHINE + "stop: {requeue: true}\n", "small.yaml"), wanted)
+    done = slurm.run(script, 1, RANK_EXIT=str(STOPPED), SAVES=str(saves), SLURM_RESTART_COUNT=str(queued_before))
+    assert done.returncode == code, done.stderr
+    assert slurm.requeued() == ([str(JOB_ID)] if code == STOPPED else [])
+    assert ("given up" in done.stderr) == (code == GIVEN_UP)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 from phalanx.cli.console import print_json, print_lines, write_file
@@ -27,29 +26,25 @@ def run_launch(asked: LaunchArguments) -> None:
     machine = load_machine(asked.cluster)
     # the job may start elsewhere: a description that is a file needs its whole path there
     described = asked.cluster if asked.cluster in described_names() else str(Path(asked.cluster).absolute())
+    loaded = load_run(asked.run, asked.overrides or [])
+    # the same words as the job's, so the same folder
+    run_dir = choose_run_directory(loaded, asked.run, asked.overrides or [])
     wanted = Job(
         run=asked.run,
         nodes=asked.nodes,
         directory=Path.cwd(),
-        overrides=(),
+        run_dir=run_dir,
+        overrides=(*_failure_words(loaded, machine), *(asked.overrides or ())),
         seconds=None if asked.time is None else parse_walltime(asked.time),
         account=asked.account,
         partition=asked.partition,
         setup=tuple(asked.setup or ()),
         image=asked.image,
-        examined_as=described if asked.preflight else None,
-    )
-    loaded = load_run(asked.run, asked.overrides or [])
-    # the same words as the job's, so the same folder
-    run_dir = choose_run_directory(loaded, asked.run, asked.overrides or [])
-    wanted = replace(
-        wanted,
-        overrides=(*_failure_words(loaded, machine), *(asked.overrides or ())),
-        run_dir=run_dir,
         restarts=loaded.restart.max,
         backoff_s=loaded.restart.backoff_s,
         replans=loaded.restart.layout == "replan",
         save_seconds=measured_save_seconds(run_dir),
+        examined_as=described if asked.preflight else None,
     )
     job = complete_job(machine, wanted)
     ranks = job.nodes * machine.node.devices

@@ -50,6 +50,8 @@ class Job:
     nodes: int
     directory: Path
     """Absolute folder in which training starts."""
+    run_dir: Path
+    """The run's own folder, relative to `directory` or absolute."""
     overrides: tuple[str, ...] = ()
     """`section.field=value` words for `phalanx train`."""
     seconds: int | None = None
@@ -61,8 +63,6 @@ class Job:
     """Shell lines of the user, run before training, inside the container if there is one."""
     image: str | None = None
     """Container image."""
-    run_dir: Path | None = None
-    """The run's own folder, relative to `directory` or absolute; None begins no ranks again after a fault."""
     restarts: int = 0
     """Times in a row that ranks may begin again without a newer checkpoint."""
     backoff_s: float = 5.0
@@ -77,7 +77,7 @@ class Job:
     @property
     def supervised(self) -> bool:
         """Whether a supervisor on each node starts the ranks there, and again after a fault, in place of Slurm."""
-        return self.run_dir is not None and self.restarts > 0
+        return self.restarts > 0
 
 
 def parse_walltime(text: str) -> int:
@@ -247,6 +247,11 @@ if [ "$code" -eq {UNFIT} ]; then
 elif [ "$code" -ne 0 ]; then
     echo "phalanx doctor could not look at all ranks (exit code $code); training starts all the same" >&2
 fi"""
+_CHECKPOINTS = """\
+run={run}
+newest_checkpoint() {{ ls -d -- "$run/checkpoints"/step-???????? 2>/dev/null | tail -n 1 || true; }}
+# From which the job begins.
+begun=$(newest_checkpoint)"""
 _TRAP = """\
 # Slurm tells this shell of a cancelled or preempted job. It notes that and waits for the ranks, which save and
 # stop: if it ended at once, the job would end with it.
@@ -259,8 +264,6 @@ _RESTARTS = """\
 # A supervisor on each node starts its ranks, and again after a fault. Where one of them is lost, or a signal killed it, all
 # begin again on the same nodes, from the newest whole checkpoint. Without a newer one than the time before that is in vain:
 # after {restarts} times the job ends with {given_up} and is not queued again.
-run={run}
-newest_checkpoint() {{ ls -d -- "$run/checkpoints"/step-???????? 2>/dev/null | tail -n 1 || true; }}
 # Reports of faults name their nodes here, one a line. The first of an attempt is the one whose rank failed first.
 failed_nodes() {{ cat -- "$run/{failed_nodes}" 2>/dev/null || true; }}
 vain=0 further= suspect=
@@ -305,19 +308,24 @@ _REQUEUE = f"""\
 # Time was up, the ranks have saved and stopped (128 + TERM, USR1 or USR2). The job is queued again and
 # goes on from there. A cancelled job stays cancelled, and a preempted one Slurm puts back by itself.
 case "$code:$ended_by_slurm" in {" | ".join(f"{code}:" for code in REQUEUED)})
-    scontrol requeue "$SLURM_JOB_ID"
+    if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && [ "$(newest_checkpoint)" = "$begun" ]; then
+        echo "given up: queued again, the job came to no newer checkpoint before its time was up" >&2
+        code={GIVEN_UP}
+    else
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
 esac"""
 """Parts of a script that are the same on every machine."""
 
 
 def _training_lines(machine: Machine, job: Job) -> Iterator[str]:
     """Yield the lines that train, again and again after a fault where the job says so."""
+    yield _CHECKPOINTS.format(run=shlex.quote(str(job.run_dir)))
     yield _TRAP
     if not job.supervised:
         yield _TRAINING
     else:
         yield _RESTARTS.format(
-            run=shlex.quote(str(job.run_dir)),
             failed_nodes=FAILED_NODES,
             end=END_FILE,
             restarts=job.restarts,

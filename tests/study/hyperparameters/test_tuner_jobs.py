@@ -65,7 +65,7 @@ def tuner(folder: Path, seeds: str, *, trials: int, at_once: int = 8, steps: int
     folder.mkdir(exist_ok=True)
     (folder / "run.yaml").write_text(RUN.replace("SEEDS", seeds))
     command = (sys.executable, "-IS", "-c", SCRIPT, str(step_s))
-    job = Job(folder, 1, Path.cwd(), seconds=60)
+    job = Job(folder, 1, Path.cwd(), folder, seconds=60)
     arrays = JobArrays(MACHINE, job, folder, poll_s=0.1, command=command)
     settings = Settings(folder, "loss", 1, 60.0, packing=QUEUED)
     store = open_store(folder, describe_study(run, space, queue.rungs))
@@ -133,7 +133,7 @@ def test_a_job_asks_for_what_its_trial_needs(
     patch.setenv("PATH", slurm.path)
     one = tuner(tmp_path / "study", "[0, 3]", trials=1, steps=1)
     run = parse_run(RUN.replace("SEEDS", "[0, 3]") + "  nproc: 6\n", "run.yaml")
-    job = Job(tmp_path, 1, Path.cwd(), seconds=60)
+    job = Job(tmp_path, 1, Path.cwd(), tmp_path, seconds=60)
     arrays = describe_jobs(run, tmp_path / "study", large_nodes(devices), job)
     folder = tmp_path / "trial"
     folder.mkdir()

@@ -55,7 +55,7 @@ def run_tune(asked: TuneArguments) -> None:
             where=asked.where,
             devices=asked.devices,
             machine=machine,
-            job=_describe_job(asked, asked.run),
+            job=_describe_job(asked, asked.run, folder),
             packing=asked.packing,
             tell=tell_trial,
         )
@@ -72,7 +72,7 @@ def run_tune(asked: TuneArguments) -> None:
     print_lines([*write_tune_lines(summary, open_output().width), *(f"wrote {name}" for name in written.values())])
 
 
-def _describe_job(asked: TuneArguments, run: Path) -> Job | None:
+def _describe_job(asked: TuneArguments, run: Path, folder: Path) -> Job | None:
     """Return account, time and folder of trials that are jobs; None where they are not. Raises ConfigError."""
     given = {"time": asked.time, "account": asked.account, "partition": asked.partition, "setup": asked.setup}
     if asked.where != "sbatch":
@@ -84,6 +84,7 @@ def _describe_job(asked: TuneArguments, run: Path) -> Job | None:
         run=run,
         nodes=1,
         directory=Path.cwd(),
+        run_dir=folder,
         seconds=None if asked.time is None else parse_walltime(asked.time),
         account=asked.account,
         partition=asked.partition,
