@@ -26,10 +26,12 @@ from command_line import Call
 from distributed_ranks import run_ranks
 from phalanx import remote_files
 from phalanx.checkpoint import CheckpointStore, UploadAddress, read_tensors
+from phalanx.checkpoint.upload import Uploader
 from phalanx.cli.main import main
 from phalanx.errors import CheckpointError, ConfigError, Interrupted
 from phalanx.object_store import Store
 from phalanx.remote_files import use_cache, weights_path
+from phalanx.training.callbacks import CALLBACKS, Callback
 from saved_states import assert_same_bits, every_dtype, small_state, zeros_like
 from token_data import write_run_file, write_token_folder
 
@@ -289,6 +291,24 @@ def test_a_run_killed_in_an_upload_goes_on_from_its_last_whole_checkpoint(s3: S3
 def test_a_store_that_dies_leaves_training_running(tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     mortal, write = S3(), Store.write
     monkeypatch.setitem(fsspec.config.conf, "s3", mortal.settings)
+    build, warnings = Uploader.__init__, list[str]()
+
+    def build_with_record(uploader: Uploader, *arguments: Any, warn: Callable[[str], None], **options: Any) -> None:
+        def tell(warning: str) -> None:
+            warn(warning)
+            warnings.append(warning)
+
+        build(uploader, *arguments, warn=tell, **options)
+
+    class Patience(Callback):
+        """Holds steps up, of which sixteen take less time than a store takes to die."""
+
+        def on_step_begin(self, step: int) -> None:
+            if step == 12:
+                wait_until(lambda: bool(warnings))
+
+    monkeypatch.setattr(Uploader, "__init__", build_with_record)
+    monkeypatch.setitem(CALLBACKS._items, "patience", Patience)
 
     def write_and_die(store: Store, name: str, content: bytes) -> None:
         write(store, name, content)
@@ -298,7 +318,14 @@ def test_a_store_that_dies_leaves_training_running(tmp_path: Path, call: Call, m
     monkeypatch.setattr(Store, "write", write_and_die)
     run_file = write_run_file(tmp_path / "run.yaml", write_token_folder(tmp_path / "tokens"))
     begun = ["train", str(run_file), "checkpoint.every=4", "checkpoint.upload=s3://bucket/dies"]
-    ended = call(*begun, "--run-dir", str(tmp_path / "a"), "training.steps=16", "remote.timeout_s=10")
+    ended = call(
+        *begun,
+        "--run-dir",
+        str(tmp_path / "a"),
+        "training.steps=16",
+        "remote.timeout_s=10",
+        "training.callbacks=[{name: patience}]",
+    )
     assert ended.code == 0, ended.err
     assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 16
     assert "cannot be uploaded; tried again until it can, training goes on" in ended.err
