@@ -88,7 +88,7 @@ def test_layouts_are_listed_as_the_run_file_says_unless_both_are_asked_for(offlo
 
 def test_offloading_is_among_the_remedies_where_memory_ran_out() -> None:
     model = bind(run_with(LARGE, global_batch=8, recompute="full"), TracedModel)
-    found = find_remedies(model, replace(LAYOUT, recompute="full"), "H100 SXM", most=9)
+    found = find_remedies(model, replace(LAYOUT, recompute="full"), "H100 SXM")
     (offloading,) = [remedy for remedy in found if remedy.words == "offload_optimizer=true"]
     assert offloading.memory < 0.9 and offloading.seconds > 1.0
 
