@@ -65,7 +65,7 @@ def test_slots_of_several_devices() -> None:
         ConfigError, match=r"--devices 3 is no multiple of the 2 devices .*\nnearest legal: --devices 4"
     ):
         find_devices("local", "cpu", 3, None, 2)
-    with pytest.raises(ConfigError, match="--where sbatch submits trials of several devices"):
+    with pytest.raises(ConfigError, match="--where slurm needs --cluster NAME"):
         find_devices("slurm", "cpu", 4, None, 2)
 
 
