@@ -24,9 +24,9 @@ class HostMemory:
         """device: what copies are to and from."""
         self.device = device
         self._rest: Tensor | None = None
-        """What of the newest chunk is not given out yet, uint8."""
+        """Rest of the newest chunk, not given out yet, uint8."""
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def allocate_like(self, tensor: Tensor) -> Tensor:
         """Return host memory of the shape, strides and format of `tensor`, which has no gaps; without content."""
         size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._rest is None or self._rest.numel() < size:
@@ -52,7 +52,7 @@ class CopyStream:
         with self._stream:
             yield
 
-    def join(self) -> None:
+    def hold_present(self) -> None:
         """Let the present stream wait for all copies so far; the process does not wait."""
         if self._stream is not None:
             torch.accelerator.current_stream().wait_stream(self._stream)

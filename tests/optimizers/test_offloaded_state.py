@@ -95,16 +95,16 @@ def test_host_memory_has_the_shape_and_strides_asked_for(shape: tuple[int, ...])
     memory = HostMemory(torch.device("cpu"))
     for dtype in (torch.uint8, torch.float64):
         like: Any = torch.ones(shape, dtype=dtype).t() if len(shape) == 2 else torch.ones(shape, dtype=dtype)
-        found = memory.like(like)
+        found = memory.allocate_like(like)
         assert (found.shape, found.stride(), found.dtype) == (like.shape, like.stride(), dtype)
         assert torch.equal(found.copy_(like), like)
 
 
 def test_what_is_larger_than_a_chunk_has_one_of_its_own() -> None:
     memory = HostMemory(torch.device("cpu"))
-    large = memory.like(torch.empty(CHUNK_BYTES + 64, dtype=torch.uint8))
+    large = memory.allocate_like(torch.empty(CHUNK_BYTES + 64, dtype=torch.uint8))
     assert large.untyped_storage().nbytes() == CHUNK_BYTES + 64
-    small = [memory.like(torch.empty(10)) for _ in range(2)]
+    small = [memory.allocate_like(torch.empty(10)) for _ in range(2)]
     small[0].fill_(1.0)
     small[1].fill_(2.0)
     assert small[0].eq(1.0).all() and small[1].untyped_storage().data_ptr() == small[0].untyped_storage().data_ptr()

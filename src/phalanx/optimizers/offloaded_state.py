@@ -79,14 +79,14 @@ class OffloadedOptimizer(ScaledUpdates):
             self._fetch(buckets[0])
         for bucket, following in zip_longest(buckets, buckets[1:], fillvalue=()):
             # What arrives next may take the memory of what has left.
-            self._leaving.join()
-            self._arriving.join()
+            self._leaving.hold_present()
+            self._arriving.hold_present()
             self._fetch(following)
             with self._only(bucket):
                 update()
             self.written += self.kind.written_copies(self.inner)
             self._send_back(bucket)
-        self._leaving.join()
+        self._leaving.hold_present()
 
     def _split(self) -> Sequence[Bucket]:
         """Return the parameters with a gradient, in buckets of neighbours."""
@@ -141,7 +141,7 @@ class OffloadedOptimizer(ScaledUpdates):
                         continue
                     home = self._at_home.get((parameter, key))
                     if home is None:
-                        home = self._at_home[parameter, key] = self._memory.like(leaving)
+                        home = self._at_home[parameter, key] = self._memory.allocate_like(leaving)
                     home.copy_(leaving, non_blocking=True)
                     self.state[parameter][key] = with_local_part(value, home)
 

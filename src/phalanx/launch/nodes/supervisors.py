@@ -258,7 +258,7 @@ class FirstNode(_Node):
         self._ready: dict[int, NodeEnd | None] = {}
         """Nodes that wait for the next attempt, and how the last one ended there."""
         self._traces: dict[int, dict[int, RankTrace]] = {}
-        """What the ranks of each node did when they were asked last, by the clock of this host."""
+        """Last traces of the ranks of each node, by the clock of this host."""
         self._attempt = 0
         self._ended_at: float | None = None
         """When all nodes were told to end their ranks."""

@@ -163,7 +163,7 @@ class StepTrace(TorchDispatchMode):
     def give_host_memory(
         self, give: Callable[[HostMemory, Tensor], Tensor], memory: HostMemory, like: Tensor
     ) -> Tensor:
-        """Give out host memory as `HostMemory.like`, which is `give`, does, and leave it out of the account."""
+        """Give out host memory as `HostMemory.allocate_like`, which is `give`, does, and leave it out of the account."""
         self._giving_host = True
         try:
             found = give(memory, like)

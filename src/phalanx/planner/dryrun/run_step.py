@@ -264,12 +264,12 @@ def fake_rank(layout: ResolvedLayout, rank: int, *, accelerator: bool) -> Iterat
             stack.enter_context(compat.cpu_stands_in())
             stack.enter_context(fused_norms())
         trace = stack.enter_context(StepTrace().watching())
-        give = HostMemory.like
+        give = HostMemory.allocate_like
 
-        def like(memory: HostMemory, tensor: Tensor) -> Tensor:
+        def allocate_like(memory: HostMemory, tensor: Tensor) -> Tensor:
             return trace.give_host_memory(give, memory, tensor)
 
-        stack.enter_context(patch.object(HostMemory, "like", like))
+        stack.enter_context(patch.object(HostMemory, "allocate_like", allocate_like))
         yield mesh, trace
 
 

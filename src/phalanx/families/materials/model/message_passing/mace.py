@@ -182,7 +182,7 @@ class SymmetricContraction(nn.Module):
         self.basis: list[Constant] = []
         """Of each order the polynomials of all degrees, [Q, P], one product with which is quicker than one a degree."""
         self.counts: list[list[int]] = []
-        """Of each order the polynomials of each degree."""
+        """Polynomials of each degree, by order."""
         self.weights = nn.ModuleList()
         for order in range(1, config.mace.correlation + 1):
             bases = [equivariant_polynomials(degree, order, result) for result in range(outside + 1)]
