@@ -98,7 +98,7 @@ def test_a_run_of_several_nodes_has_a_supervisor_each_or_is_started_as_said(
     (srun,) = _list_commands(replace(plan, start=("srun", "--ntasks-per-node=1")), tmp_path, [])
     assert srun[:2] == ["srun", "--ntasks-per-node=1"] and "--nodes" not in srun
     prepare_run(plan)
-    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     with pytest.raises(ConfigError, match="--nodes 2 without --start"):
         prepare_run(plan)
 

@@ -114,7 +114,7 @@ def prepare_run(plan: ChaosPlan) -> tuple[Run, tuple[str, ...]]:
     words = [*plan.words, "restart.max=1000", "restart.backoff_s=0.0", "training.resume=auto"]
     if run.checkpoint.every is None:
         words.append(f"checkpoint.every={max(1, run.training.steps // 8)}")
-    devices = run.cluster.device != "cpu" and torch.accelerator.current_accelerator() is not None
+    devices = run.cluster.device != "cpu" and torch.accelerator.is_available()
     if plan.nodes > 1 and not plan.start and devices:
         raise ConfigError(
             f"--nodes {plan.nodes} without --start: all supervisors would be on this machine and share its first devices; "

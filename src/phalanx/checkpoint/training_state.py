@@ -149,8 +149,8 @@ def rng_state() -> dict[str, Any]:
         "torch": _to_hex(torch.get_rng_state()),
         "accelerator": None,
     }
-    device = torch.accelerator.current_accelerator()
-    if device is not None and torch.accelerator.is_available():
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None:
         # This rank's own device: each rank has a generator, and rank 0's state is what is saved.
         module = torch.get_device_module(device)
         state["accelerator"] = {"device": device.type, "state": _to_hex(module.get_rng_state())}
@@ -171,7 +171,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         words = np.array(key, dtype=np.uint32)
         np.random.set_state(("MT19937", words, position, int(gauss is not None), 0.0 if gauss is None else gauss))
         torch.set_rng_state(_from_hex(saved.torch))
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         if saved.accelerator and device is not None and device.type == saved.accelerator.device:
             torch.get_device_module(device).set_rng_state(_from_hex(saved.accelerator.state))
     except (TypeError, ValueError, RuntimeError) as error:

@@ -157,6 +157,11 @@ def test_the_climatology_is_the_mean_around_each_day_of_year_and_time_of_day(tmp
     for day, part in ((0, 0), (59, 1), (180, 2), (365, 3)):
         expected = daily_mean(values, *dates, day, part * 6, window)
         np.testing.assert_allclose(found.mean[day, part, 0], expected, rtol=1e-6)
+    # Some days alone, none of whose windows holds every frame: the same means.
+    asked = np.array([5, 6, 300, 2 * 1464 - 1])
+    some = mean_by_day(store, [0], frames, days=window, asked=asked)
+    assert some.mean.shape == (3, 4, 1, 6, 8)
+    np.testing.assert_allclose(some.at(store.times, asked), found.at(store.times, asked), rtol=1e-6)
     later = np.array([3 * 1464 - 1])
     date = store.times.days_of_year[later][0], 3
     np.testing.assert_array_equal(found.at(store.times, later)[0], found.mean[date])

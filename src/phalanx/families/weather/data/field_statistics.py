@@ -110,9 +110,12 @@ class Climatology:
     """Means of some variables by day of the year and time of day."""
 
     mean: Float32Array
-    """[D, K, V, H, W]: mean of day d of the year and the k-th of K equal parts of the day; NaN where there was no value."""
+    """[N, K, V, H, W]: mean of the n-th day that was asked for and the k-th of K equal parts of the day; NaN where there
+    was no value."""
     frames: Int64Array
-    """[D, K]: frames behind each mean."""
+    """[N, K]: frames behind each mean."""
+    row: Int64Array
+    """[D]: where each day of the year stands among those that were asked for; -1 for a day that was not."""
     calendar: str
     days: int
     """Days of the year that each mean covers, its own in the middle; those of weight 0 are none of them."""
@@ -122,7 +125,7 @@ class Climatology:
     """Climate of those of the variables that are precipitation; None where none is."""
 
     def at(self, times: TimeAxis, frames: Int64Array) -> Float32Array:
-        """Return the climatology [n, V, H, W] of the times of `frames`, int64 [n].
+        """Return the climatology [n, V, H, W] of the times of `frames`, int64 [n], whose days were asked for.
 
         Raises DataError for a time of year that the climatology has no frame of.
         """
@@ -130,8 +133,9 @@ class Climatology:
             raise DataError(
                 f"the climatology of {self.name} has calendar {self.calendar}, the forecasts {times.calendar}"
             )
-        day, part = times.days_of_year[frames], times.parts_of_day(self.mean.shape[1])[frames]
-        unknown = np.flatnonzero(self.frames[day, part] == 0)
+        row, part = self.row[times.days_of_year[frames]], times.parts_of_day(self.mean.shape[1])[frames]
+        assert (row >= 0).all()
+        unknown = np.flatnonzero(self.frames[row, part] == 0)
         # A mean of no frames is NaN, which would drop the case from the scores without a word.
         if unknown.size:
             raise DataError(
@@ -139,7 +143,7 @@ class Climatology:
                 f"{times.text(int(frames[unknown[0]]))}; let data.climatology cover a whole year, or raise "
                 f"data.climatology_days"
             )
-        return self.mean[day, part]
+        return self.mean[row, part]
 
 
 def mean_by_day(
@@ -149,56 +153,60 @@ def mean_by_day(
     *,
     days: int,
     weights: Literal["equal", "linear"] = "equal",
+    asked: Int64Array | None = None,
 ) -> Climatology:
     """Return the climatology of some variables of a store over `frames`, each mean over a window of `days` days of the year.
 
     The window counts each frame once and wraps around the year's end. Weights are equal, or fall linearly from the window's
     middle to 0 at its ends, as in WeatherBench 2 (Rasp et al. 2024, section 3.2). Data with less than a day between frames
-    has means for each time of day.
+    has means for each time of day. asked: frames, of the store, whose days of the year are wanted; None for the whole year,
+    which on a fine grid takes long and is large.
     """
     times = store.times
-    linear = weights == "linear" and days > 2
-    window = _linear_sums if linear else _window_sums
-    covered = 2 * (days // 2) - 1 if linear else days
-    parts = times.frames_a_day
+    in_year, parts = times.days_in_year, times.frames_a_day
+    wanted = np.arange(in_year) if asked is None else np.unique(times.days_of_year[asked])
+    weight_ND = _window_weights(wanted, in_year, days, weights)
     # One slot for each day of the year and time of day: the daily cycle is no forecast skill.
-    slots = (times.days_of_year * parts + times.parts_of_day(parts))[frames]
-    in_year = times.days_in_year
-    count = np.bincount(slots, minlength=in_year * parts).reshape(in_year, parts)
-    mean = np.empty((in_year, parts, len(variables), *store.grid.shape), dtype=np.float32)
+    day, part = times.days_of_year[frames], times.parts_of_day(parts)[frames]
+    count_DK = np.bincount(day * parts + part, minlength=in_year * parts).reshape(in_year, parts)
+    # Days whose frames count in a window that is wanted; no other frame is read.
+    near = np.flatnonzero(weight_ND.any(axis=0) & count_DK.any(axis=1))
+    counted = np.isin(day, near)
+    frames, place, part = frames[counted], np.searchsorted(near, day)[counted], part[counted]
+    weight_NM = weight_ND[:, near]
+    mean = np.empty((len(wanted), parts, len(variables), *store.grid.shape), dtype=np.float32)
     for column, variable in enumerate(variables):
-        sums = np.zeros((in_year * parts, *store.grid.shape))
+        sums = np.zeros((len(near), parts, *store.grid.shape))
         valid = np.zeros_like(sums)
         for first in range(0, len(frames), _FRAMES_AT_ONCE):
             rows = slice(first, first + _FRAMES_AT_ONCE)
             block = store.read(frames[rows], [variable])[:, 0].astype(np.float64)
             there = ~np.isnan(block)
             # One frame at a time: numpy's unbuffered addition at repeated places is many times slower.
-            for slot, field, known in zip(slots[rows].tolist(), np.where(there, block, 0.0), there, strict=True):
-                sums[slot] += field
-                valid[slot] += known
-        shape = (in_year, parts, *store.grid.shape)
-        total, points = (window(array.reshape(shape), days) for array in (sums, valid))
-        mean[:, :, column] = np.divide(total, points, out=np.full(shape, np.nan), where=points > 0.5)
-    window_count = np.rint(_window_sums(count.astype(np.float64), covered)).astype(np.int64)
-    return Climatology(mean, window_count, times.calendar, covered, str(store.path))
+            for *slot, field, known in zip(place[rows], part[rows], np.where(there, block, 0.0), there, strict=True):
+                sums[*slot] += field
+                valid[*slot] += known
+        total, points = (np.tensordot(weight_NM, array, axes=1) for array in (sums, valid))
+        mean[:, :, column] = np.divide(total, points, out=np.full(total.shape, np.nan), where=points > 0.5)
+    row = np.full(in_year, -1)
+    row[wanted] = np.arange(len(wanted))
+    covered = 2 * (days // 2) - 1 if weights == "linear" and days > 2 else days
+    return Climatology(mean, (weight_ND > 0) @ count_DK, row, times.calendar, covered, str(store.path))
 
 
-def _linear_sums(values: Float64Array, days: int) -> Float64Array:
-    """Return sums over the days around each day, weighed by days // 2 less the distance: whole numbers, for exact counts."""
+def _window_weights(wanted: Int64Array, in_year: int, days: int, weights: Literal["equal", "linear"]) -> Float64Array:
+    """Return what each day of the year counts in the window around each day of `wanted`, [N, D]: whole numbers.
+
+    Equal weights are 1 over `days` days, an even number of which reaches further back; linear ones are `days // 2` in the
+    middle, one less for each day of distance.
+    """
     half = days // 2
-    # A triangle is a window over windows; reversed in between, an even number reaches as far to both sides.
-    return _window_sums(_window_sums(values, half)[::-1], half)[::-1]
-
-
-def _window_sums(values: Float64Array, days: int) -> Float64Array:
-    """Return sums over the days around each day, the first axis taken as a circle; an even number reaches further back."""
-    # The year is a circle: late December is next to early January.
-    before, after = days // 2, (days - 1) // 2
-    around = np.concatenate([values[len(values) - before :], values, values[:after]])
-    sums = np.cumsum(np.concatenate([np.zeros((1, *values.shape[1:])), around]), axis=0)
-    windows: Float64Array = sums[days:] - sums[:-days]
-    return windows
+    weight_ND = np.zeros((len(wanted), in_year))
+    for offset in range(-half, (days - 1) // 2 + 1):
+        # The year is a circle: late December is next to early January.
+        at = (wanted + offset) % in_year
+        weight_ND[np.arange(len(wanted)), at] = half - abs(offset) if weights == "linear" and days > 2 else 1
+    return weight_ND
 
 
 def climate_by_month(

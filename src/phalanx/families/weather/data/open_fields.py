@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.data.sample_order import Int64Array
 from phalanx.errors import ConfigError, DataError
 from phalanx.families.weather.config import FieldData, FieldSource
 from phalanx.families.weather.data import require_package
@@ -177,9 +178,11 @@ class FieldSet:
             if isinstance(files, PreparedStore) and not is_kept_elsewhere(files.path):
                 files.verify()
 
-    def climatology(self, source: int = 0) -> Climatology:
-        """Return the mean of a source's output variables for each day of the year and time of day, over
-        `data.climatology`."""
+    def climatology(self, source: int = 0, asked: Int64Array | None = None) -> Climatology:
+        """Return the mean of a source's output variables by day of the year and time of day, over `data.climatology`.
+
+        asked: frames of the source whose days of the year are wanted; None for the whole year.
+        """
         store = self.stores[source]
         frames = self._train[source]
         if self.data.climatology is not None:
@@ -188,7 +191,9 @@ class FieldSet:
         # A frame that was never written would pull its day's mean to the fill value.
         whole = frames[~self.surveys[source].blank[frames][:, columns].any(axis=1)]
         data = self.data
-        found = mean_by_day(store, columns, whole, days=data.climatology_days, weights=data.climatology_weights)
+        found = mean_by_day(
+            store, columns, whole, days=data.climatology_days, weights=data.climatology_weights, asked=asked
+        )
         if not data.dry_thresholds:
             return found
         return replace(found, precipitation=climate_by_month(store, data.target_variables, whole, data.dry_thresholds))

@@ -193,14 +193,17 @@ def _scores_by_start(reader: FieldReader, cases: Cases, hours: Tensor, scores: M
 def known_climatologies(
     fields: FieldSet, reader: FieldReader, most_bytes: int | None = None
 ) -> tuple[dict[int, Climatology] | None, str | None]:
-    """Return the climatologies of the sources of `reader`, by number; or None, and why there are none.
+    """Return the climatologies of the sources of `reader`, by number, of the days of its split; or None, and why there are
+    none.
 
     There are none where they do not cover the split of `reader`, or where more than `most_bytes` would have to be read.
     """
     size = sum(len(source.store.times) * source.store.frame_bytes for source in reader.sources)
     if most_bytes is not None and size > most_bytes:
         return None, f"its sources hold {size / 2**30:.0f} GiB, too much to average now; phalanx forecast does"
-    found = {index: fields.climatology(source.number) for index, source in enumerate(reader.sources)}
+    found = {
+        index: fields.climatology(source.number, source.windows.frames) for index, source in enumerate(reader.sources)
+    }
     try:
         for index, source in enumerate(reader.sources):
             frames = source.windows.frames
