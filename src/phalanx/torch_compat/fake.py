@@ -27,6 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from phalanx.torch_compat.known_results import KnownResults
+
 
 @contextlib.contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
@@ -123,23 +125,30 @@ def active_fake_mode() -> FakeTensorMode | None:
 
 ASK_DEVICE = torch.ops.prim.device.default
 """The operation that asks a fake tensor for its device. Two of three operations of a step are this one, so that modes answer
-it at once."""
-device_of = FakeTensor.__torch_dispatch__
-"""Answers `ASK_DEVICE`, by the arguments that a mode is given."""
+it at once, with the tensor's own `device`."""
 _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out
 
 
 class _FakeButMeta(FakeTensorMode):
     """Leaves meta tensors as they are until they are given memory: modules cannot exchange fake parameters for others."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._known = KnownResults(self)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled under it, and to tell the compiler so would cost more than most operations here.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASK_DEVICE:
-            return device_of(func, types, args)
+            return args[0].device
         if func is _ADD_PRODUCT:
             # PyTorch 2.11 decomposes it as if it were the overload without a format.
             return kwargs["out"]
         if any(issubclass(kind, FakeTensor) for kind in types):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self._known.result(super().__torch_dispatch__, func, types, args, kwargs or {})
         device = (kwargs or {}).get("device")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if device is not None:

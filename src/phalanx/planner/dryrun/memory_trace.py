@@ -186,10 +186,15 @@ class StepTrace(TorchDispatchMode):
                 found[category] += allocation.size
         return found
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled under it, and to tell the compiler so would cost more than most operations on fake tensors.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and account for what it makes."""
         if func is compat_fake.ASK_DEVICE:
-            return compat_fake.device_of(func, types, args)
+            return args[0].device
         if any(issubclass(kind, DTensor) for kind in types):
             # The whole of a sharded tensor is nowhere; what becomes of this rank's part comes by on its own.
             return NotImplemented
