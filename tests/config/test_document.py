@@ -1,8 +1,14 @@
 """The YAML reader: what plain scalars mean, where values stand, and what it refuses."""
 
-import pytest
+from __future__ import annotations
 
-from phalanx.config.document import MAX_BYTES, parse_document, parse_value, plain_scalar, show_value
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from phalanx.config.document import MAX_BYTES, Document, parse_document, parse_value, plain_scalar, show_value
 from phalanx.errors import ConfigError
 
 
@@ -117,3 +123,24 @@ def test_no_more_of_a_value_is_written_than_is_shown() -> None:
 
     assert show_value([Item()] * 100_000, width=20) == "[item, item, item..."
     assert len(written) < 10
+
+
+def test_libyaml_reads_what_the_other_parser_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run files of all kinds, and pieces of them with a character more, or with others in place of some."""
+    draw = random.Random(0)
+    texts = [file.read_text() for file in sorted(Path(__file__).parents[2].glob("examples/*.yaml"))]
+    for text in [text[:300] for text in texts] * 20:
+        place = draw.randrange(len(text))
+        mark = draw.choice(" \n\t:-#'\"[]{},&*!|>%@`?\\\r\x00\x85\u2028\ufeff\ud800é1")
+        texts.append(text[:place] + mark + text[place + draw.randint(0, 2) :])
+    found = [_read(text) for text in texts]
+    monkeypatch.setattr(yaml, "__with_libyaml__", False)
+    assert found == [_read(text) for text in texts]
+    assert sum(isinstance(one, Document) for one in found) > len(found) / 3
+
+
+def _read(text: str) -> Document | str:
+    try:
+        return parse_document(text, "run.yaml")
+    except ConfigError as error:
+        return str(error)

@@ -126,7 +126,7 @@ class KnownResults:
 
 @functools.cache
 def _depends_on_shapes_alone(func: Any) -> bool:
-    """Return whether results of `func` follow from shapes and formats, and what it changes are its first arguments' values."""
+    """Return whether results of `func` follow from shapes and formats, and it changes at most values of its arguments."""
     if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims", "phalanx"):
         return False
     if any(tag in func.tags for tag in _CHANGE_OR_READ):
@@ -136,7 +136,7 @@ def _depends_on_shapes_alone(func: Any) -> bool:
 
 
 def _result_of(value: Any, args: tuple[Any, ...]) -> _Result:
-    """Describe what an operation with the positional arguments `args` returned; raise _Unknown for what is no plain tensor."""
+    """Describe what an operation with the arguments `args` returned; raise _Unknown for what is no plain tensor."""
     if value is None:
         return None
     for place, argument in enumerate(args):
@@ -152,7 +152,7 @@ def _result_of(value: Any, args: tuple[Any, ...]) -> _Result:
     made = _Made(
         tuple(value.shape),
         value.stride(),
-        value.storage_offset(),
+        int(value.storage_offset()),
         value.dtype,
         value.fake_device,
         places[0] if places else None,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from scipy.stats import t as student
+from scipy.special import stdtr, stdtrit
 
 from phalanx.data.sample_order import Int64Array
 from phalanx.errors import ConfigError
@@ -182,8 +182,8 @@ def mean_test(values_N: Float64Array, seconds_N: Int64Array, series_N: Int64Arra
     inflation = inflation_factor(first, second)
     error = math.sqrt(variance / count) * inflation
     # The degrees of freedom stay those of independent values, as in the source.
-    width = float(student.ppf(0.5 + CONFIDENCE / 2, count - 1)) * error
-    return MeanTest(mean, width, float(2.0 * student.sf(abs(mean) / error, count - 1)), inflation)
+    width = float(stdtrit(count - 1, 0.5 + CONFIDENCE / 2)) * error
+    return MeanTest(mean, width, float(2.0 * stdtr(count - 1, -abs(mean) / error)), inflation)
 
 
 def inflation_factor(first: float, second: float) -> float:
