@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from phalanx.torch_compat.known_results import KnownResults
@@ -129,17 +129,23 @@ it at once, with the tensor's own `device`."""
 _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out
 
 
-class _FakeButMeta(FakeTensorMode):
+class UncompiledMode(TorchDispatchMode):
+    """A dispatch mode under which nothing is compiled.
+
+    PyTorch has modes tell its compiler at each operation to stay away, which takes longer than most operations on fake tensors.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class _FakeButMeta(UncompiledMode, FakeTensorMode):
     """Leaves meta tensors as they are until they are given memory: modules cannot exchange fake parameters for others."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._known = KnownResults(self)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled under it, and to tell the compiler so would cost more than most operations here.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is ASK_DEVICE:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.host_memory import HostMemory
@@ -102,7 +101,7 @@ class Point:
     """Bytes."""
 
 
-class StepTrace(TorchDispatchMode):
+class StepTrace(compat_fake.UncompiledMode):
     """While active, keeps account of memory and collectives; `begin` starts anew what belongs to one step."""
 
     def __init__(self) -> None:
@@ -185,11 +184,6 @@ class StepTrace(TorchDispatchMode):
                     category = "activations"
                 found[category] += allocation.size
         return found
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # Nothing is compiled under it, and to tell the compiler so would cost more than most operations on fake tensors.
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and account for what it makes."""
