@@ -132,7 +132,7 @@ _ADD_PRODUCT = torch.ops.aten.addmm.dtype_out
 class UncompiledMode(TorchDispatchMode):
     """A dispatch mode under which nothing is compiled.
 
-    PyTorch has modes tell its compiler at each operation to stay away, which takes longer than most operations on fake tensors.
+    PyTorch has modes tell its compiler at each operation to stay away, longer than most operations on fake tensors take.
     """
 
     @classmethod
