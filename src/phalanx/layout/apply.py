@@ -4,7 +4,7 @@
 2. Split matrices over `tp`, and stream them if the layout says so: first, since everything after it must see the parts.
 3. Join attention over `cp`, and tell it which heads are its own. (A family does 1 to 3 in `build`.)
 4. Recompute: inside compilation, so that the compiler sees what is kept.
-5. Compile: each block by itself; equal blocks share one compiled program.
+5. Compile: each block by itself; equal blocks share one compiled program. Offload activations: around it.
 6. Shard over data ranks: outside compilation, so that gathers stay outside the compiled programs.
 7. Allocate only this rank's shards, then fill them: every value is a function of seed, name and global index alone.
 8. Join the stages into a pipeline: it runs what is by then a finished model.
@@ -39,6 +39,7 @@ from phalanx.layout.layout_model import (
     whole_name,
 )
 from phalanx.layout.mesh import Mesh
+from phalanx.layout.offloaded_activations import OffloadedActivations, offload_blocks
 from phalanx.layout.pipeline import Pipeline
 from phalanx.layout.place import TensorSplits
 from phalanx.layout.prepare_blocks import compile_stage, compiles_blocks, recompute_stage
@@ -227,6 +228,7 @@ class StageBuilder:
         self.compiled = compiles_blocks(model, layout, context.device)
         # Sharded parameters are cast as they are gathered; whole ones have a copy in the format of the arithmetic, or large
         # ones in 8 bits: the others are then cast where they are used.
+        self.activations = OffloadedActivations(context.device)
         self.low_precision = whole and model.precision.copies_parameters and model.precision.products is None
 
     def build_stage(self, chunk: ModelChunk, index: int) -> BuiltStage:
@@ -250,6 +252,9 @@ class StageBuilder:
             separate_gradients(module)
         if self.compiled:
             compile_stage(stage)
+        if self.layout.offload_activations:
+            # A pipeline keeps what it receives until the stage has gone backward.
+            offload_blocks(list(module.blocks), self.activations, held_input=not chunk.first)
         self.context.sharding.shard_stage(stage)
         main = module
         if self.low_precision:

@@ -117,6 +117,7 @@ def with_degrees(model: BoundModel, degrees: Degrees, fits: MemoryFits | None = 
         branch_groups=branch_sizes(model, math.prod(degrees[name] for name in DATA_AXES)),
         recompute=chosen.recompute,
         offload_optimizer=chosen.offload_optimizer,
+        offload_activations=chosen.offload_activations,
     )
     if chosen.microbatch != "auto":
         return layout

@@ -43,6 +43,7 @@ ONE_RANK_FIELDS: dict[str, int | str] = {
     "context": "auto",
     "branch_groups": "off",
     "offload_optimizer": False,
+    "offload_activations": False,
 }
 """Fields of `layout` in a run file that make any run one on a single rank; no result depends on them."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
@@ -60,7 +61,7 @@ NAMED: dict[str, tuple[str, ...]] = {
     "recompute": RECOMPUTES,
 }
 """Fields whose values are names. Tables hold positions in these tuples."""
-_BOOLEAN = ("cuts_structures", "reshard_after_forward", "offload_optimizer")
+_BOOLEAN = ("cuts_structures", "reshard_after_forward", "offload_optimizer", "offload_activations")
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,8 @@ class ResolvedLayout:
     recompute: Recompute = "none"
     offload_optimizer: bool = False
     """Whether optimizer state lies in host memory between updates."""
+    offload_activations: bool = False
+    """Whether activations of blocks lie in host memory from their forward to their backward pass."""
 
     @cached_property
     def table(self) -> LayoutTable:
@@ -188,6 +191,8 @@ class ResolvedLayout:
             chosen.append(("gather", self.gather))
         if everything or self.offload_optimizer:
             chosen.append(("offload_optimizer", self.offload_optimizer))
+        if everything or self.offload_activations:
+            chosen.append(("offload_activations", self.offload_activations))
         if everything or self.branch_groups:
             chosen.append(("branch_groups", self.branch_groups))
         if everything or self.pp > 1:
@@ -236,6 +241,7 @@ class LayoutTable:
     recompute: Ints
     """Positions in RECOMPUTES."""
     offload_optimizer: Bools
+    offload_activations: Bools
 
     @classmethod
     def from_rows(cls, rows: Sequence[ResolvedLayout]) -> LayoutTable:

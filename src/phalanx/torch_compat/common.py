@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 
 def add_matmul(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -159,6 +159,11 @@ def storage_key(tensor: Tensor) -> int:
     """
     # `data_ptr` is 0 for every fake or meta tensor; the address of the storage object tells them apart.
     return int(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+
+
+def wraps_tensors(tensor: Tensor) -> bool:
+    """Return whether a tensor has others inside in place of memory of its own, as sharded ones do."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def is_rocm() -> bool:
