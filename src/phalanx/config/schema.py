@@ -133,9 +133,9 @@ class Layout(Section):
     """Whether optimizer state lies in host memory between updates, and comes to the device for the update, that of some
     parameters at a time: less memory, longer updates, the same bits. Not for muon, which works on many matrices together."""
     offload_activations: bool = False
-    """Whether what the blocks of a pipeline stage keep for their backward passes, but for the last one's, lies in host memory
-    until then: it leaves while the next block computes, and comes back while that goes backward. Less memory, the same bits,
-    and no slower where copies are as fast as blocks; with recompute=full what leaves is the blocks' inputs alone."""
+    """Whether what the blocks of a pipeline stage keep for their backward passes, but for the last one's, lies in host
+    memory until then: it leaves while the next block computes, and comes back while that goes backward. Less memory, the same
+    bits, no slower where copies are as fast as blocks; with recompute=full what leaves is the blocks' inputs alone."""
     branch_groups: Annotated[
         Literal["off", "auto"] | BranchSizes,
         Words("off, auto, or a list of ranks for each branch, as in [2, 1, 1]"),

@@ -62,7 +62,7 @@ class Variable(Setting):
 
 
 class Host(Section):
-    """Memory of a node's processors, and each device's way to it; plans of offloaded state need both."""
+    """Memory of a node's processors, and each device's way to it; plans of what is offloaded need both."""
 
     source: Text
     memory_gb: PositiveFloat
@@ -259,8 +259,9 @@ def host_of(machine: Machine) -> Host:
     """Return what a machine's description says of host memory. Raises ConfigError where it says nothing."""
     if machine.node.host is None:
         raise ConfigError(
-            f"layout.offload_optimizer=true keeps state in host memory, of which the description of {machine.name} says "
-            "nothing; add node.host with source, memory_gb and gb_s, or plan with layout.offload_optimizer=false"
+            "layout.offload_optimizer=true and layout.offload_activations=true keep numbers in host memory, of which the "
+            f"description of {machine.name} says nothing; add node.host with source, memory_gb and gb_s, or plan with both "
+            "false"
         )
     return machine.node.host
 

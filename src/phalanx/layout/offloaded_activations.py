@@ -184,7 +184,7 @@ class _Group:
                 return tensor
             kept = self.kept[key] = _Kept(_all_bytes(tensor))
         kept.readers += 1
-        return _Saved(self, kept, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _Saved(self, kept, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _leaves(self, tensor: Tensor, key: int) -> bool:
         size = tensor.untyped_storage().nbytes()

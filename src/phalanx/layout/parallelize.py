@@ -206,6 +206,7 @@ _REFUSED = {
     "cp": "attention must know which positions a rank holds; register a Family",
     "gather": "streamed weights need the projection pairs that a Family declares",
     "offload_optimizer": "the optimizer is yours, and so is where its state lies",
+    "offload_activations": "where a pass through the blocks begins and ends only a Family says",
     "branch_groups": "heads of several data sets are a Family's",
 }
 """Fields of the run file that need to know more of a model than a plain module says."""

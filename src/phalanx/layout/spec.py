@@ -32,6 +32,8 @@ GRADIENT_AXES = (*DATA_AXES, "cp")
 """Axes over which the gradients of every parameter are summed, as shards or as replicas."""
 EXPERT_AXES = ("dp_shard", "cp", "tp")
 """Innermost axes, whose ranks all have other tokens: the experts of a mixture are sharded over `ep` neighbours."""
+OFFLOADS = ("offload_optimizer", "offload_activations")
+"""Fields that put something into host memory."""
 ONE_RANK_FIELDS: dict[str, int | str] = {
     **dict.fromkeys(DEGREES, 1),
     "ep": 1,
@@ -42,8 +44,7 @@ ONE_RANK_FIELDS: dict[str, int | str] = {
     "stages_per_rank": "auto",
     "context": "auto",
     "branch_groups": "off",
-    "offload_optimizer": False,
-    "offload_activations": False,
+    **dict.fromkeys(OFFLOADS, False),
 }
 """Fields of `layout` in a run file that make any run one on a single rank; no result depends on them."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
@@ -61,7 +62,7 @@ NAMED: dict[str, tuple[str, ...]] = {
     "recompute": RECOMPUTES,
 }
 """Fields whose values are names. Tables hold positions in these tuples."""
-_BOOLEAN = ("cuts_structures", "reshard_after_forward", "offload_optimizer", "offload_activations")
+_BOOLEAN = ("cuts_structures", "reshard_after_forward", *OFFLOADS)
 
 
 @dataclass(frozen=True)
@@ -189,10 +190,7 @@ class ResolvedLayout:
             chosen.append(("reshard_after_forward", self.reshard_after_forward))
         if everything or self.gather != "layer":
             chosen.append(("gather", self.gather))
-        if everything or self.offload_optimizer:
-            chosen.append(("offload_optimizer", self.offload_optimizer))
-        if everything or self.offload_activations:
-            chosen.append(("offload_activations", self.offload_activations))
+        chosen += [(name, getattr(self, name)) for name in OFFLOADS if everything or getattr(self, name)]
         if everything or self.branch_groups:
             chosen.append(("branch_groups", self.branch_groups))
         if everything or self.pp > 1:

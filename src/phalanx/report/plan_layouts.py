@@ -20,7 +20,7 @@ from phalanx.formatting import (
     format_percent,
 )
 from phalanx.layout.legality.refusals import Refusals
-from phalanx.layout.spec import DEGREES, NAMED, Ints, ResolvedLayout
+from phalanx.layout.spec import DEGREES, NAMED, OFFLOADS, Ints, ResolvedLayout
 from phalanx.planner.plan.layout_list import LayoutList, Questions, list_questions
 from phalanx.planner.plan.make_plan import Plan
 from phalanx.planner.plan.plan_summary import Row
@@ -87,7 +87,7 @@ _SPLIT_COLUMNS: tuple[Column[Row], ...] = (
         gives_way=2,
     ),
     Column("recompute", lambda row: row["recompute"], gives_way=2),
-    Column("offload", lambda row: "optimizer" if row["offload_optimizer"] else "-", gives_way=3),
+    Column("offload", lambda row: " ".join(_offloaded(row)) or "-", gives_way=3),
 )
 PARALLELISM_COLUMNS = (*_SPLIT_COLUMNS, Column[Row]("GiB", lambda row: format_gibibytes(row["memory_bytes"])))
 """Columns for how a layout splits the work, and the memory that takes: on a terminal and on the page."""
@@ -115,13 +115,18 @@ LAYOUT_COLUMNS: tuple[Column[Row], ...] = (
 """Columns of the page's tables of layouts."""
 
 
+def _offloaded(row: Row) -> list[str]:
+    """Return what a layout puts into host memory."""
+    return [name.removeprefix("offload_") for name in OFFLOADS if row[name]]
+
+
 def layout_columns(rows: Sequence[Row], columns: Sequence[Column[Row]]) -> list[Column[Row]]:
     """Return the columns without those of what all rows have plain: gathering by layer, tokens that travel in one chunk,
-    state on the device."""
+    all on the device."""
     plain = {
         "gather": all(row["gather"] == "layer" for row in rows),
         "chunks": all(row["ep_chunks"] == 1 for row in rows),
-        "offload": not any(row["offload_optimizer"] for row in rows),
+        "offload": not any(_offloaded(row) for row in rows),
     }
     return [column for column in columns if not plain.get(column.head, False)]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from phalanx.layout.legality.rule import Rule
+from phalanx.layout.legality.rule import Fix, Rule
+
+_STAY: Fix = {"layout.offload_activations": False}
 
 OFFLOAD_RULES = (
     Rule(
@@ -11,5 +13,18 @@ OFFLOAD_RULES = (
         message="layout.offload_optimizer=true updates some parameters after the others, and "
         "optimizer.name={needs.run.optimizer.name} works on matrices of all of them at a time",
         fixes=({"layout.offload_optimizer": False}, {"optimizer.name": "adamw"}),
+    ),
+    Rule(
+        reads=("pp", "schedule", "offload_activations"),
+        broken=lambda _, t: t.offload_activations & t.splits_backward,
+        message="layout.schedule={x.schedule} reads activations twice, which layout.offload_activations=true brings back once",
+        fixes=(_STAY, {"layout.schedule": "interleaved_1f1b"}),
+    ),
+    Rule(
+        reads=("pp", "stages_per_rank", "offload_activations"),
+        broken=lambda needs, t: t.offload_activations & (t.n_stages >= needs.run.model.n_layers),
+        message="layout.offload_activations=true leaves those of each stage's last block on the device, which is all there is "
+        "with {x.n_stages} stages and model.n_layers={needs.run.model.n_layers}",
+        fixes=(_STAY,),
     ),
 )

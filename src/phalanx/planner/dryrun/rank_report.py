@@ -155,7 +155,7 @@ def rank_report(
         microbatches=wanted,
         microbatches_run=more.microbatches,
         seconds=seconds,
-        host=more.host,
+        host=round(_grow_evenly(fewer, more, fewer.host, more.host, wanted)),
     )
 
 

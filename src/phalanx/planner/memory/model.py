@@ -148,7 +148,11 @@ def _least_bytes(model: TracedModel, candidates: LayoutTable, state: MemoryState
     held_bytes, exchanges = state.sizes, Exchanges(state)
     kept = sum(exchanges.state_of(held_bytes.block.plus(held_bytes.experts)).values()) * held
     kept = kept + sum(exchanges.state_of(held_bytes.leading).values()) * leading
-    return np.asarray(kept + flight * (smallest * held_bytes.block.kept + least_leading * held_bytes.leading.kept))
+    block, first_block = (
+        held_bytes.block.kept - held_bytes.leaving,
+        held_bytes.leading.kept - held_bytes.leading_leaving,
+    )
+    return np.asarray(kept + flight * (smallest * block + least_leading * first_block))
 
 
 def _worst_ranks(model: TracedModel, candidates: LayoutTable, state: MemoryState) -> tuple[FloatArray, Ints, list[str]]:
@@ -176,7 +180,8 @@ def _worst_ranks(model: TracedModel, candidates: LayoutTable, state: MemoryState
 def _columns(candidates: LayoutTable, exchanges: Exchanges, counted: Ints) -> list[Ints]:
     """Return the columns that decide the counts of a layout, [candidates] each. counted: micro-batches of the table."""
     alone = candidates.pp == 1
-    flags = (alone & exchanges.several, alone & exchanges.whole, exchanges.dropped, alone & (candidates.zero == 3))
+    of_one = (alone & exchanges.several, alone & exchanges.whole, exchanges.dropped, alone & (candidates.zero == 3))
+    flags = (*of_one, candidates.offload_activations)
     return [
         np.where(alone, 0, candidates.schedule),
         candidates.pp,
@@ -189,7 +194,7 @@ def _columns(candidates: LayoutTable, exchanges: Exchanges, counted: Ints) -> li
 
 def _peak_candidates(model: TracedModel, column: list[int], *, rank: int | None = None) -> PeakCandidates:
     """Return the moments that may be the peak. column: a row of `_columns`. rank: a pipeline rank; all where None."""
-    schedule, pp, stages_per_rank, microbatches, several, whole, dropped, zero_3 = column
+    schedule, pp, stages_per_rank, microbatches, several, whole, dropped, zero_3, offloads = column
     layout = model.run.layout
     if pp == 1:
         tied = bool(model.tied())
@@ -198,6 +203,7 @@ def _peak_candidates(model: TracedModel, column: list[int], *, rank: int | None 
             "whole": bool(whole),
             "dropped": bool(dropped),
             "gathered_again": bool(zero_3),
+            "offloads": bool(offloads),
         }
         return one_stage_candidates(
             OneStage(
@@ -216,6 +222,7 @@ def _peak_candidates(model: TracedModel, column: list[int], *, rank: int | None 
         layout.gather_blocks,
         layout.gathers_ahead,
         model.config.leading_layers,
+        offloads=bool(offloads),
     )
     if rank is None:
         return pipeline_candidates(pipeline)[dropped]

@@ -38,6 +38,8 @@ class OneStage:
     """Whether gathered parameters go after each block's forward pass."""
     gathered_again: bool
     """Whether each micro-batch gathers the parameters, as ZeRO-3 does."""
+    offloads: bool = False
+    """Whether activations of all blocks but the last are in host memory while they do not compute."""
     leading: int = 0
     """Leading blocks of the model. Of their passes only that of the first block behind them is among the moments."""
 
@@ -63,8 +65,11 @@ def leading_counts(step: OneStage, row: Row) -> dict[str, tuple[str, float]]:
     kept, whole, shared = (row.get(name, 0) for name in ("blocks_kept", "whole_blocks", "shared_blocks"))
     # What is dropped after each pass is gathered for the blocks that are looked at.
     gathered = 0 if step.dropped else row.get("gathered_blocks", 0)
+    present = row.get("blocks_present", 0)
     return {
         "layers": ("leading", leading),
+        # Present are the last ones of those kept.
+        "blocks_present": ("leading_present", min(present, max(0, leading - (kept - present)))),
         "blocks_kept": ("leading_kept", min(leading, kept)),
         "whole_blocks": ("whole_leading", min(leading, whole)),
         "shared_blocks": ("shared_leading", max(0, shared - others)),
@@ -101,6 +106,10 @@ class StepMoments:
                 "the last block but one", self.layers - self.tail, self.unit, {"blocks": self.tail}
             )
             first = min(self.unit + self.step.leading, self.layers - self.tail)
+            second = first + self.unit
+            if self.step.offloads and second < self.layers - self.tail:
+                # Offloaded activations are as many until here, while gradients have grown.
+                yield from self.unit_rows("the second block", second, self.unit, {"blocks": self.unit})
             yield from self.unit_rows(
                 "the first block",
                 first,
@@ -129,6 +138,7 @@ class StepMoments:
             {
                 **(self.state | before | self.kept | self.lasting),
                 "blocks_kept": self.layers - 1,
+                **self.present(self.layers - 1, 1),
                 "results": 1,
                 **self.gathered(
                     {"blocks": self.layers, "embedding": 1, "head": self.step.several}, {"blocks": self.tail}
@@ -144,6 +154,7 @@ class StepMoments:
             {
                 **(self.state | before | self.kept | self.lasting | ends),
                 "blocks_kept": self.layers,
+                **self.present(self.layers, 1),
                 "results": 1,
                 "arrived_head": self.untied * (self.step.gathered_again or not self.step.several),
                 "head_forward": 1,
@@ -158,6 +169,7 @@ class StepMoments:
             {
                 **(self.state | before | self.kept | self.lasting | ends | self.arriving({"blocks": self.tail})),
                 "blocks_kept": self.layers,
+                **self.present(self.layers, 1),
                 "heads_kept": 1,
                 "head_backward": 1,
             },
@@ -168,6 +180,7 @@ class StepMoments:
                 **(self.state | before | self.kept | self.arriving({"blocks": self.tail})),
                 **self.gathered({"blocks": self.layers, "embedding": 1, "head": self.tied}, {}),
                 "blocks_kept": self.layers,
+                **self.present(self.layers, 1),
                 "results": 1,
                 "own_head": self.untied,
                 "tied_gradient": self.tied,
@@ -193,6 +206,7 @@ class StepMoments:
                 **{f"sent_{part}": count for part, count in sent.items()},
                 "pending": not self.step.several,
                 "blocks_kept": left - done,
+                **self.present(left - done, 2),
                 "block_backward": 1,
                 "tied_gradient": self.tied,
                 "own_blocks": done,
@@ -216,6 +230,7 @@ class StepMoments:
                 **self.gradients(self.layers - left, self.untied),
                 **self.gathered({"blocks": left - size, "embedding": 1, "head": self.tied}, {}),
                 "blocks_kept": left - size,
+                **self.present(left - size, 1),
                 "results": 1,
                 "own_blocks": size,
                 "tied_gradient": self.tied,
@@ -240,6 +255,13 @@ class StepMoments:
         yield "gradients of the embedding reduced", {**(self.state | self.gradients(self.layers, self.untied)), **end}
         updated = {"updated_blocks": self.layers, "updated_embedding": 1, "updated_head": 1, "updates": 1}
         yield "update", {**self.state, **updated, "shared_blocks": self.layers, "shared_embedding": 1, "shared_head": 1}
+
+    def present(self, left: int, most: int) -> dict[str, float]:
+        """Return the count of blocks whose activations are on the device, where they are offloaded.
+
+        left: blocks that keep activations. most: of them on the device.
+        """
+        return {"blocks_present": min(left, most)} if self.step.offloads else {}
 
     def head_gathered(self) -> dict[str, float]:
         """Return what is gathered while the head computes."""

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from phalanx.layout.offloaded_activations import leaves_device
 from phalanx.layout.spec import LayoutTable
 from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.trace.part_costs import PartCosts, part_costs
@@ -106,6 +107,12 @@ class ModelBytes:
     """Ranks over which the experts of a rank are."""
     ring: FloatArray
     """Parameters in the buffers that streamed chunks and their gradients take turns in, with peer copies."""
+    leaving: FloatArray
+    """The part of a block's kept bytes that lies in host memory meanwhile; 0 where activations stay on the device."""
+    leading_leaving: FloatArray
+    """The same of a leading block."""
+    input_leaving: FloatArray
+    """The block's input among these bytes."""
     waiting: FloatArray
     """Bytes that a block keeps besides from the gradients of its input to those of its weights, where they come apart."""
 
@@ -163,6 +170,9 @@ def model_bytes(
         shards=candidates.shards.astype(np.float64),
         expert_shards=candidates.expert_shards.astype(np.float64),
         ring=parts.column(lambda c: 4 * max((chain.chunk for chain in c["block"].chains), default=0)),
+        leaving=parts.measure_leaving("block"),
+        leading_leaving=parts.measure_leaving("leading" if model.config.leading_layers else "block"),
+        input_leaving=parts.measure_leaving("block", input_alone=True),
         waiting=parts.measure_waiting(),
     )
 
@@ -250,6 +260,19 @@ class _RankParts:
             quantised_shard=nothing,
             quantised_gathered=nothing,
         )
+
+    def measure_leaving(self, name: PartName, *, input_alone: bool = False) -> FloatArray:
+        """Return the kept bytes of a part that layouts with offloaded activations copy to host memory, [candidates].
+
+        input_alone: of the part's input.
+        """
+        found = []
+        for (setting, _), costs in zip(self.settings, self.costs, strict=True):
+            # Uncompiled, selective recompute keeps results in a cache of its own, which hooks of saved tensors do not see.
+            hidden = setting.recompute == "selective" and not setting.compile
+            kept = [one for one in costs[name].costs.kept if one.name == "input" or not (hidden or input_alone)]
+            found.append(sum(one.bytes for one in kept if leaves_device(one.bytes)))
+        return np.where(self.candidates.offload_activations, np.asarray(found, np.float64)[self.trace_of], 0.0)
 
     def measure_waiting(self) -> FloatArray:
         """Return the bytes that a block keeps from the gradients of its input to those of its weights, [candidates].

@@ -65,6 +65,7 @@ def _peak_candidates(p: Pipeline, ranks: IntArray, freed: Mask) -> tuple[PeakCan
         comparable[:, COLUMN[f"shared_{name}"]] += counts[:, COLUMN[f"whole_{name}"]]
     received, messages = (counts[:, COLUMN[name]] for name in ("received", "messages"))
     comparable[:, COLUMN["blocks_kept"]] -= received
+    comparable[:, COLUMN["blocks_present"]] -= counts[:, COLUMN["received_present"]]
     comparable[:, COLUMN["messages"]] = 0
     for name in ("sent", "sent_lately"):
         comparable[:, COLUMN[name]] += received + messages
@@ -135,6 +136,7 @@ class _Moments(Replay):
                 f & ~whole & (self.units > 1),
                 **kept,
                 blocks_kept=(self.units - ahead) * self.unit - 1,
+                **self._count_present((self.units - ahead) * self.unit - 1, 1),
                 gathered_blocks=self.unit,
                 arrived_blocks=self.unit,
                 arriving_blocks=np.minimum(ahead * self.unit, self.layers - self.unit),
@@ -144,6 +146,7 @@ class _Moments(Replay):
                 f,
                 **kept,
                 blocks_kept=self.layers - 1,
+                **self._count_present(self.layers - 1, 1),
                 gathered_blocks=np.where(stays, self.layers, self.tail),
                 gathered_embedding=start,
                 arrived_blocks=np.where(whole, 0, self.tail),
@@ -153,6 +156,7 @@ class _Moments(Replay):
                 f & self.is_last,
                 **kept,
                 blocks_kept=self.layers,
+                **self._count_present(self.layers, 1),
                 results=1,
                 gathered_blocks=after,
                 gathered_embedding=start,
@@ -182,6 +186,7 @@ class _Moments(Replay):
                 heads_kept=head_done,
                 **self._gradients_after(layers, embedding=True),
                 blocks_kept=-layers,
+                **self._present_backward(0),
                 gathered_blocks=layers,
                 gathered_head=self.is_last,
                 gathered_embedding=1,
@@ -206,6 +211,7 @@ class _Moments(Replay):
                 heads_kept=head_done,
                 **self._gradients_after(np.zeros_like(layers)),
                 waiting=1 * split,
+                **self._present_backward(layers),
                 gathered_blocks=np.where(whole, layers, self.tail),
                 arriving_blocks=np.where(whole, 0, np.minimum(self.pipeline.gathers_ahead * unit, layers - self.tail)),
                 **self._count_block_pass("backward", layers - 1),
@@ -217,6 +223,7 @@ class _Moments(Replay):
                 **self._gradients_after(layers - unit - 1),
                 waiting=(layers - unit) * split,
                 blocks_kept=(unit + 1 - layers) * frees,
+                **self._present_backward(unit + 1),
                 gathered_blocks=layers - unit,
                 arriving_blocks=unit,
                 **self._count_block_pass("backward", unit),
@@ -228,9 +235,23 @@ class _Moments(Replay):
                 **self._gradients_after(layers - leading - 1),
                 waiting=(layers - leading) * split,
                 blocks_kept=(1 + leading - layers) * frees,
+                **self._present_backward(leading + 1),
                 gathered_blocks=np.where(whole, layers, layers - begun),
                 arriving_blocks=np.where(whole, 0, np.minimum(begun, unit)),
                 **self._count_block_pass("backward", leading),
+            ),
+            # Of evenly freed activations those in between are of no interest; offloaded ones are as many until here.
+            "backward of the second block": self.rows(
+                b & self.pipeline.offloads & (layers > 1),
+                **held,
+                heads_kept=head_done,
+                **self._gradients_after(layers - 2),
+                blocks_kept=2 - layers,
+                **self._present_backward(2 * np.ones_like(layers)),
+                # The gradient that the stage has received, which the last block's pass counts as its own.
+                messages=self.gives,
+                gathered_blocks=layers,
+                **self._count_block_pass("backward", np.ones_like(layers)),
             ),
             "backward of the first block": self.rows(
                 b,
@@ -239,6 +260,7 @@ class _Moments(Replay):
                 **self._gradients_after(layers - 1),
                 waiting=layers * split,
                 blocks_kept=(1 - layers) * frees,
+                **self._present_backward(np.ones_like(layers)),
                 gathered_blocks=layers,
                 arriving_embedding=~whole & self.is_first,
                 **self._count_block_pass("backward", 0),
@@ -266,6 +288,7 @@ class _Moments(Replay):
             "embeddings_kept": -1 * self.is_first,
             "heads_kept": -1 * self.is_last,
             "blocks_kept": -self.layers,
+            **self._present_backward(0),
             "stages_kept": -1,
             "waiting": -self.layers * self.weight,
             "received": -1 * self.gets,
@@ -325,6 +348,23 @@ class _Moments(Replay):
             rows[:, COLUMN["updated_" + ("blocks" if name == "layers" else name)]] = count
         rows[:, COLUMN["updates"]] = 1
         return rows, np.arange(len(rows))
+
+    def _count_present(self, left: Counts | int, count: int) -> dict[str, Counts]:
+        """Return the counts of `count` blocks of the stage whose activations are on the device, or of all there are: the last
+        of its first `left` blocks."""
+        if not self.pipeline.offloads:
+            return {}
+        present = np.minimum(left, count) * np.ones_like(self.layers)
+        behind = left - present
+        leading = np.clip(self.leading - behind, 0, present)
+        received = self.gets & (present > 0) & (behind == 0)
+        return {"blocks_present": present - leading, "leading_present": leading, "received_present": received}
+
+    def _present_backward(self, left: Counts | int) -> dict[str, Counts]:
+        """Return what changes as a stage goes back, and has `left` blocks to go: the first of these computes, and what the
+        next one keeps arrives."""
+        before, now = self._count_present(self.layers, 1), self._count_present(left, 2)
+        return {name: now[name] * 1 - before[name] for name in now}
 
     def _count_block_pass(self, direction: str, block: Counts | int) -> dict[str, Counts]:
         """Return the counts of one block's pass: of a leading block where `block`, its place in the stage, is one."""

@@ -29,11 +29,14 @@ COUNTS = (
     "head",
     "blocks_kept",
     "leading_kept",
+    "blocks_present",
+    "leading_present",
     "embeddings_kept",
     "heads_kept",
     "stages_kept",
     "waiting",
     "received",
+    "received_present",
     "handed_on",
     "results",
     "messages",
@@ -95,6 +98,8 @@ COUNTS = (
   kind; they are no part of what is counted as layers or blocks, but for what arrives, is sent or reduced.
 - .._kept: activations of parts from forward to backward pass, each micro-batch counted. waiting: blocks whose gradients of
   weights are still to come after those of their input.
+- .._present: of what offloaded activations leave to host memory, that which is on the device: the blocks' activations, and
+  received inputs among them. 0 where nothing leaves.
 - received: inputs from other ranks that are kept. handed_on: results that went to another rank and are kept until their
   backward pass. results: of the last block, on their way into the head.
 - messages: buffers besides, of the size of what stages exchange. sent: messages that the transport holds; sent_lately: where
@@ -148,6 +153,8 @@ class Pipeline:
     """Units that are gathered while one computes."""
     leading: int = 0
     """Leading blocks of the model: dense ones of a mixture of experts."""
+    offloads: bool = False
+    """Whether activations of all blocks of a stage but the last are in host memory while they do not compute."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +263,7 @@ class Replay:
             "stages_kept": flight.sum(2),
             "waiting": over(waiting, stages.layers),
             "received": over(flight, stages.gets),
+            **self._present_in(flight),
             "handed_on": over(flight, stages.gives) * (not self.several),
             # Each direction of a stage keeps the buffer that others are made like.
             "messages": links,
@@ -279,6 +287,19 @@ class Replay:
         for name, value in values.items():
             rows[:, :, COLUMN[name]] = value
         return rows
+
+    def _present_in(self, flight: IntArray) -> dict[str, Counts]:
+        """Return what is on the device of micro-batches in flight, where activations are offloaded: the last blocks' own."""
+        if not self.pipeline.offloads:
+            return {}
+        stages, over = self.stages, self._over_stages
+        leads = stages.leading == stages.layers
+        found = {
+            "blocks_present": ~leads,
+            "leading_present": leads,
+            "received_present": stages.gets & (stages.layers == 1),
+        }
+        return {name: over(flight, count) for name, count in found.items()}
 
     @staticmethod
     def _sum_before(change: IntArray) -> IntArray:

@@ -25,8 +25,11 @@ def weights(exchanges: Exchanges, later: Amount) -> dict[str, Allocations]:
         "head": r.state_of(z.head),
     }
     activations = {
-        "blocks_kept": z.block.kept,
-        "leading_kept": z.leading.kept,
+        "blocks_kept": z.block.kept - z.leaving,
+        "leading_kept": z.leading.kept - z.leading_leaving,
+        "blocks_present": z.leaving,
+        "leading_present": z.leading_leaving,
+        "received_present": -z.input_leaving,
         "embeddings_kept": z.embedding.kept,
         "heads_kept": z.head.kept,
         "stages_kept": z.shared,
@@ -63,7 +66,7 @@ def weights(exchanges: Exchanges, later: Amount) -> dict[str, Allocations]:
     for name, elements in moved.items():
         found[name] = {**found.get(name, {}), "optimizer moments": s.master * s.moved_values * elements}
     # A block that keeps its input keeps no copy of what was received.
-    found["received"] = {"activations": -z.block_input, "pipeline buffers": z.hidden}
+    found["received"] = {"activations": z.input_leaving - z.block_input, "pipeline buffers": z.hidden}
     assert found.keys() == set(COUNTS)
     return found
 

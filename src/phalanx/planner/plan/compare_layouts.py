@@ -15,7 +15,7 @@ from phalanx.config.document import dotted_name
 from phalanx.config.load import parse_overrides
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.hardware.machine import Machine
-from phalanx.layout.spec import NAMED, LayoutTable, Recompute, ResolvedLayout
+from phalanx.layout.spec import NAMED, OFFLOADS, LayoutTable, Recompute, ResolvedLayout
 from phalanx.planner.rank.enumeration import CHOSEN
 from phalanx.planner.rank.ranking import Planner, RankedLayouts, Ranking
 from phalanx.planner.time.timing import our_framework
@@ -52,7 +52,7 @@ def parse_choice(words: str) -> dict[str, Any]:
         if name in NAMED:
             if value not in NAMED[name]:
                 raise ConfigError(f"{words}: {name} is one of {', '.join(NAMED[name])}")
-        elif name in ("reshard_after_forward", "offload_optimizer"):
+        elif name in ("reshard_after_forward", *OFFLOADS):
             if not isinstance(value, bool):
                 raise ConfigError(f"{words}: {name} is true or false")
         elif not isinstance(value, int) or isinstance(value, bool):

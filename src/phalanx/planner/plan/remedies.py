@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.hardware.machine import load_machine, machine_names
-from phalanx.layout.spec import ResolvedLayout
+from phalanx.layout.spec import OFFLOADS, ResolvedLayout
 from phalanx.planner.rank.cost_models import CostModels
 from phalanx.planner.rank.enumeration import CHOSEN, Limits, enumerate_layouts, run_with_layout, write_overrides
 from phalanx.planner.time.profile import profile_for
@@ -20,7 +20,7 @@ LEAST_SAVED = 0.05
 _CHOICES = (
     ("microbatch",),
     ("recompute",),
-    ("offload_optimizer",),
+    *((name,) for name in OFFLOADS),
     ("zero", "reshard_after_forward"),
     ("gather",),
     ("dp_replicate", "dp_shard"),
@@ -67,7 +67,7 @@ def find_remedies(model: TracedModel, layout: ResolvedLayout, device: str) -> li
     for free in _CHOICES:
         # One choice at a time, so that each remedy says what it alone costs.
         fixed = {name: value for name, value in values.items() if name not in free}
-        limits = Limits(offload_optimizer=machine.node.host is not None)
+        limits = Limits(**dict.fromkeys(OFFLOADS, machine.node.host is not None))
         legal = enumerate_layouts(model, layout.world_size, models.machine.node.devices, fixed, limits)
         needed = models.memory(model, legal).peak
         smaller = np.flatnonzero(needed <= (1 - LEAST_SAVED) * peak)

@@ -15,7 +15,7 @@ from phalanx.hardware.collectives import Constants, send
 from phalanx.hardware.device_facts import DeviceFacts, device_facts
 from phalanx.hardware.machine import Machine, host_of
 from phalanx.layout.resolve import MemoryFits
-from phalanx.layout.spec import LayoutTable, ResolvedLayout
+from phalanx.layout.spec import OFFLOADS, LayoutTable, ResolvedLayout
 from phalanx.planner.memory.model import Kernels, MemoryEstimates, memory, rank_memory
 from phalanx.planner.memory.probability import BESIDE, Beside, communicators, fits
 from phalanx.planner.schedule.schedule_table import Pass, schedule_table
@@ -44,6 +44,7 @@ STEP_COMPONENTS = {
     StepBreakdown.DATA: "data-parallel exposed",
     StepBreakdown.OPTIMIZER: "optimizer",
     StepBreakdown.REST: "rest",
+    StepBreakdown.OFFLOAD: "offloading exposed",
 }
 """Names of the parts of a step's time, as they are printed."""
 WORKING_SHARE = 0.75
@@ -223,11 +224,12 @@ class CostModels:
         held = self.memory(model, layouts).host
         if self._host_holds(layouts, held).all():
             return ""
+        asked = [name for name in OFFLOADS if getattr(layouts, name)[0]]
         needed = float((self._ranks_of_node(layouts) * held)[0]) / 1e9
         return (
-            f"layout.offload_optimizer=true keeps {needed:,.0f} GB in the host memory of a node, and {HOST_SHARE:.0%} of "
-            f"{host_of(self.machine).memory_gb:,.0f} GB may be taken; shard over more ranks (layout.dp_shard) or give "
-            "layout.offload_optimizer=false"
+            f"{' and '.join(f'layout.{name}=true' for name in asked)} keeps {needed:,.0f} GB in the host memory of a node, "
+            f"and {HOST_SHARE:.0%} of {host_of(self.machine).memory_gb:,.0f} GB may be taken; shard over more ranks "
+            f"(layout.dp_shard) or give {' or '.join(f'layout.{name}=false' for name in asked)}"
         )
 
     def stage_memory(self, model: TracedModel, layouts: LayoutTable) -> list[dict[str, float]]:

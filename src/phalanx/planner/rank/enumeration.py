@@ -22,7 +22,17 @@ from phalanx.families.family import BoundModel
 from phalanx.layout.legality import is_legal
 from phalanx.layout.legality.rule import Requirements
 from phalanx.layout.resolve import MOST_SAMPLES, all_factorisations, list_divisors, ranks_of_node
-from phalanx.layout.spec import CONTEXTS, DEGREES, GATHERS, RECOMPUTES, SCHEDULES, Bools, LayoutTable, ResolvedLayout
+from phalanx.layout.spec import (
+    CONTEXTS,
+    DEGREES,
+    GATHERS,
+    OFFLOADS,
+    RECOMPUTES,
+    SCHEDULES,
+    Bools,
+    LayoutTable,
+    ResolvedLayout,
+)
 
 Fixed = Mapping[str, Any]
 """Fields of the run file's `layout` with the only value they may have."""
@@ -41,15 +51,15 @@ CHOSEN = (
         "recompute",
         "gather",
         "reshard_after_forward",
-        "offload_optimizer",
+        *OFFLOADS,
     ),
 )
 """Fields of `layout` that enumeration chooses, unless they are fixed; all else stays as the run file has it."""
 
 
-SELDOM = ("ep", "expert_tp", "ep_chunks", "offload_optimizer")
-"""Fields of CHOSEN that lists of choices leave out where there is no choice: models without experts, and state that stays on
-the device."""
+SELDOM = ("ep", "expert_tp", "ep_chunks", *OFFLOADS)
+"""Fields of CHOSEN that lists of choices leave out where there is no choice: models without experts, and what stays on the
+device."""
 EFFECTIVE_WITH = {"ep_chunks": "ep", "context": "cp", "schedule": "pp", "stages_per_rank": "pp"}
 """Fields that have no effect where this degree is 1: there they are not varied."""
 
@@ -73,6 +83,8 @@ class Limits:
     (`benchmarks/results/experts`)."""
     offload_optimizer: bool = False
     """Whether layouts are listed with optimizer state in host memory and on the device; else as the run file says alone."""
+    offload_activations: bool = False
+    """The same for activations."""
 
     @classmethod
     def none(cls) -> Limits:
@@ -91,7 +103,7 @@ def enumerate_layouts(
 
     fixed: fields of `layout` that keep these values, each one of CHOSEN and as in the run file, without `auto`. As in a run
     file, `stages_per_rank` has no effect where `pp` is 1, and `context` none where `cp` is. What the run file itself says of
-    the fields in CHOSEN is not looked at, but for `offload_optimizer`, which is varied where the limits say so alone.
+    the fields in CHOSEN is not looked at, but for OFFLOADS, which are varied where the limits say so alone.
     devices_per_node: as for `layout.resolve.resolve_layout`.
     """
     fixed, limits = fixed or {}, limits or Limits()
@@ -122,7 +134,8 @@ def enumerate_layouts(
     table = choose("reshard_after_forward", table.sharding_ranks > 1)
     table = choose("recompute")
     table = choose("gather", table.sharding_ranks > 1)
-    table = choose("offload_optimizer")
+    for name in OFFLOADS:
+        table = choose(name)
     if needs.experts is not None:
         table = replace(table, ep_node=ranks_of_node(model, table, devices_per_node))
         table = table.take(is_legal(needs, table, {*decided, "ep_node"}, changed="ep_node"))
@@ -174,7 +187,7 @@ def list_options(model: BoundModel, fixed: Fixed, limits: Limits) -> dict[str, S
         "reshard_after_forward": (False, True),
         "recompute": RECOMPUTES,
         "gather": GATHERS,
-        "offload_optimizer": (False, True) if limits.offload_optimizer else (model.run.layout.offload_optimizer,),
+        **{name: (False, True) if getattr(limits, name) else (getattr(model.run.layout, name),) for name in OFFLOADS},
     }
     return {name: [fixed[name]] if name in fixed else values for name, values in free.items()}
 

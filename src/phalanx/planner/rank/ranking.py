@@ -359,7 +359,7 @@ def bound_memory(model: TracedModel, layouts: LayoutTable) -> Floats:
     """Return bytes below which no rank stays that has a mean share of the model, [layouts].
 
     Main parameters, optimizer state and gradients as they are sharded; or, in place of gradients, the inputs of all blocks
-    of the first pipeline rank for the micro-batches in flight, which every kind of recompute keeps.
+    of the first pipeline rank for the micro-batches in flight, which every kind of recompute keeps; offloaded, of one block.
     """
     run, config = model.run, model.config
     experts = model.expert_parameters()
@@ -377,7 +377,7 @@ def bound_memory(model: TracedModel, layouts: LayoutTable) -> Floats:
             pp, per_rank = layouts.pp[some], layouts.stages_per_rank[some]
             microbatches[some] = in_flight(name, pp, per_rank, layouts.accumulation[some])
     # The mean stage: some rank has at least as many blocks.
-    blocks = np.maximum(1, config.n_layers // layouts.n_stages)
+    blocks = np.where(layouts.offload_activations, 1, np.maximum(1, config.n_layers // layouts.n_stages))
     rows = layouts.microbatch * config.rows_per_sample
     positions = rows * (model.positions().count // layouts.cp // layouts.tp)
     inputs = (

@@ -48,6 +48,8 @@ class StepBreakdown(IntEnum):
     OPTIMIZER = 10
     REST = 11
     """Norm of the gradients, data, logging."""
+    OFFLOAD = 12
+    """Waiting for activations on their way to host memory and back."""
 
 
 @dataclass(frozen=True)

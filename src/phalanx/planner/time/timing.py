@@ -10,8 +10,9 @@ from phalanx.hardware.collectives import Constants, default_constants
 from phalanx.hardware.machine import Machine
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.optimizers import find_optimizer, updates_whole_matrices
+from phalanx.planner.memory.parts import model_bytes
 from phalanx.planner.time.framework import COMPILED, EAGER, FrameworkProfile
-from phalanx.planner.time.host_copies import offload_seconds
+from phalanx.planner.time.host_copies import activation_seconds, offload_seconds
 from phalanx.planner.time.part_time import part_times
 from phalanx.planner.time.pipeline_time import PipelineModel, simulate_pipelines
 from phalanx.planner.time.profile import Profile
@@ -46,6 +47,10 @@ def step_times(
         found.seconds[:, StepBreakdown.OPTIMIZER] += whole_update_seconds(model, steps, machine, profile, constants)
     if candidates.offload_optimizer.any():
         found.seconds[:, StepBreakdown.OPTIMIZER] += offload_seconds(model, steps, machine, profile)
+    if candidates.offload_activations.any():
+        kernel = attention or likely_kernel(model, machine)
+        parts = model_bytes(model, candidates, attention=kernel, compiled=framework.compiled)
+        found.seconds[:, StepBreakdown.OFFLOAD] = activation_seconds(steps, times, parts, machine, profile)
     return found
 
 
@@ -58,6 +63,11 @@ def our_framework(model: TracedModel, machine: Machine) -> FrameworkProfile:
     return replace(framework, copy_engines=wanted is True or (wanted == "auto" and switched))
 
 
+def likely_kernel(model: TracedModel, machine: Machine) -> Kernel:
+    """Return the attention kernel that `model` is likely to run on `machine`."""
+    return model.likely_kernel(rocm=machine.node.device.startswith("MI"))
+
+
 def steps_of_run(
     model: TracedModel,
     candidates: LayoutTable,
@@ -66,7 +76,7 @@ def steps_of_run(
     attention: Kernel | None = None,
 ) -> Steps:
     """Return the steps of `candidates`. attention: the kernel; the likely one where None."""
-    kernel = attention or model.likely_kernel(rocm=machine.node.device.startswith("MI"))
+    kernel = attention or likely_kernel(model, machine)
     # What a candidate's fields change is put in for each: beginning at one of them would leave traces of it in others.
     setting = model.setting_of(ResolvedLayout(global_batch=1), attention=kernel, compiled=framework.compiled)
     chunks = {tp: model.chunk_tokens(tp) for tp in np.unique(candidates.tp).tolist()}

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from phalanx.config.studies import Search, Tunable
 from phalanx.errors import ConfigError
-from phalanx.layout.spec import CONTEXTS, GATHERS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
+from phalanx.layout.spec import CONTEXTS, GATHERS, OFFLOADS, RECOMPUTES, SCHEDULES, LayoutTable, ResolvedLayout
 from phalanx.planner.rank.enumeration import CHOSEN, SELDOM
 from phalanx.study.space import Choices, Integers, Mask, Range, Scalar, Values, condition_holds, format_override
 from phalanx.study.trial import key_of
@@ -224,7 +224,7 @@ def check_layout(search: Search) -> None:
         if name not in CHOSEN:
             raise ConfigError(f"search.layout.{name}: a search does not choose it; it chooses {', '.join(CHOSEN)}")
         known = _NAMED.get(name)
-        least = 0 if name in ("zero", "reshard_after_forward", "offload_optimizer") else 1
+        least = 0 if name in ("zero", "reshard_after_forward", *OFFLOADS) else 1
         wrong = [x for x in given if (x not in known if known else isinstance(x, str) or x is None or x < least)]
         if not given or wrong:
             words = ", ".join(known) if known else f"numbers from {least} on"

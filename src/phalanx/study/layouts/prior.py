@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.config.load import dump_run, parse_run
 from phalanx.config.studies import Search
 from phalanx.errors import ConfigError
-from phalanx.layout.spec import LayoutTable
+from phalanx.layout.spec import OFFLOADS, LayoutTable
 from phalanx.planner.memory.model import Kernels, memory
 from phalanx.planner.memory.probability import KEPT_BY_DRIVER, communicators, device_bytes
 from phalanx.planner.rank.cost_models import CostModels, Floats
@@ -59,7 +59,7 @@ def planned_space(planner: Planner, task: Task, search: Search) -> tuple[LayoutS
     if clash:
         raise ConfigError(f"search.layout.{clash[0]} has only {fixed[clash[0]]}, but the command line another value")
     # Both are listed only for who asks for both.
-    limits = replace(planner.limits, offload_optimizer=len(search.layout.get("offload_optimizer", ())) > 1)
+    limits = replace(planner.limits, **{name: len(search.layout.get(name, ())) > 1 for name in OFFLOADS})
     narrow = _Narrowed(planner.machine, planner.models, planner.least_p, limits, search)
     legal, _, fitting, _ = narrow.find_fitting(Task(task.model, task.devices, {**fixed, **task.fixed}))
     if not len(fitting):
