@@ -283,8 +283,8 @@ class JsonLines:
         self._waiting = b""
         self._lock = threading.Lock()
 
-    def drop_after(self, step: int) -> str | None:
-        """Drop objects of later steps than `step`, and a last line torn by a kill.
+    def drop_after(self, step: int, *, keep: str | None = None) -> str | None:
+        """Drop objects of later steps than `step`, but for those of kind `keep`, and a last line torn by a kill.
 
         Damaged lines are moved to a file of their own beside this one. Returns one line that says so, or None.
         """
@@ -292,7 +292,10 @@ class JsonLines:
         if not self.path.exists():
             return None
         found = read_json_lines(self.path, require_step)
-        kept = b"".join(line.text + b"\n" for line in found.sound if line.record["step"] <= step)
+        stays = [
+            line for line in found.sound if line.record["step"] <= step or (keep and line.record.get("kind") == keep)
+        ]
+        kept = b"".join(line.text + b"\n" for line in stays)
         aside = self.path.with_name(f"{self.path.name}.damaged")
         if found.damaged:
             require_own(aside, folder=False)

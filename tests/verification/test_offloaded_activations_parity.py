@@ -35,7 +35,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def record_all() -> tuple[list[bool], list[int], Verdict]:
-    """On one of four ranks, of each case: whether offloaded activations give the same bits, and bytes that left; and a verdict."""
+    """On one of four ranks: of each case whether the bits are the same, and the bytes that left; and a verdict."""
     # Of models of a few kilobytes.
     offloaded_activations.SMALLEST_BYTES = 256
     left = [0] * len(CASES)

@@ -133,9 +133,9 @@ class Layout(Section):
     """Whether optimizer state lies in host memory between updates, and comes to the device for the update, that of some
     parameters at a time: less memory, longer updates, the same bits. Not for muon, which works on many matrices together."""
     offload_activations: bool = False
-    """Whether what the blocks of a pipeline stage keep for their backward passes, but for the last one's, lies in host
-    memory until then: it leaves while the next block computes, and comes back while that goes backward. Less memory, the same
-    bits, no slower where copies are as fast as blocks; with recompute=full what leaves is the blocks' inputs alone."""
+    """Whether what blocks keep for their backward passes, but for the last block of a pipeline stage, lies in host memory
+    until then: it leaves while the next block computes, and comes back while that goes backward. Less memory, the same bits,
+    no slower where copies are as fast as blocks; with recompute=full what leaves is the blocks' inputs alone."""
     branch_groups: Annotated[
         Literal["off", "auto"] | BranchSizes,
         Words("off, auto, or a list of ranks for each branch, as in [2, 1, 1]"),
@@ -428,8 +428,8 @@ class Safeguards(Section):
         default=["halve"]
     )
     """What a run takes less memory by once it has run out, in this order, each as far as it goes: half the micro-batch; more
-    recompute, selective and then full; optimizer state in host memory. None of these changes a gradient but for rounding;
-    without any left the run ends and names what else there is."""
+    recompute, selective and then full; optimizer state in host memory, and then activations. None of these changes a
+    gradient but for rounding; without any left the run ends and names what else there is."""
 
     on_bad_data: Literal["stop", "skip"] = "stop"
     """What a batch does that some rank cannot read (cut short, altered, ids outside the vocabulary): the run ends, or all

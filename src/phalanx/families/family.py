@@ -96,6 +96,8 @@ class BoundModel(DeclaredModel):
     """Whether `cp` divides the atoms of structures; else positions of samples, which attention joins."""
     streams_weights: bool = False
     """Whether blocks can compute with some heads or features of their matrices at a time (`layout.gather=stream`)."""
+    offloads_activations: bool = True
+    """Whether the backward pass reads what blocks keep once, so that it may lie in host memory until then."""
     position_unit: str
     """What a position is, for a person who reads how many are trained on a second."""
     vanishing: tuple[str, ...] = ()

@@ -1,10 +1,10 @@
-"""Activations in host memory: what a block keeps for its backward pass leaves while the next blocks compute, and comes back.
+"""Activations in host memory: what a block keeps for its backward pass leaves while the next block computes.
 
-A block's activations leave at its end, while the next one computes, and are gone at the end of that one; they come back while
-the block behind it goes backward (Megatron-Core's `--cpu-offloading`, torchtune's `OffloadActivations`). So at most those of
-two blocks are on the device, beside those of the last block of a stage, which would have to come back at once and stay. What
-a block keeps is seen through PyTorch's hooks of saved tensors, around the block: outside its compiled program, and of a block
-that is recomputed it is the block's input. Parameters, what all blocks read and small tensors stay where they are.
+They are copied at the block's end and gone at the end of the next one; they come back while the block behind goes backward
+(Megatron-Core's `--cpu-offloading`, torchtune's `OffloadActivations`). So at most those of two blocks are on the device,
+beside those of a stage's last block, which would have to come back at once and stay. What a block keeps is seen through
+PyTorch's hooks of saved tensors, around the block: outside its compiled program, and of a block that is recomputed it is the
+block's input. Parameters, what all blocks read and small tensors stay where they are.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from phalanx.hardware.host import available_cores
 from phalanx.launch.restart import MEMORY_FILE
 from phalanx.node_memory import IDENTITY_FILE
 from phalanx.printable import make_printable
-from phalanx.report.run_log import SAVE_EVENT
+from phalanx.report.run_log import LESS_MEMORY_EVENT, SAVE_EVENT
 from phalanx.training.metrics import GIB, Peaks
 
 OWN_FILES = (
@@ -143,13 +143,14 @@ class RunDirectory:
     def rewind(self, step: int) -> list[str]:
         """Make the logs end at `step`, that of the checkpoint which the run resumes from; 0 begins them anew.
 
+        Events that the run took less memory stay: they are no step's, and what it was left to take stands in memory.json.
         Returns warnings of damaged lines that were set aside.
         """
         # A new run has no event of step 0 before its own start, not even one that an earlier attempt wrote.
         last = step if step else -1
         self.redone_seconds = _sum_step_seconds(self.metrics.path, step)
         with self.written():
-            warnings = [log.drop_after(last) for log in (self.metrics, self.events)]
+            warnings = [self.metrics.drop_after(last), self.events.drop_after(last, keep=LESS_MEMORY_EVENT)]
         return [text for text in warnings if text is not None]
 
     def describe_run(self, run: Run, machine: dict[str, Any], write_inputs: Callable[[Path], None]) -> None:

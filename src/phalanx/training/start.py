@@ -36,6 +36,7 @@ from phalanx.optimizers import find_optimizer
 from phalanx.planner.rank.cost_models import memory_fits
 from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.printable import write_stderr
+from phalanx.report.run_log import LESS_MEMORY_EVENT
 from phalanx.torch_compat.common import is_rocm
 from phalanx.torch_compat.flight import last_collectives, record_collectives
 from phalanx.training.callbacks import Callback, CallbackList, build_callbacks, build_recorders
@@ -265,7 +266,7 @@ def _record_start(
     """
     first_step, layout = restored.step, place.layout
     if layout != place.stated:
-        directory.event("less_memory", first_step, **less_memory(layout, place.stated))
+        directory.event(LESS_MEMORY_EVENT, first_step, **less_memory(layout, place.stated))
     directory.event(
         "resume" if first_step else "start",
         first_step,

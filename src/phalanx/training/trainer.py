@@ -28,7 +28,7 @@ from phalanx.layout.mesh import Mesh, Ranks
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.object_store import StoreUnavailable
 from phalanx.optimizers import LearningRateSchedule, set_learning_rate
-from phalanx.report.run_log import EVALUATED_EVENT, SAVE_EVENT
+from phalanx.report.run_log import EVALUATED_EVENT, LESS_MEMORY_EVENT, SAVE_EVENT
 from phalanx.training.callbacks import CallbackList, TrainingContext
 from phalanx.training.checkpointing import Restored, collect_state, load_newest
 from phalanx.training.inputs import Inputs, ScheduledEvaluator, TrainableModel
@@ -38,7 +38,7 @@ from phalanx.training.run_dir import RunDirectory, measured_save_seconds
 from phalanx.training.safeguards.checkpoint_interval import CheckpointInterval
 from phalanx.training.safeguards.dead_experts import DeadExperts
 from phalanx.training.safeguards.divergence import Divergence, DivergenceGuard, all_finite
-from phalanx.training.safeguards.memory_limit import less_memory, note_out_of_memory, smaller_microbatch
+from phalanx.training.safeguards.memory_limit import less_memory, lighter_layout, note_out_of_memory
 from phalanx.training.safeguards.memory_probe import MemoryProbe
 from phalanx.training.safeguards.step_replay import StepReplay
 from phalanx.training.safeguards.straggler_log import StragglerLog
@@ -236,15 +236,18 @@ class Trainer:
             self.parts.inputs.stream.seek(self.step + self.wrong.skipped_batches)
 
     def _halve_microbatch(self, layout: ResolvedLayout) -> ResolvedLayout | None:
-        """Return the layout in which a step that ran out of memory is done again; None where micro-batches cannot shrink."""
-        smaller = smaller_microbatch(layout)
-        if smaller is None:
+        """Return the layout in which a step that ran out of memory is done again; None where something else comes first, or
+        micro-batches cannot shrink."""
+        ways, place = self.run.safeguards.on_out_of_memory, self.parts.place
+        smaller = lighter_layout(self.parts.model, layout, ways, place.ranks.ranks_per_node)
+        # All else takes a start: the model is built anew for it.
+        if smaller is None or smaller.microbatch == layout.microbatch:
             return None
         # A later start of the run begins with it.
         note_out_of_memory(self.parts.directory.path, layout, self.parts.place.stated, smaller)
         # Steps before it may still be computed.
         step = self.step + len(self.launched) + 1
-        self.parts.log.event("less_memory", step, **less_memory(smaller, layout))
+        self.parts.log.event(LESS_MEMORY_EVENT, step, **less_memory(smaller, layout))
         self.parts.log.note(
             f"step {step} ran out of memory: it is done again with {smaller.microbatch} x {smaller.accumulation} samples in "
             f"place of {layout.microbatch} x {layout.accumulation}, which changes no gradient"

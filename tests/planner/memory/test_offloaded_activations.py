@@ -36,7 +36,7 @@ def test_offloaded_activations_take_what_the_code_takes(words: dict[str, Any], m
     world = math.prod(words.get(name, 1) for name in ("dp_shard", "tp", "pp", "cp"))
     fields = {"global_batch": 16, "offload_activations": True, **words}
     # Wide enough that what FSDP2 pads is little.
-    run = run_with(PLANNED_SIZES | {"model.n_layers": 16, "model.d_model": 128}, **fields)
+    run = run_with(PLANNED_SIZES | {"model.n_layers": 8, "model.d_model": 256}, **fields)
     layout, model = resolve_layout(bind(run), world), bind(run, TracedModel)
     kernels = Kernels("flash", compiled=False)
     ranks = rank_memory(model, layout, layout.recompute, kernels)

@@ -117,6 +117,20 @@ def test_a_process_alone_does_the_step_again(
     assert json.loads((tmp_path / "run" / MEMORY_FILE).read_text())["microbatch"] == 1
 
 
+def test_a_process_alone_halves_no_micro_batch_where_something_else_comes_first(
+    run_file: Path, tmp_path: Path, undisturbed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(run_file.parent / "package"))
+    words = ["train", str(run_file), "--run-dir", str(tmp_path / "run"), "training.steps=8"]
+    words += ["safeguards.on_out_of_memory=[offload, halve]"]
+    code, errors = phalanx_processes.start([*words, fault_words(kind="oom", rank=0, step=7)]).finish()
+    assert code == 1 and "started again, the run takes layout.offload_optimizer=true" in errors, errors[-3000:]
+    assert "it is done again with" not in errors
+    code, errors = phalanx_processes.start(words).finish()
+    assert code == 0, errors[-3000:]
+    assert losses(tmp_path / "run") == pytest.approx(undisturbed, abs=1e-5)
+
+
 def test_the_end_names_the_cheapest_changes_that_take_less(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,7 +188,8 @@ def list_lighter(ways: list[LessMemory], changes: dict[str, Any] | None = None, 
 def test_a_run_takes_less_memory_in_the_ways_and_the_order_that_it_allows() -> None:
     batch = {"dp_shard": 2, "global_batch": 8, "microbatch": 4}
     halved = [{"microbatch": 2}, {"microbatch": 1}]
-    recomputed, offloaded = [{"recompute": "selective"}, {"recompute": "full"}], [{"offload_optimizer": True}]
+    recomputed = [{"recompute": "selective"}, {"recompute": "full"}]
+    offloaded: list[dict[str, Any]] = [{"offload_optimizer": True}, {"offload_activations": True}]
     assert list_lighter(["halve"], **batch) == halved
     assert list_lighter(["halve", "recompute", "offload"], **batch) == halved + recomputed + offloaded
     assert list_lighter(["offload", "recompute"], **batch) == offloaded + recomputed
@@ -188,17 +203,26 @@ def test_what_is_not_legal_is_passed_over() -> None:
     assert list_lighter(ways, {"optimizer.name": "muon"}, **batch) == [
         {"recompute": "selective"},
         {"recompute": "full"},
+        {"offload_activations": True},
+    ]
+    # Each stage has one block, whose activations stay.
+    assert list_lighter(["offload"], **batch | {"dp_shard": 1}, pp=2, schedule="gpipe") == [
+        {"offload_optimizer": True},
+        {"offload_activations": True},
+    ]
+    assert list_lighter(["offload"], {"model.n_layers": 2}, **batch | {"dp_shard": 1}, pp=2, schedule="gpipe") == [
+        {"offload_optimizer": True}
     ]
     # Streamed weights keep no selection.
     streamed = list_lighter(ways, **batch, gather="stream")
-    assert streamed == [{"recompute": "full"}, {"offload_optimizer": True}]
+    assert streamed == [{"recompute": "full"}, {"offload_optimizer": True}, {"offload_activations": True}]
 
 
 def test_a_start_takes_all_that_earlier_ones_were_left_to_take(tmp_path: Path) -> None:
     model = bind(run_with(dp_shard=2, global_batch=4, microbatch=2))
     stated = resolve_layout(model, 2)
     words = []
-    for _ in range(4):
+    for _ in range(5):
         present = heed_memory_limit(tmp_path, stated)
         lighter = lighter_layout(model, present, ["halve", "recompute", "offload"], None)
         words.append(note_out_of_memory(tmp_path, present, stated, lighter).partition(", which")[0])
@@ -208,6 +232,7 @@ def test_a_start_takes_all_that_earlier_ones_were_left_to_take(tmp_path: Path) -
         "started again, the run takes layout.recompute=selective in place of none",
         "started again, the run takes layout.recompute=full in place of selective",
         "started again, the run takes layout.offload_optimizer=true",
+        "started again, the run takes layout.offload_activations=true",
     ]
     present = heed_memory_limit(tmp_path, stated)
     assert less_memory(present, stated) == {
@@ -216,6 +241,7 @@ def test_a_start_takes_all_that_earlier_ones_were_left_to_take(tmp_path: Path) -
         "spared": 1,
         "recompute": "full",
         "offload_optimizer": True,
+        "offload_activations": True,
     }
     assert lighter_layout(model, present, ["halve", "recompute", "offload"], None) is None
     # Written before there was more than micro-batches.
@@ -253,9 +279,12 @@ def test_restarts_recompute_and_offload_where_no_micro_batch_is_smaller(
     ):
         assert f"started again, the run takes layout.{change}, which changes no gradient" in errors
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    # All began again from nothing, and so did their events.
-    (less,) = [event for event in events if event["kind"] == "less_memory"]
-    assert less["recompute"] == "full" and less["offload_optimizer"] and less["microbatch"] == 1
+    # All began again from nothing, but what each start took less memory by is known.
+    less = [event for event in events if event["kind"] == "less_memory"]
+    assert [event["recompute"] for event in less] == ["selective", "full", "full"]
+    assert ["offload_optimizer" in event for event in less] == [False, False, True]
+    assert less[-1]["offload_optimizer"] and {event["microbatch"] for event in less} == {1}
+    assert [event["kind"] for event in events if event["step"] == 0] == ["less_memory"] * 3 + ["start"]
 
 
 def test_a_launcher_starts_again_what_takes_less(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ class BoundMaterials(DeclaredMaterials, MaterialsLayout, MaterialsInputs, Materi
     structures that are too large for one device (graph parallelism), unless nodes are pooled: which ones stay would have to
     be agreed on."""
     cuts_structures = True
+    offloads_activations = False
+    """Forces are a derivative: the backward pass goes through what blocks keep twice."""
     vanishing = (
         "head.charges.copies.*.bias",
         "head.electrostatics.copies.*.bias",

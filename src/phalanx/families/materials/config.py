@@ -419,12 +419,6 @@ def _check_training(run: MaterialsRun) -> Iterator[Problem]:
             "full computes again",
             "layout.recompute=full",
         )
-    if run.layout.offload_activations:
-        yield Problem(
-            ("layout", "offload_activations"),
-            "layout.offload_activations=true moves what a backward pass reads once, and that of forces is differentiated again",
-            "layout.recompute=full, which computes messages of edges again",
-        )
     # `auto` gives way where a step cannot be one program; true is refused.
     obstacle = one_program_obstacle(run)
     if run.training.compile is True and obstacle is not None:

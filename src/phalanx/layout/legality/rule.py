@@ -32,6 +32,8 @@ class Requirements:
     """The field of the model, with its value, that needs whole sequences on a rank; empty where there is none."""
     streams_weights: bool
     """Whether the model has projection pairs to stream."""
+    offloads_activations: bool
+    """Whether activations of its blocks may lie in host memory."""
     unstreamable: str
     """The field of the model, with its value, that keeps them from being streamed; empty where there is none."""
     split_counts: list[SplitCount]
@@ -62,6 +64,7 @@ class Requirements:
             expert_slices=model.expert_slices(),
             counts_sequences=model.counts_sequences(),
             streams_weights=model.streams_weights,
+            offloads_activations=model.offloads_activations,
             unstreamable=model.unstreamable(),
             split_counts=model.split_counts(),
             split_rows=model.split_rows(),

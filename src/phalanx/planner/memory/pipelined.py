@@ -350,8 +350,8 @@ class _Moments(Replay):
         return rows, np.arange(len(rows))
 
     def _count_present(self, left: Counts | int, count: int) -> dict[str, Counts]:
-        """Return the counts of `count` blocks of the stage whose activations are on the device, or of all there are: the last
-        of its first `left` blocks."""
+        """Return the counts of blocks of the stage whose activations are on the device: the last `count` of its first `left`
+        blocks, or all of these."""
         if not self.pipeline.offloads:
             return {}
         present = np.minimum(left, count) * np.ones_like(self.layers)

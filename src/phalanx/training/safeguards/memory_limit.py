@@ -26,7 +26,7 @@ from phalanx.launch.restart import MEMORY_FILE
 from phalanx.layout.legality import reasons_against
 from phalanx.layout.legality.pipeline_rules import divides_batch, suits_schedule
 from phalanx.layout.resolve import list_divisors
-from phalanx.layout.spec import RECOMPUTES, Recompute, ResolvedLayout
+from phalanx.layout.spec import OFFLOADS, RECOMPUTES, Recompute, ResolvedLayout
 from phalanx.optimizers import find_optimizer
 from phalanx.planner.plan.remedies import find_remedies
 from phalanx.planner.trace.traced_model import TracedModel
@@ -48,6 +48,8 @@ class MemoryLimit(BaseModel):
     """What to recompute; null leaves it as the layout has it."""
     offload_optimizer: bool = False
     """Whether to keep optimizer state in host memory, whatever the layout says."""
+    offload_activations: bool = False
+    """The same of activations."""
 
     def apply(self, layout: ResolvedLayout) -> ResolvedLayout:
         """Return the layout of the run file with what takes less memory."""
@@ -56,6 +58,7 @@ class MemoryLimit(BaseModel):
             microbatch=min(self.microbatch, layout.microbatch),
             recompute=self.recompute or layout.recompute,
             offload_optimizer=self.offload_optimizer or layout.offload_optimizer,
+            offload_activations=self.offload_activations or layout.offload_activations,
         )
 
 
@@ -74,13 +77,19 @@ def lighter_layout(
             more = RECOMPUTES[RECOMPUTES.index(layout.recompute) + 1 :]
             tried = [replace(layout, recompute=mode) for mode in more]
         else:
-            # Asked here as well: the rules do not load optimizers of other packages.
-            possible = not layout.offload_optimizer and find_optimizer(model.run.optimizer).per_parameter
-            tried = [replace(layout, offload_optimizer=True)] if possible else []
+            tried = _offloaded_more(model, layout)
         for lighter in tried:
             if not reasons_against(model, lighter, lighter.world_size, devices_per_node):
                 return lighter
     return None
+
+
+def _offloaded_more(model: BoundModel, layout: ResolvedLayout) -> list[ResolvedLayout]:
+    """Return `layout` with more of it in host memory, legal or not: optimizer state, then activations."""
+    # Asked here as well: the rules do not load optimizers of other packages.
+    possible = not layout.offload_optimizer and find_optimizer(model.run.optimizer).per_parameter
+    state = [replace(layout, offload_optimizer=True)] if possible else []
+    return state if layout.offload_activations else [*state, replace(layout, offload_activations=True)]
 
 
 def smaller_microbatch(layout: ResolvedLayout) -> ResolvedLayout | None:
@@ -129,6 +138,7 @@ def note_out_of_memory(
         microbatch=lighter.microbatch,
         recompute=None if lighter.recompute == stated.recompute else lighter.recompute,
         offload_optimizer=lighter.offload_optimizer,
+        offload_activations=lighter.offload_activations,
     )
     try:
         write_atomically(run_dir / MEMORY_FILE, limit.model_dump_json() + "\n")
@@ -146,7 +156,8 @@ def _describe_change(layout: ResolvedLayout, lighter: ResolvedLayout) -> str:
         )
     if lighter.recompute != layout.recompute:
         return f"takes layout.recompute={lighter.recompute} in place of {layout.recompute}"
-    return "takes layout.offload_optimizer=true"
+    added = [f"layout.{name}=true" for name in OFFLOADS if getattr(lighter, name) and not getattr(layout, name)]
+    return f"takes {' '.join(added)}"
 
 
 def less_memory(lighter: ResolvedLayout, layout: ResolvedLayout) -> dict[str, Any]:
@@ -156,7 +167,7 @@ def less_memory(lighter: ResolvedLayout, layout: ResolvedLayout) -> dict[str, An
         "accumulation": lighter.accumulation,
         "spared": layout.microbatch - lighter.microbatch,
     }
-    names = ("recompute", "offload_optimizer")
+    names = ("recompute", *OFFLOADS)
     return fields | {name: getattr(lighter, name) for name in names if getattr(lighter, name) != getattr(layout, name)}
 
 
