@@ -11,7 +11,8 @@ from phalanx.errors import ConfigError
 LAYOUT_HAS = (
     "dp_replicate, dp_shard, tp, cp, pp, ep, expert_tp, ep_chunks, ep_node, zero, schedule, stages_per_rank, context, "
     "tp_across_nodes, microbatch, global_batch, batch_warmup, recompute, precision, fp8_gradients, fp8_keep_ends, "
-    "reshard_after_forward, gather, gather_blocks, gathers_ahead, offload_optimizer, branch_groups and peer_copies"
+    "reshard_after_forward, gather, gather_blocks, gathers_ahead, offload_optimizer, offload_activations, branch_groups "
+    "and peer_copies"
 )
 SECTIONS = (
     "model, data, layout, optimizer, training, checkpoint, evaluation, restart, safeguards, cluster, remote, search "

@@ -104,7 +104,7 @@ def test_cells_are_those_of_the_plan_and_sort_by_their_figures() -> None:
 
 def test_columns_of_what_is_plain_in_all_rows_are_left_out() -> None:
     rows = [
-        {"gather": "layer", "ep_chunks": chunks, "offload_optimizer": offloaded}
+        {"gather": "layer", "ep_chunks": chunks, "offload_optimizer": offloaded, "offload_activations": False}
         for chunks, offloaded in ((1, False), (2, False), (1, True))
     ]
     plain, chunked, offloaded = (

@@ -123,7 +123,7 @@ def test_a_process_alone_halves_no_micro_batch_where_something_else_comes_first(
     monkeypatch.syspath_prepend(str(run_file.parent / "package"))
     words = ["train", str(run_file), "--run-dir", str(tmp_path / "run"), "training.steps=8"]
     words += ["safeguards.on_out_of_memory=[offload, halve]"]
-    code, errors = phalanx_processes.start([*words, fault_words(kind="oom", rank=0, step=7)]).finish()
+    code, errors = phalanx_processes.start([*words, fault_words(kind="full", rank=0, step=7, samples=1)]).finish()
     assert code == 1 and "started again, the run takes layout.offload_optimizer=true" in errors, errors[-3000:]
     assert "it is done again with" not in errors
     code, errors = phalanx_processes.start(words).finish()
