@@ -17,15 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from phalanx.errors import ConfigError
 from phalanx.kernels.parts_sum import sum_parts
 from phalanx.layout.data_parallel.peer_memory import (
     BufferPool,
     SmallCopies,
     align_size,
+    can_copy_between,
     make_peer_buffer_at_rest,
     peers_from_next,
-    reaches_peers,
 )
 from phalanx.torch_compat import fsdp as compat_fsdp
 from phalanx.torch_compat.fsdp import ShardSize
@@ -68,16 +67,8 @@ def choose_copy_engine(
     All ranks of the group call it together. Raises ConfigError where copies are asked for and the ranks cannot read each
     other's memory.
     """
-    if group is None or wanted is False or (wanted == "auto" and device.type == "cpu"):
+    if group is None or not can_copy_between(wanted, group, device, "share parameters"):
         return None
-    # Tried out, not looked up: what the links allow, containers and access rights may forbid.
-    if not reaches_peers(device, group):
-        if wanted == "auto":
-            return None
-        raise ConfigError(
-            f"layout.peer_copies=true, but the {group.size()} ranks that share parameters cannot read each other's "
-            "memory: they are on several machines, or their devices are not linked\nnearest: layout.peer_copies=auto"
-        )
     return CopyEngine(group, device)
 
 

@@ -13,12 +13,13 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.errors import ConfigError
 from phalanx.hardware.device import synchronize
 from phalanx.torch_compat import common as compat
 
@@ -146,6 +147,26 @@ def reaches_peers(device: torch.device, group: dist.ProcessGroup) -> bool:
 
 
 _TRIED_BYTES = 4096
+
+
+def can_copy_between(
+    wanted: bool | Literal["auto"], group: dist.ProcessGroup, device: torch.device, what: str
+) -> bool:
+    """Return whether the ranks of `group` exchange by copies, as `layout.peer_copies`, `wanted`, says.
+
+    what: they do together, for messages. All ranks of the group call it together. Raises ConfigError where copies are asked
+    for and the ranks cannot read each other's memory.
+    """
+    if wanted is False or (wanted == "auto" and device.type == "cpu"):
+        return False
+    # Tried out, not looked up: what the links allow, containers and access rights may forbid.
+    reached = reaches_peers(device, group)
+    if not reached and wanted is True:
+        raise ConfigError(
+            f"layout.peer_copies=true, but the {group.size()} ranks that {what} cannot read each other's "
+            "memory: they are on several machines, or their devices are not linked\nnearest: layout.peer_copies=auto"
+        )
+    return reached
 
 
 class Reusable(Protocol):

@@ -18,6 +18,7 @@ from phalanx.kernels.logits import log_partition
 from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
 from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts, gather_values, scatter_sum
+from phalanx.layout.tensor_parallel.overlapped_products import gather_multiply, multiply_scatter
 from phalanx.nn.cross_entropy import IGNORED, replace_by_loss_gradient, sum_losses
 from phalanx.nn.latent_attention import SharedKey
 from phalanx.nn.layers import GatedLinear, Linear, Norm
@@ -26,6 +27,8 @@ from phalanx.nn.vocabulary import OutputHead, TokenEmbedding
 
 SEQUENCE = 1
 """The dim of positions in [B, S, D]."""
+SAMPLE_DIMS = 3
+"""Dims of such a tensor."""
 
 
 def split_tensors(model: nn.Module, splits: Splits, tp: Axis) -> TensorSplits:
@@ -109,20 +112,55 @@ def _keep_part(module: nn.Module, name: str, dim: int, unit: int, tp: Axis) -> T
     return TensorSplit(dim, start * unit, whole)
 
 
-class ColumnLinear(Linear):
-    """Some output features of all positions."""
+def overlap_exchanges(block: nn.Module, smallest: int) -> None:
+    """Let the split matrices of `block` exchange beside their products, as `peer_exchange` does.
+
+    smallest: bytes of a sample's part of a sequence below which a gather or a sum is not worth being cut up.
+    """
+    for module in block.modules():
+        if isinstance(module, (ColumnLinear, RowLinear)):
+            module.overlapped_bytes = smallest
+
+
+class OverlappedLinear(Linear):
+    """A split matrix, whose exchange may run beside its product."""
 
     tp: Axis
+    overlapped_bytes: int | None = None
+    """See `overlap_exchanges`; None where exchange and product run one after the other."""
+
+    def overlaps(self, features: int, x: Tensor) -> bool:
+        """Return whether parts of `features` features are exchanged beside the product of x, [B, S, ...]."""
+        # An adapter reads the gathered input as well; other products are formed in one piece.
+        plain = self.multiply is None and self.lora_A is None
+        if self.overlapped_bytes is None or not plain or x.dim() != SAMPLE_DIMS:
+            return False
+        return x.shape[SEQUENCE] * features * x.itemsize >= self.overlapped_bytes
+
+
+class ColumnLinear(OverlappedLinear):
+    """Some output features of all positions."""
+
+    def forward(self, x_BsD: Tensor) -> Tensor:
+        """[B, S/tp, in] -> [B, S, out/tp]."""
+        if not self.overlaps(self.in_features, x_BsD):
+            return super().forward(x_BsD)
+        y = gather_multiply(x_BsD, self.weight.to(x_BsD.dtype), self.tp)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def gather_input(self, x_BsD: Tensor) -> Tensor:
         """[B, S/tp, in] -> [B, S, in]."""
         return gather_parts(x_BsD, self.tp, SEQUENCE)
 
 
-class RowLinear(Linear):
+class RowLinear(OverlappedLinear):
     """All output features of some positions, summed over the ranks' input features."""
 
-    tp: Axis
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, in/tp] -> [B, S/tp, out]."""
+        if not self.overlaps(self.out_features // self.tp.size, x):
+            return super().forward(x)
+        return self.add_bias(multiply_scatter(x, self.weight.to(x.dtype), self.tp, self.activation_block))
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """[B, S, in/tp] -> [B, S, out], of this rank's features; `bias` joins after the sum, once."""
@@ -130,12 +168,25 @@ class RowLinear(Linear):
 
     def join_output(self, y_BSD: Tensor) -> Tensor:
         """[B, S, out] -> [B, S/tp, out]."""
-        x_BsD = scatter_sum(y_BSD, self.tp, SEQUENCE)
+        return self.add_bias(scatter_sum(y_BSD, self.tp, SEQUENCE))
+
+    @property
+    def activation_block(self) -> int:
+        """Features of a group of gate or up features in x, or 0 where x is multiplied as it comes."""
+        return 0
+
+    def add_bias(self, x_BsD: Tensor) -> Tensor:
+        """Add the bias to the sums, [B, S/tp, out]."""
         return x_BsD if self.bias is None else x_BsD + self.bias.to(x_BsD.dtype)
 
 
 class GatedRowLinear(RowLinear, GatedLinear):
     """A row matrix behind gate and up features of its own input features."""
+
+    @property
+    def activation_block(self) -> int:
+        """Features of a group of gate or up features in x."""
+        return self.block
 
 
 class GatheredNorm(Norm):

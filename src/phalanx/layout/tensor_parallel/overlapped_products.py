@@ -1,0 +1,200 @@
+"""Products of split matrices that run beside their exchange, part by part (Wang et al. 2023, "Overlap communication with
+dependent computation via decomposition"): a gather and a product, a product and a reduce-scatter, and both their gradients.
+
+The sequence [B, S, ...] is sharded over the ranks of a group. Each rank begins with what needs nobody: the product of its own
+part of the sequence where parts are gathered, the products of its peers' parts where results are summed. Parts travel by
+copy engines meanwhile (`peer_exchange`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.kernels.swiglu import swiglu, swiglu_backward
+from phalanx.layout.mesh import Axis
+from phalanx.layout.tensor_parallel.peer_exchange import PeerExchange, exchange_of
+
+
+def gather_multiply(x_BsI: Tensor, weight_OI: Tensor, tp: Axis) -> Tensor:
+    """Return x W^T of all ranks' positions: [B, S/tp, in] -> [B, S, out]; the backward pass sums over ranks and scatters."""
+    y: Tensor = _GatherMultiply.apply(x_BsI, weight_OI, tp.group_name)
+    return y
+
+
+def multiply_scatter(x_BSI: Tensor, weight_OI: Tensor, tp: Axis, block: int = 0) -> Tensor:
+    """Return x W^T summed over ranks, of this rank's positions: [B, S, in/tp] -> [B, S/tp, out]; backward gathers.
+
+    block: where it is not 0, swiglu(x) (see `kernels.swiglu`) is in place of x, which is then [B, S, 2 in/tp] and all that is
+    kept for the backward pass.
+    """
+    promise: Tensor = _ScatterGradient.apply(x_BSI, weight_OI, tp.group_name, tp.size, block)
+    y: Tensor = _ScatterValue.apply(promise, x_BSI, weight_OI, tp.group_name, block)
+    return y
+
+
+class _GatherMultiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: str) -> Tensor:
+        y, whole = gather_product(x, weight, group)
+        ctx.save_for_backward(whole, weight)
+        ctx.group = group
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        whole, weight = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        if not needs_x:
+            return None, weight_gradient(grad, whole), None
+        grad_x, grad_weight = scatter_gradients(grad, weight, whole if needs_weight else None, ctx.group)
+        return grad_x, grad_weight if needs_weight else None, None
+
+
+class _ScatterGradient(torch.autograd.Function):
+    """The backward pass of `multiply_scatter`, ahead of its value: see `kernels.swiglu` for the reason."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: str, size: int, block: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.block = group, block
+        return x.new_empty(1).expand(x.shape[0], x.shape[1] // size, weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x, whole = gather_product(grad, weight.t(), ctx.group)
+        if ctx.block:
+            grad_x, x = swiglu_backward(grad_x, x, ctx.block)
+        return grad_x, weight_gradient(whole, x) if ctx.needs_input_grad[1] else None, None, None, None
+
+
+class _ScatterValue(torch.autograd.Function):
+    """The value of `multiply_scatter`; hands its gradient on to `_ScatterGradient` through `promise`."""
+
+    @staticmethod
+    def forward(ctx: Any, promise: Tensor, x: Tensor, weight: Tensor, group: str, block: int) -> Tensor:
+        return product_scatter(swiglu(x, block) if block else x, weight, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None, None
+
+
+def weight_gradient(grad_BSO: Tensor, x_BSI: Tensor) -> Tensor:
+    """Return the gradient of a weight, [out, in], from those of its results and what it was multiplied by."""
+    return grad_BSO.reshape(-1, grad_BSO.shape[-1]).t() @ x_BSI.reshape(-1, x_BSI.shape[-1])
+
+
+# --- what the compiler sees as one operation each -----------------------------------------------------------------------
+
+
+@torch.library.custom_op("phalanx::gather_product", mutates_args=())
+def gather_product(x_BsI: Tensor, weight_OI: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """Return the product of all ranks' x and W^T, [B, S, out], and all ranks' x, [B, S, in]. x: [B, S/tp, in]."""
+    exchange, x = exchange_of(group), x_BsI.contiguous()
+    y, whole = _empty_gathered(x, weight_OI, exchange)
+    exchange.begin(x.shape, x.dtype)
+    sent = [exchange.send(x, peer) for peer in exchange.peers]
+    kept = [_keep(x, whole, exchange.rank, exchange)]
+    _multiply(x, weight_OI, _part(y, exchange.rank, exchange))
+    for source, event in zip(exchange.sources, sent, strict=True):
+        # What this rank has sent by now is as much as its sources have sent to it.
+        exchange.meet(event)
+        arrived = exchange.place(source)
+        kept.append(_keep(arrived, whole, source, exchange))
+        _multiply(arrived, weight_OI, _part(y, source, exchange))
+    exchange.wait(*kept)
+    return y, whole
+
+
+@gather_product.register_fake
+def _(x_BsI: Tensor, weight_OI: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    return _empty_gathered(x_BsI, weight_OI, exchange_of(group))
+
+
+@torch.library.custom_op("phalanx::product_scatter", mutates_args=())
+def product_scatter(x_BSI: Tensor, weight_OI: Tensor, group: str) -> Tensor:
+    """Return x W^T summed over ranks, [B, S/tp, out]. x: [B, S, in/tp]."""
+    return _scatter(x_BSI, weight_OI, exchange_of(group), None)[0]
+
+
+@product_scatter.register_fake
+def _(x_BSI: Tensor, weight_OI: Tensor, group: str) -> Tensor:
+    return _empty_scattered(x_BSI, weight_OI, exchange_of(group))
+
+
+@torch.library.custom_op("phalanx::scatter_gradients", mutates_args=())
+def scatter_gradients(
+    grad_BSO: Tensor, weight_OI: Tensor, whole_BSI: Tensor | None, group: str
+) -> tuple[Tensor, Tensor]:
+    """Return both gradients of `gather_product`: of x, [B, S/tp, in], and of W, [out, in]; the sums travel beside the second.
+
+    whole: all ranks' x, or None where the gradient of W is not wanted, which is then empty.
+    """
+    return _scatter(grad_BSO, weight_OI.t(), exchange_of(group), whole_BSI)
+
+
+@scatter_gradients.register_fake
+def _(grad_BSO: Tensor, weight_OI: Tensor, whole_BSI: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
+    grad_weight = weight_OI.new_empty((0,) if whole_BSI is None else weight_OI.shape)
+    return _empty_scattered(grad_BSO, weight_OI.t(), exchange_of(group)), grad_weight
+
+
+def _scatter(
+    x_BSI: Tensor, weight_OI: Tensor, exchange: PeerExchange, factor: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return x W^T summed over ranks and, formed meanwhile, the transposed x times `factor`."""
+    y = _empty_scattered(x_BSI, weight_OI, exchange)
+    exchange.begin(y.shape, y.dtype)
+    sent, parts = [], []
+    for peer in exchange.peers:
+        # Kept until the copies are done: another product must not be written over it.
+        parts.append(torch.empty_like(y))
+        _multiply(_part(x_BSI, peer, exchange), weight_OI, parts[-1])
+        sent.append(exchange.send(parts[-1], peer))
+    _multiply(_part(x_BSI, exchange.rank, exchange), weight_OI, exchange.place(exchange.rank))
+    product = x_BSI.new_empty(0) if factor is None else weight_gradient(x_BSI, factor)
+    exchange.meet(*sent)
+    # In the order of ranks, whichever rank sums.
+    arrived = [exchange.place(source) for source in range(exchange.size)]
+    if len(arrived) == 2:
+        torch.add(*arrived, out=y)
+    else:
+        torch.sum(torch.stack(arrived), 0, out=y)
+    return y, product
+
+
+def _empty_gathered(x: Tensor, weight: Tensor, exchange: PeerExchange) -> tuple[Tensor, Tensor]:
+    batch, length, width = x.shape
+    return (
+        x.new_empty(batch, length * exchange.size, weight.shape[0]),
+        x.new_empty(batch, length * exchange.size, width),
+    )
+
+
+def _empty_scattered(x: Tensor, weight: Tensor, exchange: PeerExchange) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1] // exchange.size, weight.shape[0])
+
+
+def _part(x: Tensor, rank: int, exchange: PeerExchange) -> Tensor:
+    """Return the positions of `rank` in a whole sequence [B, S, ...]."""
+    length = x.shape[1] // exchange.size
+    return x[:, rank * length : (rank + 1) * length]
+
+
+def _multiply(x: Tensor, weight_OI: Tensor, y: Tensor) -> None:
+    """Fill y with x W^T, one sample after the other: part of a sequence lies apart from that of the next sample."""
+    for sample, result in zip(x, y, strict=True):
+        torch.mm(sample, weight_OI.t(), out=result)
+
+
+def _keep(part: Tensor, whole: Tensor, rank: int, exchange: PeerExchange) -> Any:
+    """Copy the part of `rank` into the whole on the side stream; returns the event after it."""
+    with exchange.beside() as done:
+        # A sample at a time: copy engines copy what lies together.
+        for sample, place in zip(part, _part(whole, rank, exchange), strict=True):
+            place.copy_(sample, non_blocking=True)
+    return done[0]
