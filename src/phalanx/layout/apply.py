@@ -234,7 +234,9 @@ class StageBuilder:
         self.low_precision = whole and model.precision.copies_parameters and model.precision.products is None
         # Both step into single products: what keeps some of their results, and gradients of inputs and weights apart.
         self.overlaps = layout.recompute != "selective" and not layout.splits_backward
-        self.overlaps = self.overlaps and choose_exchange(model.run.layout.peer_copies, context.share.tp, context.device)
+        self.overlaps = self.overlaps and choose_exchange(
+            model.run.layout.peer_copies, context.share.tp, context.device
+        )
 
     def build_stage(self, chunk: ModelChunk, index: int) -> BuiltStage:
         """Return the stage of the blocks of `chunk`, the `index`th of the model, with this rank's shards alone."""

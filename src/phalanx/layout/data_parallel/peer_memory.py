@@ -149,9 +149,7 @@ def reaches_peers(device: torch.device, group: dist.ProcessGroup) -> bool:
 _TRIED_BYTES = 4096
 
 
-def can_copy_between(
-    wanted: bool | Literal["auto"], group: dist.ProcessGroup, device: torch.device, what: str
-) -> bool:
+def can_copy_between(wanted: bool | Literal["auto"], group: dist.ProcessGroup, device: torch.device, what: str) -> bool:
     """Return whether the ranks of `group` exchange by copies, as `layout.peer_copies`, `wanted`, says.
 
     what: they do together, for messages. All ranks of the group call it together. Raises ConfigError where copies are asked

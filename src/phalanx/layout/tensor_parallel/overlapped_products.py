@@ -1,8 +1,8 @@
 """Products of split matrices that run beside their exchange, part by part (Wang et al. 2023, "Overlap communication with
 dependent computation via decomposition"): a gather and a product, a product and a reduce-scatter, and both their gradients.
 
-The sequence [B, S, ...] is sharded over the ranks of a group. Each rank begins with what needs nobody: the product of its own
-part of the sequence where parts are gathered, the products of its peers' parts where results are summed. Parts travel by
+The sequence [B, S, ...] is sharded over the ranks of a group. Each rank begins with what needs nobody: the product of its
+own part of the sequence where parts are gathered, the products of its peers' parts where results are summed. Parts travel by
 copy engines meanwhile (`peer_exchange`).
 """
 
@@ -27,8 +27,8 @@ def gather_multiply(x_BsI: Tensor, weight_OI: Tensor, tp: Axis) -> Tensor:
 def multiply_scatter(x_BSI: Tensor, weight_OI: Tensor, tp: Axis, block: int = 0) -> Tensor:
     """Return x W^T summed over ranks, of this rank's positions: [B, S, in/tp] -> [B, S/tp, out]; backward gathers.
 
-    block: where it is not 0, swiglu(x) (see `kernels.swiglu`) is in place of x, which is then [B, S, 2 in/tp] and all that is
-    kept for the backward pass.
+    block: where it is not 0, swiglu(x) (see `kernels.swiglu`) is in place of x, which is then [B, S, 2 in/tp] and all that
+    is kept for the backward pass.
     """
     promise: Tensor = _ScatterGradient.apply(x_BSI, weight_OI, tp.group_name, tp.size, block)
     y: Tensor = _ScatterValue.apply(promise, x_BSI, weight_OI, tp.group_name, block)
@@ -38,9 +38,10 @@ def multiply_scatter(x_BSI: Tensor, weight_OI: Tensor, tp: Axis, block: int = 0)
 class _GatherMultiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        y: Tensor
         y, whole = gather_product(x, weight, group)
         ctx.save_for_backward(whole, weight)
-        ctx.group = group
         return y
 
     @staticmethod
@@ -76,7 +77,8 @@ class _ScatterValue(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, promise: Tensor, x: Tensor, weight: Tensor, group: str, block: int) -> Tensor:
-        return product_scatter(swiglu(x, block) if block else x, weight, group)
+        y: Tensor = product_scatter(swiglu(x, block) if block else x, weight, group)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,7 +132,7 @@ def _(x_BSI: Tensor, weight_OI: Tensor, group: str) -> Tensor:
 def scatter_gradients(
     grad_BSO: Tensor, weight_OI: Tensor, whole_BSI: Tensor | None, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Return both gradients of `gather_product`: of x, [B, S/tp, in], and of W, [out, in]; the sums travel beside the second.
+    """Return both gradients of `gather_product`, of x, [B, S/tp, in], and of W, [out, in]: sums travel beside the second.
 
     whole: all ranks' x, or None where the gradient of W is not wanted, which is then empty.
     """
@@ -143,9 +145,7 @@ def _(grad_BSO: Tensor, weight_OI: Tensor, whole_BSI: Tensor | None, group: str)
     return _empty_scattered(grad_BSO, weight_OI.t(), exchange_of(group)), grad_weight
 
 
-def _scatter(
-    x_BSI: Tensor, weight_OI: Tensor, exchange: PeerExchange, factor: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _scatter(x_BSI: Tensor, weight_OI: Tensor, exchange: PeerExchange, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return x W^T summed over ranks and, formed meanwhile, the transposed x times `factor`."""
     y = _empty_scattered(x_BSI, weight_OI, exchange)
     exchange.begin(y.shape, y.dtype)
