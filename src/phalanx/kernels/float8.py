@@ -337,6 +337,18 @@ def _(a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch
     return a_MK.new_empty((a_MK.shape[0], b_NK.shape[0]), dtype=dtype)
 
 
+def scaled_product_into(
+    a_MK: Tensor, b_NK: Tensor, a_scale: Tensor, b_scale: Tensor, out_MN: Tensor, fast: bool
+) -> None:
+    """Fill `out`, contiguous, with the `scaled_product` of whole matrices' scales in its format."""
+    aligned = not (a_MK.shape[1] % ALIGNMENT or b_NK.shape[0] % ALIGNMENT)
+    if aligned and not compat.float8_refusal(a_MK.device):
+        scales = a_scale.view(()), b_scale.view(())
+        torch._scaled_mm(a_MK, b_NK.t(), *scales, out_dtype=out_MN.dtype, use_fast_accum=fast, out=out_MN)
+    else:
+        out_MN.copy_(scaled_product(a_MK, b_NK, a_scale, b_scale, out_MN.dtype, fast))
+
+
 SCALED_PRODUCT = torch.ops.phalanx.scaled_product.default
 """The operation itself, as cost models and recomputation see it."""
 

@@ -251,11 +251,11 @@ class StageBuilder:
         # Blocks at either end may keep products of 16 bits.
         first, last = model.run.layout.fp8_keep_ends, model.run.model.n_layers - model.run.layout.fp8_keep_ends
         for number, block in zip(chunk.blocks, module.blocks, strict=True):
+            if self.overlaps:
+                overlap_exchanges(block, 0 if model.run.layout.peer_copies is True else _SMALLEST_EXCHANGE)
             if first <= number < last:
                 choose_products(block, precision, device)
                 choose_expert_products(block, precision, device)
-            if self.overlaps:
-                overlap_exchanges(block, 0 if model.run.layout.peer_copies is True else _SMALLEST_EXCHANGE)
         # A matmul whose two gradients are one node could not give that of its input alone.
         if self.layout.splits_backward:
             separate_gradients(module)

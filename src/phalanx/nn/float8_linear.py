@@ -8,9 +8,9 @@ float32 and rounded to the format of the activations. Knows names of groups of r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,36 @@ class HeldWeight(NamedTuple):
     rows: Operand
     column_scale: Tensor
     """Scales of the transposed."""
+
+
+class SequenceExchange(Protocol):
+    """Ranks over which positions of activations [B, S, ...] are sharded between layers, and what they exchange in 8 bits."""
+
+    @property
+    def group(self) -> str:
+        """Name of their group."""
+
+    def gather_multiply(
+        self, x_BsI: Tensor, x_scale: Tensor, weight: Operand, dtype: torch.dtype, *, fast: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return x W^T of all positions, [B, S, out] in `dtype`, and all positions of x, [B, S, in] in 8 bits.
+
+        x_scale: float32 [1], of all ranks' x. fast: see `kernels.float8.scaled_product`.
+        """
+
+    def multiply_scatter(
+        self, x_BSI: Tensor, x_scale: Tensor, weight: Operand, dtype: torch.dtype, *, fast: bool, beside: Beside | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return x W^T summed over ranks, [B, S/ranks, out] in `dtype`, and the product `beside`, or something empty."""
+
+
+class Beside(NamedTuple):
+    """Two operands whose product may be formed while results travel."""
+
+    a: Operand
+    b: Operand
+    dtype: torch.dtype
+    """Of the result."""
 
 
 LinearProduct = Callable[[Tensor, Tensor, Tensor | None, HeldWeight | None], Tensor]
@@ -110,6 +140,15 @@ class Float8Product:
     """Ranks that share out the input features, by the name of their group."""
     output_group: str = ""
     """Ranks that share out the output features."""
+    gathers: SequenceExchange | None = None
+    """Ranks that have each but some positions of the input, of which the product reads all."""
+    scatters: SequenceExchange | None = None
+    """Ranks that have each but some positions of the result, summed over the ranks."""
+
+    def over_sequence(self, gathers: SequenceExchange | None, scatters: SequenceExchange | None) -> Float8Product:
+        """Return the product that exchanges positions itself, in 8 bits, where that changes no number."""
+        # A scale for what is summed up over positions would be another one for each rank.
+        return replace(self, gathers=gathers, scatters=scatters) if self.scaling == "tensor" else self
 
     def __call__(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, held: HeldWeight | None = None) -> Tensor:
         """Return x W^T + b, [..., O]. x: [..., I]. held: the weight in 8 bits, if others see to that."""
@@ -128,7 +167,53 @@ class Float8Product:
             # Products with square blocks on one side take half the time of those without.
             rows = quantise_both(x_NI, "block", self.format, columns=False)[0]
             return rows, quantise_both(x_NI, "block", self.format, rows=False, columns=columns, square=True)[1]
-        return quantise_both(x_NI, self.scaling, self.format, column_group=self.input_group, columns=columns)
+        group = _group_of(self.gathers)
+        return quantise_both(
+            x_NI, self.scaling, self.format, row_group=group, column_group=self.input_group, columns=columns
+        )
+
+    def multiply_input(self, x: Tensor, weight: Operand, *, columns: bool) -> tuple[Tensor, Tensor, Operand]:
+        """Return x W^T, the scale of x [..., I], and x as the operand of the gradient of the weight, if wanted."""
+        rows, turned = self.quantise_input(x.reshape(-1, x.shape[-1]), columns=columns and self.gathers is None)
+        q, scale = rows.q.view(x.shape), rows.scale
+        if self.gathers is not None:
+            y, whole = self.gathers.gather_multiply(q, scale, weight, x.dtype, fast=True)
+            return y, scale, _turn(whole, scale, wanted=columns)
+        if self.scatters is not None:
+            return self.scatters.multiply_scatter(q, scale, weight, x.dtype, fast=True, beside=None)[0], scale, turned
+        y = multiply(rows, weight, self.scaling, x.dtype, fast=True)
+        return y.view(*x.shape[:-1], y.shape[-1]), scale, turned
+
+    def multiply_gradient(self, grad: Tensor, kept: Sequence[Tensor], *, columns: bool) -> tuple[Tensor, Operand]:
+        """Return the gradient of the input, and that of the result as the operand of the gradient of the weight, if wanted.
+
+        grad: [..., O]. kept: see `turn_weight`. Not for inputs whose positions were gathered.
+        """
+        own = columns and self.scatters is None
+        rows, turned = self.quantise_gradient(grad.reshape(-1, grad.shape[-1]), columns=own)
+        if self.scatters is None:
+            return self.gradients(rows, kept, grad.shape, grad.dtype, None)[0], turned
+        q, weight = rows.q.view(grad.shape), self.turn_weight(kept, after=rows.scale)
+        grad_x, whole = self.scatters.gather_multiply(q, rows.scale, weight, grad.dtype, fast=False)
+        return grad_x, _turn(whole, rows.scale, wanted=columns)
+
+    def gradients(
+        self, rows: Operand, kept: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype, beside: Beside | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradient of the input in `dtype`, and the product `beside`.
+
+        rows: gradient of the result, of this shape. kept: see `turn_weight`.
+        """
+        weight = self.turn_weight(kept, after=rows.scale)
+        if self.gathers is not None:
+            q = rows.q.view(shape)
+            return self.gathers.multiply_scatter(q, rows.scale, weight, dtype, fast=False, beside=beside)
+        grad_x = multiply(rows, weight, self.scaling, dtype, fast=False)
+        return grad_x.view(*shape[:-1], grad_x.shape[-1]), self.weight_gradient(beside)
+
+    def weight_gradient(self, beside: Beside | None) -> Tensor | None:
+        """Return the product of two operands, where there are any."""
+        return None if beside is None else multiply(beside.a, beside.b, self.scaling, beside.dtype, fast=False)
 
     def hold_weight(self, weight_OI: Tensor) -> HeldWeight:
         """Return a weight in 8 bits, of recipes in which it has more than one scale."""
@@ -182,10 +267,26 @@ class Float8Product:
 
     def quantise_gradient(self, grad_NO: Tensor, *, rows: bool = True, columns: bool) -> tuple[Operand, Operand]:
         """Return the gradient of a result as operands of the gradients of input and weight, those that are wanted."""
-        group = self.output_group
+        groups = _group_of(self.scatters), self.output_group
         return quantise_both(
-            grad_NO, self.scaling, self.gradient_format, column_group=group, rows=rows, columns=columns
+            grad_NO,
+            self.scaling,
+            self.gradient_format,
+            row_group=groups[0],
+            column_group=groups[1],
+            rows=rows,
+            columns=columns,
         )
+
+
+def _group_of(exchange: SequenceExchange | None) -> str:
+    return "" if exchange is None else exchange.group
+
+
+def _turn(q: Tensor, scale: Tensor, *, wanted: bool) -> Operand:
+    """Return the transposed of numbers in 8 bits with one scale, [..., I] -> [I, ...]; something empty where not wanted."""
+    flat = q.flatten(0, -2)
+    return Operand(transpose_quantised(flat, None, None) if wanted else flat.new_empty(0), scale)
 
 
 def _apply_pair(
@@ -257,31 +358,31 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_OI: Tensor, product: Float8Product, *held: Tensor) -> Tensor:
-        x_NI = x.reshape(-1, x.shape[-1])
-        rows, columns = product.quantise_input(x_NI, columns=ctx.needs_input_grad[1])
         weight, kept = product.forward_operand(weight_OI, held)
+        y, _, columns = product.multiply_input(x, weight, columns=ctx.needs_input_grad[1])
         ctx.save_for_backward(*columns, *kept)
-        ctx.product, ctx.dtype, ctx.width, ctx.others = product, weight_OI.dtype, x.shape[-1], 1 + len(held)
-        y = multiply(rows, weight, product.scaling, x.dtype, fast=True)
-        return y.view(*x.shape[:-1], weight_OI.shape[0])
+        ctx.product, ctx.dtype, ctx.others = product, weight_OI.dtype, 1 + len(held)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q_x, x_scale, *kept = ctx.saved_tensors
         product: Float8Product = ctx.product
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_NO = grad.reshape(-1, grad.shape[-1])
-        rows, columns = product.quantise_gradient(grad_NO, rows=needs_x, columns=needs_weight)
+        # Tensor cores give products by rows in 16 bits alone.
+        wide = grad.dtype if product.scaling == "row" else ctx.dtype
         grad_x = grad_weight = None
-        if needs_x:
-            turned = product.turn_weight(kept, after=rows.scale)
-            grad_x = multiply(rows, turned, product.scaling, grad.dtype, fast=False)
-            grad_x = grad_x.view(*grad.shape[:-1], ctx.width)
-        if needs_weight:
-            # Tensor cores give products by rows in 16 bits alone.
-            wide = grad.dtype if product.scaling == "row" else ctx.dtype
-            grad_weight = multiply(columns, Operand(q_x, x_scale), product.scaling, wide, fast=False).to(ctx.dtype)
-        return grad_x, grad_weight, *[None] * ctx.others
+        if product.scatters is not None:
+            grad_x, columns = product.multiply_gradient(grad, kept, columns=needs_weight)
+        else:
+            flat = grad.reshape(-1, grad.shape[-1])
+            rows, columns = product.quantise_gradient(flat, rows=needs_x, columns=needs_weight)
+        beside = Beside(columns, Operand(q_x, x_scale), wide) if needs_weight else None
+        if needs_x and product.scatters is None:
+            grad_x, grad_weight = product.gradients(rows, kept, grad.shape, grad.dtype, beside)
+        else:
+            grad_weight = product.weight_gradient(beside)
+        return grad_x, None if grad_weight is None else grad_weight.to(ctx.dtype), *[None] * ctx.others
 
 
 class _GatedPair(torch.autograd.Function):
@@ -298,37 +399,33 @@ class _GatedPair(torch.autograd.Function):
         second: Float8Product,
         *held: Tensor,
     ) -> Tensor:
-        x_rows, x_columns = first.quantise_input(x.reshape(-1, x.shape[-1]), columns=ctx.needs_input_grad[1])
         half = len(held) // 2
         first_rows, first_kept = first.forward_operand(gate_up_weight, held[:half])
-        gate_up = multiply(x_rows, first_rows, "tensor", x.dtype, fast=True)
-        rows, _ = second.quantise_input(swiglu(gate_up, block), columns=False)
+        gate_up, _, x_columns = first.multiply_input(x, first_rows, columns=ctx.needs_input_grad[1])
         second_rows, second_kept = second.forward_operand(down_weight, held[half:])
-        ctx.save_for_backward(*x_columns, gate_up, rows.scale, *first_kept, *second_kept)
+        y, hidden_scale, _ = second.multiply_input(swiglu(gate_up, block), second_rows, columns=False)
+        ctx.save_for_backward(*x_columns, gate_up, hidden_scale, *first_kept, *second_kept)
         ctx.block, ctx.first, ctx.second, ctx.of_first = block, first, second, len(first_kept)
-        ctx.dtypes, ctx.width, ctx.others = (gate_up_weight.dtype, down_weight.dtype), x.shape[-1], 3 + len(held)
-        return multiply(rows, second_rows, "tensor", x.dtype, fast=True).view(*x.shape[:-1], down_weight.shape[0])
+        ctx.dtypes, ctx.others = (gate_up_weight.dtype, down_weight.dtype), 3 + len(held)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q_x, x_scale, gate_up, hidden_scale, *kept = ctx.saved_tensors
         first: Float8Product = ctx.first
         needs_x, needs_first, needs_second, *_ = ctx.needs_input_grad
-        rows, columns = ctx.second.quantise_gradient(grad.reshape(-1, grad.shape[-1]), columns=needs_second)
-        turned = ctx.second.turn_weight(kept[ctx.of_first :], after=rows.scale)
-        grad_hidden = multiply(rows, turned, "tensor", grad.dtype, fast=False)
-        grad_x = grad_first = grad_second = None
-        amax = _agree(swiglu_gradient_amax(grad_hidden, gate_up, ctx.block), first.output_group)
+        grad_hidden, columns = ctx.second.multiply_gradient(grad, kept[ctx.of_first :], columns=needs_second)
+        grad_NF, gate_up_NF = grad_hidden.flatten(0, -2), gate_up.flatten(0, -2)
+        amax = _agree(swiglu_gradient_amax(grad_NF, gate_up_NF, ctx.block), first.output_group)
         scale = power_of_two_scale(amax, first.gradient_format)
         formats = first.gradient_format, first.format
-        q, q_t, hidden_t = quantise_swiglu_gradient(grad_hidden, gate_up, ctx.block, scale, hidden_scale, *formats)
-        if needs_second:
-            hidden = Operand(hidden_t, hidden_scale)
-            grad_second = multiply(columns, hidden, "tensor", ctx.dtypes[1], fast=False)
+        q, q_t, hidden_t = quantise_swiglu_gradient(grad_NF, gate_up_NF, ctx.block, scale, hidden_scale, *formats)
+        second = Beside(columns, Operand(hidden_t, hidden_scale), ctx.dtypes[1]) if needs_second else None
+        grad_second = ctx.second.weight_gradient(second)
+        beside = Beside(Operand(q_t, scale), Operand(q_x, x_scale), ctx.dtypes[0]) if needs_first else None
         if needs_x:
-            turned = first.turn_weight(kept[: ctx.of_first], after=scale)
-            grad_x = multiply(Operand(q, scale), turned, "tensor", grad.dtype, fast=False)
-            grad_x = grad_x.view(*grad.shape[:-1], ctx.width)
-        if needs_first:
-            grad_first = multiply(Operand(q_t, scale), Operand(q_x, x_scale), "tensor", ctx.dtypes[0], fast=False)
+            shape, rows = gate_up.shape, Operand(q, scale)
+            grad_x, grad_first = first.gradients(rows, kept[: ctx.of_first], shape, grad.dtype, beside)
+        else:
+            grad_x, grad_first = None, first.weight_gradient(beside)
         return grad_x, grad_first, grad_second, *[None] * ctx.others

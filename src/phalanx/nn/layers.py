@@ -18,7 +18,15 @@ from phalanx.kernels.float8 import QuantisedCopy, measure_copies, power_of_two_s
 from phalanx.kernels.float8_swiglu import quantises_gradients
 from phalanx.kernels.swiglu import gated_linear, swiglu
 from phalanx.nn.declared_layers import gate_block
-from phalanx.nn.float8_linear import Float8Product, GatedPair, HeldWeight, LinearProduct, Operand, takes_rows
+from phalanx.nn.float8_linear import (
+    Float8Product,
+    GatedPair,
+    HeldWeight,
+    LinearProduct,
+    Operand,
+    SequenceExchange,
+    takes_rows,
+)
 from phalanx.nn.precision import Precision
 from phalanx.torch_compat import common as compat
 
@@ -63,6 +71,22 @@ class Linear(nn.Module):
         """The product, where it takes the weight as rows in 8 bits that are made once a step; else None."""
         product = self.multiply
         return product if isinstance(product, Float8Product) and takes_rows(product.scaling) else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the product is that of the weight in the format of the activations alone."""
+        return self.multiply is None and self.lora_A is None
+
+    @property
+    def exchanges(self) -> tuple[SequenceExchange | None, SequenceExchange | None]:
+        """Ranks over which positions of the input are sharded before `gather_input`, of the result after `join_output`."""
+        return None, None
+
+    @property
+    def exchanges_narrow(self) -> bool:
+        """Whether the product gathers its input, or sums its result, itself: what ranks gather has 8 bits then."""
+        product = self.multiply
+        return isinstance(product, Float8Product) and not (product.gathers is None and product.scatters is None)
 
     def gather_input(self, x: Tensor) -> Tensor:
         """Return all that the product of this rank reads of x; x itself unless ranks split the layer."""
@@ -124,6 +148,9 @@ def choose_products(model: nn.Module, precision: Precision, device: torch.device
         if precision.products is not None and isinstance(module, Linear):
             features, groups = (module.in_features, module.out_features), (module.input_group, module.output_group)
             module.multiply = precision.products.of_layer(*features, *groups, device)
+            # An adapter reads the input in the format of the activations too.
+            if isinstance(module.multiply, Float8Product) and module.lora_A is None:
+                module.multiply = module.multiply.over_sequence(*module.exchanges)
     for module in model.modules():
         if isinstance(module, SwigluMLP) and isinstance(module.gate_up.multiply, Float8Product):
             plain = all(layer.bias is None and layer.lora_A is None for layer in (module.gate_up, module.down))

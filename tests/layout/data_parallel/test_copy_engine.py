@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError
 from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
 from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
-from phalanx.layout.data_parallel import copy_engine as peer_copies
+from phalanx.layout.data_parallel import peer_memory
 from phalanx.layout.data_parallel.copy_engine import (
     CopyEngineReduceScatter,
     PublishedShards,
@@ -196,7 +196,7 @@ def test_large_shards_begin_on_even_boundaries() -> None:
 
 def chosen_without_memory(wanted: bool | str) -> str:
     """What is chosen where ranks cannot read each other's memory."""
-    peer_copies.reaches_peers = lambda *_: False  # type: ignore[assignment]
+    peer_memory.reaches_peers = lambda *_: False  # type: ignore[assignment]
     run = run_with({}, peer_copies=wanted, dp_shard=2, global_batch=8)
     layout = resolve_layout(bind(run), 2)
     try:

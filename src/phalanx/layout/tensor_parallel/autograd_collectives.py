@@ -52,37 +52,37 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, dim: int) -> Tensor:
         ctx.place = group, size, dim
-        return _join_parts(compat.all_gather(x, group, size), dim)
+        return join_parts(compat.all_gather(x, group, size), dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         group, size, dim = ctx.place
-        return compat.reduce_scatter(_split_parts(grads[0], size, dim), group, size), None, None, None
+        return compat.reduce_scatter(split_parts(grads[0], size, dim), group, size), None, None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, dim: int) -> Tensor:
         ctx.place = group, size, dim
-        return compat.reduce_scatter(_split_parts(x, size, dim), group, size)
+        return compat.reduce_scatter(split_parts(x, size, dim), group, size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         group, size, dim = ctx.place
-        return _join_parts(compat.all_gather(grads[0], group, size), dim), None, None, None
+        return join_parts(compat.all_gather(grads[0], group, size), dim), None, None, None
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str, size: int, split: int, join: int) -> Tensor:
         ctx.place = group, size, split, join
-        return _join_parts(compat.all_to_all(_split_parts(x, size, split), group, size), join)
+        return join_parts(compat.all_to_all(split_parts(x, size, split), group, size), join)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         group, size, split, join = ctx.place
         return (
-            _join_parts(compat.all_to_all(_split_parts(grads[0], size, join), group, size), split),
+            join_parts(compat.all_to_all(split_parts(grads[0], size, join), group, size), split),
             None,
             None,
             None,
@@ -90,12 +90,12 @@ class _Exchange(torch.autograd.Function):
         )
 
 
-def _join_parts(parts: Tensor, dim: int) -> Tensor:
+def join_parts(parts: Tensor, dim: int) -> Tensor:
     """[ranks, ..., n, ...] -> [..., ranks * n, ...] along `dim`: a view where nothing longer than 1 stands before it."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
-def _split_parts(x: Tensor, size: int, dim: int) -> Tensor:
+def split_parts(x: Tensor, size: int, dim: int) -> Tensor:
     """[..., ranks * n, ...] -> contiguous [ranks, ..., n, ...]."""
     parts: Tensor = x.unflatten(dim, (size, x.shape[dim] // size))
     return parts.movedim(dim, 0).contiguous()

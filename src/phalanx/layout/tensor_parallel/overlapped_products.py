@@ -8,11 +8,14 @@ copy engines meanwhile (`peer_exchange`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.kernels.float8 import scaled_product, scaled_product_into
 from phalanx.kernels.swiglu import swiglu, swiglu_backward
 from phalanx.layout.mesh import Axis
 from phalanx.layout.tensor_parallel.peer_exchange import PeerExchange, exchange_of
@@ -96,36 +99,27 @@ def weight_gradient(grad_BSO: Tensor, x_BSI: Tensor) -> Tensor:
 @torch.library.custom_op("phalanx::gather_product", mutates_args=())
 def gather_product(x_BsI: Tensor, weight_OI: Tensor, group: str) -> tuple[Tensor, Tensor]:
     """Return the product of all ranks' x and W^T, [B, S, out], and all ranks' x, [B, S, in]. x: [B, S/tp, in]."""
-    exchange, x = exchange_of(group), x_BsI.contiguous()
-    y, whole = _empty_gathered(x, weight_OI, exchange)
-    exchange.begin(x.shape, x.dtype)
-    sent = [exchange.send(x, peer) for peer in exchange.peers]
-    kept = [_keep(x, whole, exchange.rank, exchange)]
-    _multiply(x, weight_OI, _part(y, exchange.rank, exchange))
-    for source, event in zip(exchange.sources, sent, strict=True):
-        # What this rank has sent by now is as much as its sources have sent to it.
-        exchange.meet(event)
-        arrived = exchange.place(source)
-        kept.append(_keep(arrived, whole, source, exchange))
-        _multiply(arrived, weight_OI, _part(y, source, exchange))
-    exchange.wait(*kept)
-    return y, whole
+    pair = _empty_gathered(x_BsI, weight_OI, x_BsI.dtype, group)
+    _gather(x_BsI, *pair, partial(_multiply, weight_OI), exchange_of(group))
+    return pair
 
 
 @gather_product.register_fake
 def _(x_BsI: Tensor, weight_OI: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    return _empty_gathered(x_BsI, weight_OI, exchange_of(group))
+    return _empty_gathered(x_BsI, weight_OI, x_BsI.dtype, group)
 
 
 @torch.library.custom_op("phalanx::product_scatter", mutates_args=())
 def product_scatter(x_BSI: Tensor, weight_OI: Tensor, group: str) -> Tensor:
     """Return x W^T summed over ranks, [B, S/tp, out]. x: [B, S, in/tp]."""
-    return _scatter(x_BSI, weight_OI, exchange_of(group), None)[0]
+    y = _empty_scattered(x_BSI, weight_OI, x_BSI.dtype, group)
+    _scatter(x_BSI, y, partial(_multiply, weight_OI), _nothing(x_BSI), exchange_of(group))
+    return y
 
 
 @product_scatter.register_fake
 def _(x_BSI: Tensor, weight_OI: Tensor, group: str) -> Tensor:
-    return _empty_scattered(x_BSI, weight_OI, exchange_of(group))
+    return _empty_scattered(x_BSI, weight_OI, x_BSI.dtype, group)
 
 
 @torch.library.custom_op("phalanx::scatter_gradients", mutates_args=())
@@ -136,59 +130,144 @@ def scatter_gradients(
 
     whole: all ranks' x, or None where the gradient of W is not wanted, which is then empty.
     """
-    return _scatter(grad_BSO, weight_OI.t(), exchange_of(group), whole_BSI)
+    grad_x = _empty_scattered(grad_BSO, weight_OI.t(), grad_BSO.dtype, group)
+    beside = _nothing(grad_BSO) if whole_BSI is None else partial(weight_gradient, grad_BSO, whole_BSI)
+    return grad_x, _scatter(grad_BSO, grad_x, partial(_multiply, weight_OI.t()), beside, exchange_of(group))
 
 
 @scatter_gradients.register_fake
 def _(grad_BSO: Tensor, weight_OI: Tensor, whole_BSI: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
     grad_weight = weight_OI.new_empty((0,) if whole_BSI is None else weight_OI.shape)
-    return _empty_scattered(grad_BSO, weight_OI.t(), exchange_of(group)), grad_weight
+    return _empty_scattered(grad_BSO, weight_OI.t(), grad_BSO.dtype, group), grad_weight
 
 
-def _scatter(x_BSI: Tensor, weight_OI: Tensor, exchange: PeerExchange, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return x W^T summed over ranks and, formed meanwhile, the transposed x times `factor`."""
-    y = _empty_scattered(x_BSI, weight_OI, exchange)
-    exchange.begin(y.shape, y.dtype)
+@torch.library.custom_op("phalanx::gather_scaled_product", mutates_args=())
+def gather_scaled_product(
+    x_BsI: Tensor, weight_OI: Tensor, scale: Tensor, weight_scale: Tensor, dtype: torch.dtype, fast: bool, group: str
+) -> tuple[Tensor, Tensor]:
+    """Do as `gather_product` with both operands in 8 bits, the product in `dtype`; see `kernels.float8.scaled_product`."""
+    pair = _empty_gathered(x_BsI, weight_OI, dtype, group)
+    _gather(x_BsI, *pair, partial(_multiply_scaled, weight_OI, scale, weight_scale, fast), exchange_of(group))
+    return pair
+
+
+@gather_scaled_product.register_fake
+def _(x_BsI: Tensor, weight_OI: Tensor, _s: Tensor, _w: Tensor, dtype: torch.dtype, _f: bool, group: str) -> Any:
+    return _empty_gathered(x_BsI, weight_OI, dtype, group)
+
+
+@torch.library.custom_op("phalanx::scaled_product_scatter", mutates_args=())
+def scaled_product_scatter(
+    x_BSI: Tensor,
+    weight_OI: Tensor,
+    scale: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype,
+    fast: bool,
+    two: list[Tensor],
+    wide: torch.dtype,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """Do as `product_scatter` with both operands in 8 bits, the sum in `dtype`; sums travel beside another product.
+
+    two: the operands of that, in 8 bits, and their scales; its result has the format `wide`. None of them: it is empty.
+    """
+    y = _empty_scattered(x_BSI, weight_OI, dtype, group)
+    beside = partial(scaled_product, *two, wide, False) if two else _nothing(y)
+    multiply = partial(_multiply_scaled, weight_OI, scale, weight_scale, fast)
+    return y, _scatter(x_BSI, y, multiply, beside, exchange_of(group))
+
+
+@scaled_product_scatter.register_fake
+def _(
+    x_BSI: Tensor,
+    weight_OI: Tensor,
+    _s: Tensor,
+    _w: Tensor,
+    dtype: torch.dtype,
+    _f: bool,
+    two: list[Tensor],
+    wide: torch.dtype,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    product = x_BSI.new_empty((two[0].shape[0], two[1].shape[0]) if two else (0,), dtype=wide if two else dtype)
+    return _empty_scattered(x_BSI, weight_OI, dtype, group), product
+
+
+# --- part by part -------------------------------------------------------------------------------------------------------
+
+Multiply = Callable[[Tensor, Tensor], None]
+"""Fills the second, positions of a result, with the product of the first."""
+
+
+def _gather(x_BsI: Tensor, y_BSO: Tensor, whole_BSI: Tensor, multiply: Multiply, exchange: PeerExchange) -> None:
+    """Fill `whole` with all ranks' x, and `y` with its product."""
+    x = x_BsI.contiguous()
+    exchange.begin(x.shape, x.dtype)
+    sent = [exchange.send(x, peer) for peer in exchange.peers]
+    kept = [_keep(x, whole_BSI, exchange.rank, exchange)]
+    multiply(x, _part(y_BSO, exchange.rank, exchange))
+    for source, event in zip(exchange.sources, sent, strict=True):
+        # What this rank has sent by now is as much as its sources have sent to it.
+        exchange.meet(event)
+        arrived = exchange.place(source)
+        kept.append(_keep(arrived, whole_BSI, source, exchange))
+        multiply(arrived, _part(y_BSO, source, exchange))
+    exchange.wait(*kept)
+
+
+def _scatter(
+    x_BSI: Tensor, y_BsO: Tensor, multiply: Multiply, beside: Callable[[], Tensor], exchange: PeerExchange
+) -> Tensor:
+    """Fill `y` with this rank's positions of the product of x, summed over ranks; returns what `beside` does meanwhile."""
+    exchange.begin(y_BsO.shape, y_BsO.dtype)
     sent, parts = [], []
     for peer in exchange.peers:
         # Kept until the copies are done: another product must not be written over it.
-        parts.append(torch.empty_like(y))
-        _multiply(_part(x_BSI, peer, exchange), weight_OI, parts[-1])
+        parts.append(torch.empty_like(y_BsO))
+        multiply(_part(x_BSI, peer, exchange), parts[-1])
         sent.append(exchange.send(parts[-1], peer))
-    _multiply(_part(x_BSI, exchange.rank, exchange), weight_OI, exchange.place(exchange.rank))
-    product = x_BSI.new_empty(0) if factor is None else weight_gradient(x_BSI, factor)
+    multiply(_part(x_BSI, exchange.rank, exchange), exchange.place(exchange.rank))
+    product = beside()
     exchange.meet(*sent)
     # In the order of ranks, whichever rank sums.
     arrived = [exchange.place(source) for source in range(exchange.size)]
     if len(arrived) == 2:
-        torch.add(*arrived, out=y)
+        torch.add(*arrived, out=y_BsO)
     else:
-        torch.sum(torch.stack(arrived), 0, out=y)
-    return y, product
+        torch.sum(torch.stack(arrived), 0, out=y_BsO)
+    return product
 
 
-def _empty_gathered(x: Tensor, weight: Tensor, exchange: PeerExchange) -> tuple[Tensor, Tensor]:
+def _multiply(weight_OI: Tensor, x: Tensor, y: Tensor) -> None:
+    # One sample after the other: part of a sequence lies apart from that of the next sample.
+    for sample, result in zip(x, y, strict=True):
+        torch.mm(sample, weight_OI.t(), out=result)
+
+
+def _multiply_scaled(weight_OI: Tensor, scale: Tensor, weight_scale: Tensor, fast: bool, x: Tensor, y: Tensor) -> None:
+    for sample, result in zip(x, y, strict=True):
+        scaled_product_into(sample, weight_OI, scale, weight_scale, result, fast)
+
+
+def _nothing(like: Tensor) -> Callable[[], Tensor]:
+    return partial(like.new_empty, 0)
+
+
+def _empty_gathered(x: Tensor, weight: Tensor, dtype: torch.dtype, group: str) -> tuple[Tensor, Tensor]:
     batch, length, width = x.shape
-    return (
-        x.new_empty(batch, length * exchange.size, weight.shape[0]),
-        x.new_empty(batch, length * exchange.size, width),
-    )
+    length *= exchange_of(group).size
+    return x.new_empty((batch, length, weight.shape[0]), dtype=dtype), x.new_empty((batch, length, width))
 
 
-def _empty_scattered(x: Tensor, weight: Tensor, exchange: PeerExchange) -> Tensor:
-    return x.new_empty(x.shape[0], x.shape[1] // exchange.size, weight.shape[0])
+def _empty_scattered(x: Tensor, weight: Tensor, dtype: torch.dtype, group: str) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[1] // exchange_of(group).size, weight.shape[0]), dtype=dtype)
 
 
 def _part(x: Tensor, rank: int, exchange: PeerExchange) -> Tensor:
     """Return the positions of `rank` in a whole sequence [B, S, ...]."""
     length = x.shape[1] // exchange.size
     return x[:, rank * length : (rank + 1) * length]
-
-
-def _multiply(x: Tensor, weight_OI: Tensor, y: Tensor) -> None:
-    """Fill y with x W^T, one sample after the other: part of a sequence lies apart from that of the next sample."""
-    for sample, result in zip(x, y, strict=True):
-        torch.mm(sample, weight_OI.t(), out=result)
 
 
 def _keep(part: Tensor, whole: Tensor, rank: int, exchange: PeerExchange) -> Any:

@@ -7,6 +7,7 @@ each input of attention or MLP, however many matrices read it, and no value is c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -19,16 +20,13 @@ from phalanx.layout.mesh import Axis
 from phalanx.layout.place import TensorSplit, TensorSplits
 from phalanx.layout.tensor_parallel.autograd_collectives import gather_parts, gather_values, scatter_sum
 from phalanx.layout.tensor_parallel.overlapped_products import gather_multiply, multiply_scatter
+from phalanx.layout.tensor_parallel.sequence_ranks import SEQUENCE, SequenceRanks
 from phalanx.nn.cross_entropy import IGNORED, replace_by_loss_gradient, sum_losses
+from phalanx.nn.float8_linear import SequenceExchange
 from phalanx.nn.latent_attention import SharedKey
 from phalanx.nn.layers import GatedLinear, Linear, Norm
 from phalanx.nn.splits import Split, Splits
 from phalanx.nn.vocabulary import OutputHead, TokenEmbedding
-
-SEQUENCE = 1
-"""The dim of positions in [B, S, D]."""
-SAMPLE_DIMS = 3
-"""Dims of such a tensor."""
 
 
 def split_tensors(model: nn.Module, splits: Splits, tp: Axis) -> TensorSplits:
@@ -57,12 +55,14 @@ def _split_module(module: nn.Module, split: Split, tp: Axis) -> TensorSplits:
         assert isinstance(module, Linear)
         if split.kind == "column":
             _change_class(module, ColumnLinear, tp)
+            module.ranks = SequenceRanks(tp.group_name, tp.size)  # type: ignore[assignment]
         module.output_group = tp.group_name
         names = ["weight"] if module.bias is None else ["weight", "bias"]
         return {name: _keep_part(module, name, 0, split.unit, tp) for name in names}
     if split.kind == "row":
         assert isinstance(module, Linear)
         _change_class(module, GatedRowLinear if isinstance(module, GatedLinear) else RowLinear, tp)
+        module.ranks = SequenceRanks(tp.group_name, tp.size)  # type: ignore[assignment]
         module.input_group = tp.group_name
         return {"weight": _keep_part(module, "weight", 1, split.unit, tp)}
     if split.kind == "lookup":
@@ -115,50 +115,54 @@ def _keep_part(module: nn.Module, name: str, dim: int, unit: int, tp: Axis) -> T
 def overlap_exchanges(block: nn.Module, smallest: int) -> None:
     """Let the split matrices of `block` exchange beside their products, as `peer_exchange` does.
 
-    smallest: bytes of a sample's part of a sequence below which a gather or a sum is not worth being cut up.
+    smallest: bytes of a sample's part of a sequence below which a gather or a sum is not worth being cut up. To be called
+    before products are chosen, which ask how to exchange.
     """
     for module in block.modules():
         if isinstance(module, (ColumnLinear, RowLinear)):
-            module.overlapped_bytes = smallest
+            module.ranks = replace(module.ranks, overlapped_bytes=smallest)
 
 
-class OverlappedLinear(Linear):
-    """A split matrix, whose exchange may run beside its product."""
+class ColumnLinear(Linear):
+    """Some output features of all positions."""
 
     tp: Axis
-    overlapped_bytes: int | None = None
-    """See `overlap_exchanges`; None where exchange and product run one after the other."""
+    ranks: SequenceRanks
+    """How they exchange positions."""
 
-    def overlaps(self, features: int, x: Tensor) -> bool:
-        """Return whether parts of `features` features are exchanged beside the product of x, [B, S, ...]."""
-        # An adapter reads the gathered input as well; other products are formed in one piece.
-        plain = self.multiply is None and self.lora_A is None
-        if self.overlapped_bytes is None or not plain or x.dim() != SAMPLE_DIMS:
-            return False
-        return x.shape[SEQUENCE] * features * x.itemsize >= self.overlapped_bytes
-
-
-class ColumnLinear(OverlappedLinear):
-    """Some output features of all positions."""
+    @property
+    def exchanges(self) -> tuple[SequenceExchange | None, SequenceExchange | None]:
+        """Ranks over which positions of the input are sharded, and none of the result."""
+        return self.ranks, None
 
     def forward(self, x_BsD: Tensor) -> Tensor:
         """[B, S/tp, in] -> [B, S, out/tp]."""
-        if not self.overlaps(self.in_features, x_BsD):
+        if not (self.plain and self.ranks.overlaps(x_BsD[0].numel() * x_BsD.itemsize)):
             return super().forward(x_BsD)
         y = gather_multiply(x_BsD, self.weight.to(x_BsD.dtype), self.tp)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def gather_input(self, x_BsD: Tensor) -> Tensor:
-        """[B, S/tp, in] -> [B, S, in]."""
-        return gather_parts(x_BsD, self.tp, SEQUENCE)
+        """[B, S/tp, in] -> [B, S, in]; x as it is where the product gathers it in 8 bits."""
+        return x_BsD if self.exchanges_narrow else gather_parts(x_BsD, self.tp, SEQUENCE)
 
 
-class RowLinear(OverlappedLinear):
+class RowLinear(Linear):
     """All output features of some positions, summed over the ranks' input features."""
+
+    tp: Axis
+    ranks: SequenceRanks
+    """How they exchange positions."""
+
+    @property
+    def exchanges(self) -> tuple[SequenceExchange | None, SequenceExchange | None]:
+        """None for the input, and ranks over which positions of the result are sharded."""
+        return None, self.ranks
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, S, in/tp] -> [B, S/tp, out]."""
-        if not self.overlaps(self.out_features // self.tp.size, x):
+        part = x.shape[SEQUENCE] // self.tp.size * self.out_features
+        if not (self.plain and self.ranks.overlaps(part * x.itemsize)):
             return super().forward(x)
         return self.add_bias(multiply_scatter(x, self.weight.to(x.dtype), self.tp, self.activation_block))
 
@@ -167,8 +171,8 @@ class RowLinear(OverlappedLinear):
         return super().product(x, None)
 
     def join_output(self, y_BSD: Tensor) -> Tensor:
-        """[B, S, out] -> [B, S/tp, out]."""
-        return self.add_bias(scatter_sum(y_BSD, self.tp, SEQUENCE))
+        """[B, S, out] -> [B, S/tp, out]; y as it is where the product has summed it."""
+        return self.add_bias(y_BSD if self.exchanges_narrow else scatter_sum(y_BSD, self.tp, SEQUENCE))
 
     @property
     def activation_block(self) -> int:
