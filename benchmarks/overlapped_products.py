@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory  # noqa: F401 - it registers the operations that are timed
 import torch.nn.functional as F
 from torch import Tensor
 

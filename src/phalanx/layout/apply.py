@@ -46,7 +46,7 @@ from phalanx.layout.prepare_blocks import compile_stage, compiles_blocks, recomp
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import model_chunks
 from phalanx.layout.streamed_weights.streamed_sharding import StreamedSharding
-from phalanx.layout.tensor_parallel.peer_exchange import choose_exchange
+from phalanx.layout.tensor_parallel.peer_exchange import SMALLEST_EXCHANGE, choose_exchange
 from phalanx.layout.tensor_parallel.split_layers import overlap_exchanges
 from phalanx.nn.adapters import Adapters, TrainedParameters
 from phalanx.nn.experts import choose_expert_products
@@ -232,9 +232,8 @@ class StageBuilder:
         # ones in 8 bits: the others are then cast where they are used.
         self.activations = OffloadedActivations(context.device)
         self.low_precision = whole and model.precision.copies_parameters and model.precision.products is None
-        # Both step into single products: what keeps some of their results, and gradients of inputs and weights apart.
-        self.overlaps = layout.recompute != "selective" and not layout.splits_backward
-        self.overlaps = self.overlaps and choose_exchange(
+        # Ranks that reach each other's memory are found together, once.
+        self.overlaps = bool(layout.table.overlaps_products[0]) and choose_exchange(
             model.run.layout.peer_copies, context.share.tp, context.device
         )
 
@@ -252,7 +251,7 @@ class StageBuilder:
         first, last = model.run.layout.fp8_keep_ends, model.run.model.n_layers - model.run.layout.fp8_keep_ends
         for number, block in zip(chunk.blocks, module.blocks, strict=True):
             if self.overlaps:
-                overlap_exchanges(block, 0 if model.run.layout.peer_copies is True else _SMALLEST_EXCHANGE)
+                overlap_exchanges(block, 0 if model.run.layout.peer_copies is True else SMALLEST_EXCHANGE)
             if first <= number < last:
                 choose_products(block, precision, device)
                 choose_expert_products(block, precision, device)
@@ -283,11 +282,6 @@ class StageBuilder:
         spread = {parameter for one in stage.expert_networks() for parameter in one.parameters()}
         experts = [name for name, p in named_parameters(module, self.names).items() if p in spread]
         return BuiltStage(stage, parameters, state, splits, experts)
-
-
-_SMALLEST_EXCHANGE = 4 << 20
-"""Bytes of a sample's part of a sequence below which kernels take too short a time to hide an exchange; chosen copies are
-made of any size."""
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -323,6 +323,13 @@ class LayoutTable:
         return (self.pp > 1) & self.has("schedule", *ZERO_BUBBLE)
 
     @cached_property
+    def overlaps_products(self) -> Bools:
+        """Where parts of a sequence may travel over `tp` beside products, not before and behind them."""
+        # What steps into single products of blocks leaves no operation that does both.
+        apart = self.splits_backward | self.has("recompute", "selective") | (self.streamed > 1)
+        return (self.tp > 1) & ~apart
+
+    @cached_property
     def sharding_ranks(self) -> Ints:
         """Ranks over which ZeRO may shard."""
         return self.ranks_along(SHARDING_AXES)

@@ -56,6 +56,11 @@ class Precision:
         return self.compute_dtype != self.main_dtype
 
     @property
+    def exchanges_in_products(self) -> bool:
+        """Whether products may gather their inputs and sum their results over ranks part by part, or in 8 bits."""
+        return self.products is None or (isinstance(self.products, Float8Recipe) and self.products.scaling == "tensor")
+
+    @property
     def gathered_weight_bytes(self) -> int:
         """Bytes of a number of the weights that `products` multiply, as data-parallel ranks gather them."""
         in_rows = isinstance(self.products, Float8Recipe) and takes_rows(self.products.scaling)

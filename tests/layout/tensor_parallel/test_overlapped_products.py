@@ -20,12 +20,14 @@ from phalanx.families.registry import bind
 from phalanx.layout.mesh import Axis, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
-from phalanx.layout.tensor_parallel.peer_exchange import PeerExchange, choose_exchange
+from phalanx.layout.tensor_parallel.peer_exchange import PeerExchange, choose_exchange, exchange_of
 from phalanx.layout.tensor_parallel.split_layers import ColumnLinear, RowLinear, overlap_exchanges, split_tensors
 from phalanx.nn.float8_linear import Float8Product
 from phalanx.nn.layers import build_mlp, choose_products
 from phalanx.nn.precision import PRECISIONS
 from phalanx.nn.splits import Split
+from phalanx.planner.memory import peer_buffers
+from phalanx.planner.trace.traced_model import TracedModel
 from whole_model import CPU, backward, laid_out
 
 WIDTH, HIDDEN, UNIT = 64, 128, 16
@@ -130,13 +132,13 @@ def test_8_bits_beside_products_too(activation: str, how: str, passes: list[Any]
             assert float((value - wanted).norm() / wanted.norm()) <= 2**-6
 
 
-def exchanges_beside(peer_copies: Any, recompute: str) -> int:
-    """How many exchanges run beside products in one forward and backward pass of a layout."""
+def exchanges_beside(peer_copies: Any, recompute: str) -> tuple[int, int]:
+    """How many exchanges run beside products in one forward and backward pass of a layout, and bytes of their buffers."""
     run = run_with({}, tp=2, dp_shard=1, global_batch=2, peer_copies=peer_copies, recompute=recompute)
     applied = laid_out(run, resolve_layout(bind(run), 2))
     with patch.object(PeerExchange, "begin", autospec=True, side_effect=PeerExchange.begin) as begin:
         backward(run, applied)
-    return begin.call_count
+    return begin.call_count, exchange_of(applied.mesh.tp.group_name).bytes if begin.called else 0
 
 
 @pytest.mark.parametrize(
@@ -146,4 +148,10 @@ def exchanges_beside(peer_copies: Any, recompute: str) -> int:
     [(True, "none", 4 * 8 * 2), ("auto", "none", 0), (True, "selective", 0), (True, "full", 4 * (8 + 3) * 2)],
 )
 def test_a_layout_exchanges_beside_products_where_it_can(peer_copies: Any, recompute: str, count: int) -> None:
-    assert run_ranks(exchanges_beside, 2, peer_copies, recompute) == [count] * 2
+    found = run_ranks(exchanges_beside, 2, peer_copies, recompute)
+    assert [calls for calls, _ in found] == [count] * 2
+    # Of samples as short as this plans count none, since they begin at a size.
+    run = run_with({}, tp=2, dp_shard=1, global_batch=2, peer_copies=peer_copies, recompute=recompute)
+    with patch.object(peer_buffers, "SMALLEST_EXCHANGE", 0):
+        planned = peer_buffers.sequence_buffer_bytes(bind(run, TracedModel), resolve_layout(bind(run), 2).table)
+    assert [size for _, size in found] == [planned[0] if peer_copies is True else 0] * 2

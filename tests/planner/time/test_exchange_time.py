@@ -47,7 +47,7 @@ def trip(size: float, beside: int, form: Form = Form.ALL_TO_ALL) -> tuple[float,
 def waits(*rows: tuple[float, ...], ep: int = NODE, node: int = 1) -> float:
     """Seconds that a part of these operations waits for rows."""
     one = np.ones(1)
-    parts = Parts(OperationTable.of(rows), *(np.array([size]) for size in (1, 1, ep, node)), one, one)
+    parts = Parts(OperationTable.of(rows), *(np.array([size]) for size in (1, 1, ep, node)), one, one, np.inf * one)
     return float(part_times(parts, MACHINE, CONSTANTS, PROFILE).seconds[0, Direction.FORWARD, PartBreakdown.EP])
 
 

@@ -22,6 +22,9 @@ from phalanx.layout.data_parallel.peer_memory import (
 )
 from phalanx.layout.mesh import Axis
 
+SMALLEST_EXCHANGE = 4 << 20
+"""Bytes of a sample's part of a sequence below which kernels take too short a time to hide an exchange."""
+
 
 class PeerExchange:
     """The buffers of one group of ranks, and the stream on which copies run beside the products."""

@@ -18,7 +18,7 @@ from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.memory.host_state import host_bytes, moved_share
 from phalanx.planner.memory.one_stage import OneStage, one_stage_candidates
 from phalanx.planner.memory.parts import ModelBytes, model_bytes
-from phalanx.planner.memory.peer_buffers import peer_buffer_bytes
+from phalanx.planner.memory.peer_buffers import peer_buffer_bytes, sequence_buffer_bytes
 from phalanx.planner.memory.pipelined import candidates_of_each_rank, cut_to_rounds, pipeline_candidates
 from phalanx.planner.memory.ranks import RankParts, first_rank_blocks, parts_at
 from phalanx.planner.memory.replay import PeakCandidates, Pipeline
@@ -119,7 +119,7 @@ def memory(
                 moment[place] = name
             if peer_copies:
                 held = _parts_at(model, some, rank[chunk])
-                peer_buffers[chunk] = peer_buffer_bytes(state, held)
+                peer_buffers[chunk] = peer_buffer_bytes(state, held) + sequence_buffer_bytes(model, some)
     return MemoryEstimates(allocated, rank, moment, peer_buffers, host_bytes(model, candidates, parts))
 
 
@@ -253,6 +253,7 @@ def rank_memory(
         bytes_of["padding"] = peak - sum(bytes_of.values())
         on_rank = _parts_at(model, one, np.asarray([rank]))
         buffers = float(np.broadcast_to(peer_buffer_bytes(padded, on_rank), 1)[0])
+        buffers += peer_copies * float(sequence_buffer_bytes(model, one)[0])
         found.append(RankMemory(rank, peak, held.moment[row[0]], bytes_of, buffers))
     return found
 

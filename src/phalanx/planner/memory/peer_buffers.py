@@ -1,4 +1,4 @@
-"""Bytes of the buffers that shards exchange through with `layout.peer_copies`.
+"""Bytes of the buffers that shards, and parts of sequences, exchange through with `layout.peer_copies`.
 
 Parameters are read from one buffer with all shards of a stage (`copy_engine.PublishedShards`). Gradients arrive in a pool of
 buffers (`copy_engine`), acted out: it grows where nothing that rests is large enough, so what it comes to follows from the
@@ -12,10 +12,14 @@ from functools import cache
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 
 from phalanx.layout.data_parallel.peer_memory import align_size, next_free_buffer
+from phalanx.layout.spec import LayoutTable, ResolvedLayout
+from phalanx.layout.tensor_parallel.peer_exchange import SMALLEST_EXCHANGE
 from phalanx.planner.memory.ranks import RankParts
 from phalanx.planner.memory.state import Amount, Exchanges, MemoryState
+from phalanx.planner.trace.traced_model import TracedModel
 
 _UNITS = 6
 """Units of blocks beyond which a pass repeats itself; an odd number leaves other buffers at rest than an even one."""
@@ -36,6 +40,19 @@ def peer_buffer_bytes(state: MemoryState, parts: RankParts) -> Amount:
     published = np.vectorize(align_size, otypes=[np.float64])(rank.published)
     pool = rank.pool_of_pipelines() if np.all(state.piped) else rank.pool_of_one_stage()
     return rank.exchanges.sharded_many * (published + pool + streaming)
+
+
+def sequence_buffer_bytes(model: TracedModel, candidates: LayoutTable) -> npt.NDArray[np.float64]:
+    """Return the bytes of the two buffers through which ranks of `tp` exchange beside products, [layouts].
+
+    As `layout.tensor_parallel.peer_exchange` makes them: each holds the sequences of a micro-batch.
+    """
+    setting = model.setting_of(ResolvedLayout(global_batch=1), attention="math", compiled=False)
+    each = setting.model.d_model * model.precision.compute_dtype.itemsize
+    part = setting.length // (candidates.cp * candidates.tp) * each
+    beside = candidates.overlaps_products & (part >= SMALLEST_EXCHANGE) & model.precision.exchanges_in_products
+    whole = candidates.tp * candidates.microbatch * part
+    return np.where(beside, 2.0 * np.vectorize(align_size, otypes=[np.float64])(whole), 0.0)
 
 
 class _RankSizes:

@@ -1,8 +1,8 @@
 """How long one micro-batch takes in each part of a model on one rank, forward and backward, by component.
 
-Kernels follow one another. Collectives of the tensor-parallel axis lie between them and hide behind nothing; those that
-pass keys and values around a ring hide behind attention. Where the host issues operations more slowly than the device does
-them, the device waits.
+Kernels follow one another. Collectives of the tensor-parallel axis lie between them and hide behind nothing, but for parts
+of a sequence that copy engines move beside products; those that pass keys and values around a ring hide behind attention.
+Where the host issues operations more slowly than the device does them, the device waits.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import numpy as np
 from phalanx.hardware.collectives import Constants, all_gather, all_reduce, all_to_all, reduce_scatter, send
 from phalanx.hardware.machine import Machine
 from phalanx.hardware.topology import place_groups
+from phalanx.layout.tensor_parallel.peer_exchange import SMALLEST_EXCHANGE
+from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.operation_time import (
     Direction,
@@ -57,6 +59,8 @@ class Parts:
     """See `FrameworkProfile`."""
     exchange_work: Floats
     """The same of an exchange of activations, which is one call however finely a program cuts up what it computes."""
+    beside_bytes: Floats
+    """Bytes of a sequence, or of a sum of such, from which on its parts travel beside products; infinite where none do."""
 
     @property
     def count(self) -> int:
@@ -76,6 +80,7 @@ class Parts:
             np.concatenate([parts.ep_node for parts in several]),
             np.concatenate([parts.host_work for parts in several]),
             np.concatenate([parts.exchange_work for parts in several]),
+            np.concatenate([parts.beside_bytes for parts in several]),
         )
 
 
@@ -103,7 +108,18 @@ def parts_of(wanted: Sequence[tuple[PartName, Setting, int]], framework: Framewo
     together = np.concatenate(rows)
     # Rows are cached as those of part 0: here each part gets its number.
     together[:, 0] = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
-    return Parts(OperationTable.of_matrix(together), tp, cp, ep * slices, node, work, np.where(streamed, work, 1.0))
+    exchange_work = np.where(streamed, work, 1.0)
+    beside = np.array([_beside_bytes(*part, framework) for part in wanted])
+    return Parts(OperationTable.of_matrix(together), tp, cp, ep * slices, node, work, exchange_work, beside)
+
+
+def _beside_bytes(name: PartName, setting: Setting, microbatch: int, framework: FrameworkProfile) -> float:
+    """Return the bytes from which on parts of a sequence travel beside products; see `Parts`."""
+    # As `LayoutTable.overlaps_products` has it.
+    overlaps = setting.streamed == 1 and setting.recompute != "selective" and setting.joint_gradients
+    overlaps = overlaps and framework.copy_engines and name in BLOCKS
+    overlaps = overlaps and PRECISIONS[setting.precision].exchanges_in_products
+    return float(SMALLEST_EXCHANGE * setting.tp * microbatch) if overlaps else np.inf
 
 
 @cache
@@ -152,6 +168,8 @@ def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Pr
     sums[..., PartBreakdown.CP] += profile.slowdown * hidden - hidden
     travelled = _hidden_exchanges(table, seconds, count, profile)
     sums[..., PartBreakdown.EP] += profile.slowdown * travelled - travelled
+    saved, copied = _hidden_copies(parts, seconds, machine, constants, profile)
+    sums[..., PartBreakdown.TP] += profile.copy_slowdown * copied - saved
     device = sums.sum(axis=2)
     calls, exchanges = (
         np.bincount(table.part * directions + table.direction, np.where(which, table.times, 0), count * directions)
@@ -165,6 +183,32 @@ def part_times(parts: Parts, machine: Machine, constants: Constants, profile: Pr
     sums[..., PartBreakdown.HOST] = together - device
     weight = np.bincount(table.part, np.where(table.weight, seconds, 0.0), count)
     return PartTimes(sums, np.minimum(weight, together[:, Direction.BACKWARD]), issued)
+
+
+def _hidden_copies(parts: Parts, seconds: Floats, machine: Machine, constants: Constants, profile: Profile) -> Floats:
+    """Return the seconds of collectives over `tp` that copies beside products save, but for their rests, and the seconds of
+    copying that is hidden so, both [parts, directions].
+
+    A gather runs beside the product that reads it, from the rank's own part on; a sum beside the product it follows, up to
+    the rank's own part.
+    """
+    table, saved, hidden = parts.operations, *np.zeros((2, parts.count * len(Direction)))
+    places = place_groups(machine, parts.tp, np.ones_like(parts.tp))
+    smallest = np.where(places.nodes == 1, parts.beside_bytes, np.inf)
+    exchanges = (table.component == PartBreakdown.TP) & (table.bytes >= smallest[table.part])
+    products = np.flatnonzero(table.form == Form.PRODUCT)
+    for form, step in ((Form.ALL_GATHER, 0), (Form.REDUCE_SCATTER, -1)):
+        rows = np.flatnonzero(exchanges & (table.form == form)) if len(products) else products
+        part = table.part[rows]
+        nearest = products[np.clip(np.searchsorted(products, rows) + step, 0, len(products) - 1)]
+        others = (parts.tp[part] - 1) / parts.tp[part]
+        beside = np.where(table.part[nearest] == part, seconds[nearest] * others * profile.hidden, 0.0)
+        copies = constants.launch_s + table.bytes[rows] * others / (places.ring_b_s[part] * profile.copy_share)
+        rest = np.minimum(seconds[rows], np.maximum(copies - beside, 0.0))
+        where = part * len(Direction) + table.direction[rows]
+        saved += np.bincount(where, seconds[rows] - rest, len(saved))
+        hidden += np.bincount(where, np.minimum(copies, beside), len(hidden))
+    return np.stack([saved, hidden]).reshape(2, parts.count, len(Direction))
 
 
 def _hidden_exchanges(table: OperationTable, seconds: Floats, count: int, profile: Profile) -> Floats:
