@@ -21,7 +21,7 @@ PROFILE = default_profile("H200").profile
 MODEL = LanguageModel.model_validate(
     {"n_layers": 2, "d_model": 4096, "n_heads": 32, "vocab_size": 64, "max_positions": 8192, "d_ff": 14336}
 )
-COPIES = replace(COMPILED, copy_engines=True)
+COPIES = replace(COMPILED, overlaps_products=True)
 
 
 def exposed(framework: Any = COPIES, *, profile: Profile = PROFILE, **changes: Any) -> float:

@@ -34,6 +34,8 @@ class FrameworkProfile:
     """Bytes read and written once a step for an element of such weights, beside the update."""
     copy_engines: bool = False
     """Whether shards in one node exchange by copies instead of collectives."""
+    overlaps_products: bool = False
+    """Whether parts of sequences that `tp` exchanges in one node travel by copies beside products."""
     single_rank_overhead: float = 0.25
     """What lies between two steps of a rank that waits for no other, over what lies between those of several ranks: 2.3 ms
     in a trace of one H100 (benchmarks/README.md)."""

@@ -117,7 +117,7 @@ def _beside_bytes(name: PartName, setting: Setting, microbatch: int, framework: 
     """Return the bytes from which on parts of a sequence travel beside products; see `Parts`."""
     # As `LayoutTable.overlaps_products` has it.
     overlaps = setting.streamed == 1 and setting.recompute != "selective" and setting.joint_gradients
-    overlaps = overlaps and framework.copy_engines and name in BLOCKS
+    overlaps = overlaps and framework.overlaps_products and name in BLOCKS
     overlaps = overlaps and PRECISIONS[setting.precision].exchanges_in_products
     return float(SMALLEST_EXCHANGE * setting.tp * microbatch) if overlaps else np.inf
 

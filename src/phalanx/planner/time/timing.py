@@ -60,7 +60,8 @@ def our_framework(model: TracedModel, machine: Machine) -> FrameworkProfile:
     run, wanted = model.run, model.run.layout.peer_copies
     framework = (COMPILED if run.training.compile is not False else EAGER).computing_in(run.layout.precision)
     framework = framework.updating_with(find_optimizer(run.optimizer).value_passes)
-    return replace(framework, copy_engines=wanted is True or (wanted == "auto" and switched))
+    copies = wanted is True or (wanted == "auto" and switched)
+    return replace(framework, copy_engines=copies, overlaps_products=copies)
 
 
 def likely_kernel(model: TracedModel, machine: Machine) -> Kernel:
