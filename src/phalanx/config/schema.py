@@ -143,8 +143,9 @@ class Layout(Section):
     """Data-parallel ranks that read and compute each branch of a materials model and alone hold its heads; 0 puts a branch
     on the ranks of the one before, auto goes by cost, off leaves every branch on every rank."""
     peer_copies: bool | Literal["auto"] = "auto"
-    """Whether sharded parameters and gradients, and parts of sequences beside the products of tp, travel inside a machine as
-    copies between devices rather than by collective kernels; auto does so on accelerators that can read each other's memory."""
+    """Whether sharded parameters and gradients, and parts of sequences beside the products of tp, travel inside a machine
+    as copies between devices rather than by collective kernels; auto does so on accelerators that can read each other's
+    memory."""
 
     @property
     def scales_loss(self) -> bool:
