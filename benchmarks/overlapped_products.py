@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory  # noqa: F401 - it registers the operations that are timed
+
+# It registers the operations of `symm_mem`.
+import torch.distributed._symmetric_memory
 import torch.nn.functional as F
 from torch import Tensor
 
