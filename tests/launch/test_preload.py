@@ -151,6 +151,11 @@ def test_ranks_that_begin_again_load_nothing(folder: Path) -> None:
     assert (report["rank"], report["cause"], report["attempt"]) == (1, "signal", 0)
 
 
+def test_ranks_that_are_started_once_share_what_is_loaded(folder: Path) -> None:
+    assert launch_ranks(["0"], 2, "rank_program", preload=("big_library",)) == 0
+    assert [len(places(folder, rank)) for rank in (0, 1)] == [1, 1] and loaded(folder) == 1
+
+
 def test_who_is_told_to_stop_waits_for_no_library(folder: Path) -> None:
     (folder / "big_library.py").write_text("import time\ntime.sleep(60)")
     template = RankTemplate(["big_library"], os.environ, 2)

@@ -20,9 +20,15 @@ def start_ranks(words: Sequence[str], nproc: int) -> None:
     Raises ConfigError where torchrun or srun has started ranks already.
     """
     require_no_ranks(nproc)
-    code = launch_ranks(words, nproc)
+    code = launch_ranks(words, nproc, preload=loaded_modules())
     if code:
         raise typer.Exit(code)
+
+
+def loaded_modules() -> tuple[str, ...]:
+    """Return this program's modules that are loaded: what it took to read a command here it takes in each rank."""
+    names = (name for name in sys.modules if name.partition(".")[0] == "phalanx")
+    return tuple(name for name in names if not name.endswith("__main__"))
 
 
 def start_or_join_ranks(nproc: int | None, device: str) -> tuple[Ranks, torch.device]:

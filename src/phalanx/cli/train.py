@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from phalanx.cli.options.training import TrainArguments
-from phalanx.cli.ranks import require_no_ranks
+from phalanx.cli.ranks import loaded_modules, require_no_ranks
 from phalanx.config.load import load_run, parse_overrides
 from phalanx.config.schema import Run
 from phalanx.errors import ConfigError
@@ -47,14 +46,13 @@ def run_train(asked: TrainArguments) -> None:
     policy = _restart_policy(loaded, asked.run_dir or choose_run_directory(loaded, asked.run, words))
     if loaded.restart.layout == "replan":
         policy = replace(policy, layouts=fallback_layouts(model, layout, None if place is None else asked.nproc))
-    # What it took to read and check the run here it takes in each rank, down to the family's own modules.
-    modules = [name for name in sys.modules if name.partition(".")[0] == "phalanx" and not name.endswith("__main__")]
+    modules = loaded_modules()
     wanted = loaded.training.compile
     accelerated = loaded.cluster.device != "cpu" and torch.accelerator.current_accelerator() is not None
     if wanted is True or (wanted == "auto" and accelerated):
         # Not the rest of the compiler: it opens the device as it loads, and of a process that has, no rank can be forked.
-        modules.append("torch._dynamo")
-    policy = replace(policy, preload=tuple(modules))
+        modules += ("torch._dynamo",)
+    policy = replace(policy, preload=modules)
     become_supervisor(["train", str(asked.run), *where, *words], asked.nproc, asked.grace, policy, place)
 
 

@@ -124,12 +124,14 @@ def launch_ranks(
     grace_s: float = GRACE_S,
     policy: RestartPolicy | None = None,
     first_device: int = 0,
+    preload: Sequence[str] = (),
 ) -> int:
     """Run `phalanx ARGUMENTS` on `world_size` ranks and return the exit code of the first rank that failed, or 0.
 
     module: Python module to run in place of `phalanx`. grace_s: seconds after which ranks that were told to stop are killed.
     policy: how ranks with heartbeats are watched, and started again after a fault; None ends after the first fault.
-    first_device: number of the first rank's device on this machine; the others have those behind it.
+    first_device: number of the first rank's device on this machine; the others have those behind it. preload: modules that
+    ranks find loaded where no policy names any.
 
     Each of STOP_SIGNALS reaches every rank once; ranks then save and stop. When a rank fails, the others are stopped. No
     rank outlives the call. Ranks find this process's number in the variable `parent.PARENT`. Returns GIVEN_UP where ranks
@@ -137,7 +139,7 @@ def launch_ranks(
     """
     places = RankPlaces(world_size, {} if policy is None else policy.layouts, first_device)
     restarts = Restarts(policy or RestartPolicy(), places, lambda place: f"place {place} of this machine")
-    with RankProcesses(module, grace_s, policy) as ranks:
+    with RankProcesses(module, grace_s, policy, preload) as ranks:
         return run_attempts(ranks, restarts, arguments, lambda: Attempt(restarts.done, list(places.used)), OtherNodes())
 
 
@@ -217,9 +219,10 @@ class RankProcesses:
     in it would be signalled twice, directly and by this process, and the second signal ends a rank without a checkpoint.
     """
 
-    def __init__(self, module: str, grace_s: float, policy: RestartPolicy | None) -> None:
+    def __init__(self, module: str, grace_s: float, policy: RestartPolicy | None, preload: Sequence[str] = ()) -> None:
         """Begin without any. See `launch_ranks`."""
         self._module = module
+        self._modules = preload if policy is None else policy.preload
         self._grace_s = grace_s
         self._policy = policy
         # The kernel counts its kills for memory; a rank's exit code says only that it was signal 9.
@@ -339,7 +342,7 @@ class RankProcesses:
             process.send_signal(self.asked)
 
     def _preload(self, world_size: int) -> None:
-        """Have a process load what ranks need, if the policy names it and it has not yet for as many ranks."""
+        """Have a process load what ranks need, if that is known and it has not yet for as many ranks."""
         if self._template is not None and self._template.ranks != world_size:
             # Libraries have read by now how many cores a rank has.
             self._template.close()
@@ -347,9 +350,9 @@ class RankProcesses:
         elif self._attempts and self._template is None:
             # It has failed before.
             return
-        if self._template is None and self._policy is not None and self._policy.preload and can_preload():
+        if self._template is None and self._modules and can_preload():
             environment = {**_rank_defaults(world_size), **os.environ}
-            self._template = RankTemplate(self._policy.preload, environment, world_size)
+            self._template = RankTemplate(self._modules, environment, world_size)
 
     def _wait(self, others: OtherNodes) -> NodeEnd:
         """Wait for all ranks; once one has failed, here or on another node, stop the others. Return how they ended."""
