@@ -22,8 +22,9 @@ from phalanx.layout.data_parallel.peer_memory import (
 )
 from phalanx.layout.mesh import Axis
 
-SMALLEST_EXCHANGE = 4 << 20
-"""Bytes of a sample's part of a sequence below which kernels take too short a time to hide an exchange."""
+SMALLEST_EXCHANGE = 16 << 20
+"""Bytes of a sample's part of a sequence below which nothing travels beside products by itself: the host takes some half a
+millisecond to issue such an exchange (benchmarks/README.md), longer than a device may take for small products."""
 
 
 class PeerExchange:
