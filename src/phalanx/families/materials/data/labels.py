@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -258,6 +259,8 @@ class Unit:
     dimension: Dimension
 
 
+# Asked for each structure that is predicted.
+@cache
 def parse_unit(text: str) -> Unit:
     """Return the unit that `text` writes. Raises ValueError naming the part that is not understood."""
     factor, powers, sign = 1.0, [0, 0, 0, 0], 1
