@@ -3,9 +3,9 @@
     python benchmarks/streamed_predictions.py RUN WORK --out benchmarks/results/materials/streamed_predictions.json
     python benchmarks/streamed_predictions.py RUN WORK --structures 10000000 --nproc 16 --kill-at 0.3 0.6 --out OUT
 
-RUN: folder of a run of a materials model that knows H, C and O; where there is none, a small one is trained on made molecules
+RUN: folder of a run of a materials model that knows H, C and O; where there is none, a small one is trained on made ones
 first. Writes molecules of 3 to 6 atoms into WORK, 50,000 a file, and predicts them with `--nproc` processes, for each number
-of structures that is asked for. In the memory of each stand the program, the model, one file and one part, whatever the number.
+of structures that is asked for. In the memory of each stand the program, the model, one file and one part.
 With `--kill-at 0.3 0.6` all processes are killed when these shares of the parts are there, and the same command is given
 again: what was there must stay as it was. Started again with the same WORK it goes on with the parts that are missing; the
 result then says of each start what it made. CPU time and peak memory are read from /proc twice a second.
