@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache, partial
-from itertools import combinations_with_replacement
-from typing import NamedTuple
+from itertools import combinations_with_replacement, groupby
+from typing import Any, NamedTuple
 
 import torch
 from e3nn import o3
@@ -26,6 +26,7 @@ from phalanx.families.materials.model.layers import Atoms, ElementTable, Mlp, ca
 from phalanx.families.materials.model.message_passing.messages import sum_messages
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
+from phalanx.torch_compat.common import inside_transform
 
 
 def spherical_harmonics(degree: int, unit_E3: Tensor) -> Tensor:
@@ -34,9 +35,9 @@ def spherical_harmonics(degree: int, unit_E3: Tensor) -> Tensor:
     first = 3.0**0.5 * unit_E3
     found = [torch.ones_like(unit_E3[:, :1]), first]
     for step in harmonic_steps(degree):
-        product_E9 = (found[-1][:, :, None] * first[:, None, :]).flatten(1)
+        product_E9 = (found[-1].unsqueeze(2) * first.unsqueeze(1)).flatten(1)
         found.append(product_E9 @ step.on(unit_E3.device, unit_E3.dtype))
-    return torch.cat(found, dim=1)
+    return join_degrees(*found)
 
 
 class EquivariantConvolution(nn.Module):
@@ -83,11 +84,10 @@ class EquivariantConvolution(nn.Module):
 
     def convolve(self, atoms: Atoms, geometry: Geometry) -> tuple[Tensor, Tensor]:
         """Return the features that come in, [N, S, C], and the sums of messages, mixed by degree, [N, S', C]."""
-        features_NSC = atoms.scalars_NC[:, None]
+        features_NSC = atoms.scalars_NC.unsqueeze(1)
         if atoms.vectors_NMC is not None:
-            features_NSC = torch.cat((features_NSC, atoms.vectors_NMC), dim=1)
-        if features_NSC.shape[1] > (count := count_components(len(self.inward) - 1)):
-            features_NSC = features_NSC[:, :count]
+            features_NSC = join_degrees(features_NSC, atoms.vectors_NMC)
+        features_NSC = first_components(features_NSC, count_components(len(self.inward) - 1))
         assert geometry.harmonics_ES is not None
         couplings, path_Q = self.couplings
         device, dtype = features_NSC.device, features_NSC.dtype
@@ -107,22 +107,22 @@ class EquivariantConvolution(nn.Module):
             density_E1 = torch.tanh(self.density(radial_ER).square())
             density_E1 = density_E1 if self.fades_functions else density_E1 * envelope_E1
             density_N1 = density_E1.new_zeros((geometry.atoms, 1)).index_add(0, geometry.target_E, density_E1)
-            mixed_NSC = mixed_NSC / (1.0 + density_N1[:, None])
+            mixed_NSC = mixed_NSC / (1.0 + density_N1.unsqueeze(1))
         return features_NSC, mixed_NSC
 
     def join_skip(self, features_NSC: Tensor, new_NSC: Tensor, species_N: Tensor) -> Tensor:
         """Add the incoming features, as elements weigh them, to the degrees that both have."""
         element = self.skip_element(species_N, features_NSC.dtype)
         count = count_components(element.shape[1] - 1)
-        kept_NSC = features_NSC if features_NSC.shape[1] == count else features_NSC[:, :count]
+        kept_NSC = first_components(features_NSC, count)
         if self.skip is None:
             kept_NSC = mix_degrees(kept_NSC, element)
         else:
             kept_NSC = self.skip(kept_NSC) * by_component(element)
         if new_NSC.shape[1] == count:
             return new_NSC + kept_NSC
-        both_NSC, new_NSC = new_NSC.tensor_split((count,), dim=1)
-        return torch.cat((both_NSC + kept_NSC, new_NSC), dim=1)
+        both_NSC, new_NSC = new_NSC.split((count, new_NSC.shape[1] - count), dim=1)
+        return join_degrees(both_NSC + kept_NSC, new_NSC)
 
 
 class MaceBlock(EquivariantConvolution):
@@ -161,7 +161,7 @@ class MaceBlock(EquivariantConvolution):
             joined_NSC = self.join_skip(features_NSC, joined_NSC, geometry.species_N)
         if not self.outside:
             return Atoms(joined_NSC.squeeze(1))
-        scalars_NSC, vectors_NMC = joined_NSC.tensor_split((1,), dim=1)
+        scalars_NSC, vectors_NMC = joined_NSC.split((1, joined_NSC.shape[1] - 1), dim=1)
         return Atoms(scalars_NSC.squeeze(1), vectors_NMC)
 
 
@@ -207,10 +207,10 @@ class SymmetricContraction(nn.Module):
                 zip(polynomials_NQC.split(sizes, dim=1), weights, strict=True)
             ):
                 part_NKMC = part_NQC.unflatten(1, (counts[degree], 2 * degree + 1))
-                part_NMC = (part_NKMC * weight_NKC[:, :, None]).sum(1)
+                part_NMC = (part_NKMC * weight_NKC.unsqueeze(2)).sum(1)
                 total = totals[degree]
                 totals[degree] = part_NMC if total is None else total + part_NMC
-        return torch.cat([total for total in totals if total is not None], dim=1)
+        return join_degrees(*(total for total in totals if total is not None))
 
 
 class DegreeLinear(nn.Module):
@@ -226,19 +226,36 @@ class DegreeLinear(nn.Module):
         return len(self._modules)
 
     def forward(self, x_NSC: Tensor) -> Tensor:
-        """Map [N, S, C] to [N, S, C']."""
-        parts = split_degrees(x_NSC, len(self))
-        return torch.cat([layer(part) for layer, part in zip(self.children(), parts, strict=True)], dim=1)
+        """Map [N, S, C] to [N, S, C'] of layers of one width."""
+        first, *others = self._layers()
+        if not others:
+            result: Tensor = first(x_NSC)
+            return result
+        # One product for all degrees: of one each, with parts taken out and joined, programs that train on forces are
+        # twice as long, and so is their compilation.
+        weights_LDC = torch.stack([layer.whole_weight() for layer in (first, *others)]).to(x_NSC.dtype)
+        degree_S = degrees_of_components(len(weights_LDC)).on(x_NSC.device, torch.int64)
+        weights_SDC = weights_LDC.index_select(0, degree_S)
+        return torch.bmm(x_NSC.transpose(0, 1), weights_SDC.transpose(1, 2)).transpose(0, 1)
+
+    def _layers(self) -> list[Linear]:
+        return [layer for layer in self.children() if isinstance(layer, Linear)]
 
     def paths(self, x_NQC: Tensor) -> Tensor:
-        """Map several paths a degree, [N, Q, C], mixed with each other, to [N, S, C']."""
+        """Map several paths a degree, [N, Q, C], mixed with each other, to [N, S, C'].
+
+        The paths of a component stand together.
+        """
         counts = [width // x_NQC.shape[2] for width in self.widths]
+        if counts == [1] * len(counts):
+            mixed_NSC: Tensor = self(x_NQC)
+            return mixed_NSC
         parts = x_NQC.split([count * (2 * degree + 1) for degree, count in enumerate(counts)], dim=1)
-        results = []
-        for degree, (layer, count, part) in enumerate(zip(self.children(), counts, parts, strict=True)):
-            part_NKMC = part.unflatten(1, (count, 2 * degree + 1))
-            results.append(layer(part_NKMC.transpose(1, 2).flatten(2)))
-        return torch.cat(results, dim=1)
+        flat = (
+            part.unflatten(1, (2 * degree + 1, count)).flatten(2)
+            for degree, (count, part) in enumerate(zip(counts, parts, strict=True))
+        )
+        return join_degrees(*(layer(part) for layer, part in zip(self._layers(), flat, strict=True)))
 
 
 def outgoing_degree(config: MaterialsModel, number: int) -> int:
@@ -250,28 +267,38 @@ def outgoing_degree(config: MaterialsModel, number: int) -> int:
 
 def by_component(x_NLC: Tensor) -> Tensor:
     """Map numbers of each degree, [N, L, C], to all components of the degrees, [N, L^2, C]."""
+    return x_NLC.index_select(1, degrees_of_components(x_NLC.shape[1]).on(x_NLC.device, torch.int64))
+
+
+@cache
+def degrees_of_components(degrees: int) -> Constant:
+    """Return the degree of each component of `degrees` degrees, int64 [degrees^2]."""
     # Degree l begins at component l^2, so a component's degree is the root of its number, rounded down.
-    degree_S = torch.arange(x_NLC.shape[1] ** 2, device=x_NLC.device).sqrt().long()
-    return x_NLC.index_select(1, degree_S)
+    return Constant(torch.arange(degrees**2, device="cpu").sqrt().long())
 
 
 def mix_degrees(x_NSC: Tensor, matrices_NLCC: Tensor) -> Tensor:
     """Multiply the components of each degree of each atom, [N, S, C], by the matrix of that degree and atom."""
     matrices = matrices_NLCC.unbind(1)
     parts = split_degrees(x_NSC, len(matrices))
-    return torch.cat([part @ matrix_NCC for part, matrix_NCC in zip(parts, matrices, strict=True)], dim=1)
+    return join_degrees(*(part @ matrix_NCC for part, matrix_NCC in zip(parts, matrices, strict=True)))
 
 
 @cache
 def stack_couplings(paths: tuple[Path, ...], inside: int, harmonics: int) -> tuple[Constant, Constant]:
-    """Return coefficients [harmonics, Q * inside] of all paths at once, and the path of each of the Q components."""
+    """Return coefficients [harmonics, Q * inside] of all paths at once, and the path of each of the Q components.
+
+    Paths of one result follow each other in `paths`; of each of its components they stand together.
+    """
     blocks, path_of = [], []
-    for number, path in enumerate(paths):
-        block = torch.zeros(harmonics, 2 * path.result + 1, inside, dtype=torch.float64, device="cpu")
-        values = coupling_coefficients(path).permute(1, 2, 0)
-        block[component_range(path.second), :, component_range(path.first)] = values
-        blocks.append(block)
-        path_of += [number] * (2 * path.result + 1)
+    for result, group in groupby(enumerate(paths), key=lambda numbered: numbered[1].result):
+        numbers, alike = zip(*group, strict=True)
+        block = torch.zeros(harmonics, 2 * result + 1, len(alike), inside, dtype=torch.float64, device="cpu")
+        for place, path in enumerate(alike):
+            values = coupling_coefficients(path).permute(1, 2, 0)
+            block[component_range(path.second), :, place, component_range(path.first)] = values
+        blocks.append(block.flatten(1, 2))
+        path_of += [*numbers] * (2 * result + 1)
     joined = torch.cat(blocks, dim=1).flatten(1)
     return Constant(joined), Constant(torch.tensor(path_of, device="cpu"))
 
@@ -327,6 +354,37 @@ def split_degrees(x_NSC: Tensor, degrees: int) -> tuple[Tensor, ...]:
     # At once: the derivative of a slice is a tensor of zeros with the slice in it, and a sum of such over the degrees.
     parts: tuple[Tensor, ...] = x_NSC.split([2 * degree + 1 for degree in range(degrees)], dim=1)
     return parts
+
+
+def first_components(x_NSC: Tensor, count: int) -> Tensor:
+    """Return the first `count` components."""
+    first: Tensor = x_NSC if x_NSC.shape[1] == count else x_NSC.split((count, x_NSC.shape[1] - count), dim=1)[0]
+    return first
+
+
+def join_degrees(*parts_NSC: Tensor) -> Tensor:
+    """Join components of several degrees, [N, 2l + 1, C] each, to [N, S, C]."""
+    if len(parts_NSC) == 1:
+        return parts_NSC[0]
+    if inside_transform():
+        return torch.cat(parts_NSC, dim=1)
+    joined: Tensor = _JoinedDegrees.apply(*parts_NSC)
+    return joined
+
+
+class _JoinedDegrees(torch.autograd.Function):
+    """A concatenation whose derivative is one split: PyTorch's is a slice a part, each with zeros in its own derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts_NSC: Tensor) -> Tensor:
+        ctx.counts = [part.shape[1] for part in parts_NSC]
+        return torch.cat(parts_NSC, dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        (grad_NSC,) = grads
+        parts_NSC: tuple[Tensor, ...] = grad_NSC.split(ctx.counts, dim=1)
+        return parts_NSC
 
 
 def component_range(degree: int) -> slice:

@@ -37,7 +37,7 @@ class NequipBlock(EquivariantConvolution):
         """Return the next features: scalars [N, C] and, above degree 0, components [N, M, C]."""
         features_NSC, convolved_NSC = self.convolve(atoms, geometry)
         joined_NSC = self.join_skip(features_NSC, convolved_NSC, geometry.species_N)
-        scalars_N1C, vectors_NMC = joined_NSC.tensor_split((1,), dim=1)
+        scalars_N1C, vectors_NMC = joined_NSC.split((1, joined_NSC.shape[1] - 1), dim=1)
         scalars_NC = scalars_N1C.squeeze(1)
         activated_NC = _SILU_SCALE * silu(scalars_NC)
         if self.gates is None:
