@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -341,9 +342,20 @@ def _lower_graph(
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
     module.recompile()
     mode = next(example.fake_mode for example in examples if isinstance(example, FakeTensor))
+    propagate = compile_fx.fake_tensor_prop
+
+    def propagate_missing(found: fx.GraphModule, *given: Any, **options: Any) -> Any:
+        """Have shapes and strides found again only where an operation lacks them."""
+        whole = all("val" in node.meta for node in found.graph.nodes if node.op in ("placeholder", "call_function"))
+        return mode if whole else propagate(found, *given, **options)
+
     with config.patch(dict(options)), V.set_fake_mode(mode), tracing(TracingContext(mode)):
         joined = joint_graph_passes(module)
-        lowered: Any = compile_fx.compile_fx_inner(joined, examples, is_inference=True)
+        for node in joined.graph.find_nodes(op="get_attr"):
+            node.meta.setdefault("val", mode.from_tensor(getattr(joined, node.target)))
+        # Tracing has left them on every operation.
+        with mock.patch.object(compile_fx, "fake_tensor_prop", propagate_missing):
+            lowered: Any = compile_fx.compile_fx_inner(joined, examples, is_inference=True)
 
     def run(*arguments: Tensor) -> Tensor | Sequence[Tensor]:
         found = lowered(list(arguments))
