@@ -194,23 +194,25 @@ class SymmetricContraction(nn.Module):
         """Map [N, S, C] of all degrees to [N, S', C] of degrees up to `outside`."""
         device, dtype = features_NSC.device, features_NSC.dtype
         products_NPC = features_NSC
-        totals: list[Tensor | None] = [None] * (self.outside + 1)
+        # Polynomials of each degree and their weights, of all orders.
+        weighed: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(self.outside + 1)]
         for order, (weight, basis, counts) in enumerate(zip(self.weights, self.basis, self.counts, strict=True)):
             if order:
                 # Products of one more factor, each distinct one once: far fewer than all, since factors commute.
                 shorter, factor = (index.on(device, torch.int64) for index in self.indices[order - 1])
                 products_NPC = products_NPC.index_select(1, shorter) * features_NSC.index_select(1, factor)
             polynomials_NQC = torch.einsum("qp,npc->nqc", basis.on(device, dtype), products_NPC)
-            weights = weight(species_N, dtype).split(counts, dim=1)
             sizes = [count * (2 * degree + 1) for degree, count in enumerate(counts)]
-            for degree, (part_NQC, weight_NKC) in enumerate(
-                zip(polynomials_NQC.split(sizes, dim=1), weights, strict=True)
-            ):
-                part_NKMC = part_NQC.unflatten(1, (counts[degree], 2 * degree + 1))
-                part_NMC = (part_NKMC * weight_NKC.unsqueeze(2)).sum(1)
-                total = totals[degree]
-                totals[degree] = part_NMC if total is None else total + part_NMC
-        return join_degrees(*(total for total in totals if total is not None))
+            parts = zip(polynomials_NQC.split(sizes, dim=1), weight(species_N, dtype).split(counts, dim=1), strict=True)
+            for (polynomials, weights), (part_NQC, weight_NKC) in zip(weighed, parts, strict=True):
+                polynomials.append(part_NQC)
+                weights.append(weight_NKC)
+        # Joined first: a sum for each order would be as many operations again in every derivative.
+        totals = []
+        for degree, (polynomials, weights) in enumerate(weighed):
+            each_NKMC = join_degrees(*polynomials).unflatten(1, (-1, 2 * degree + 1))
+            totals.append((each_NKMC * join_degrees(*weights).unsqueeze(2)).sum(1))
+        return join_degrees(*totals)
 
 
 class DegreeLinear(nn.Module):
@@ -363,7 +365,7 @@ def first_components(x_NSC: Tensor, count: int) -> Tensor:
 
 
 def join_degrees(*parts_NSC: Tensor) -> Tensor:
-    """Join components of several degrees, [N, 2l + 1, C] each, to [N, S, C]."""
+    """Join components of several degrees, or numbers of several orders, [N, M, C] each, to [N, S, C]."""
     if len(parts_NSC) == 1:
         return parts_NSC[0]
     if inside_transform():
