@@ -6,8 +6,8 @@ One process a measurement, on the default device, of preset gnn-mace-1m with for
 structures. Variants: `traced_again` has AOTAutograd trace the step's graph again, and the compiler try out padded products;
 `padded` lowers the graph as it is and tries out padded products; `lowered` is what training does; `tilings` has Triton try
 several tilings of each pointwise kernel; `fixed_sizes` is compiled for one size of batch alone; `captured` is not compiled;
-`apart` mixes each degree by itself, and takes parts of tensors by slices; `as_traced` leaves out the compiler's passes over
-the graph before it lowers it; `unordered` has it reorder neither loops to fuse them nor kernels to save memory.
+`apart` mixes each degree by itself, and takes parts of tensors by slices; `unordered` has the compiler reorder no loops to
+fuse them.
 `trace`, `lower` and `first_run` (Triton's choices between tilings, the warm-up and the capture) add up to `seconds`.
 `difference` is that of the gradients from those of the network by itself, over their norm. `inside` are the compiler's
 own figures, which overlap.
@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 import yaml
-from torch._inductor.fx_passes import joint_graph
 
 from data_loading import machine
 from phalanx.config.load import load_run
@@ -50,8 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {"shape_padding": True},
     "tilings": {"triton.autotune_pointwise": True},
     "apart": {},
-    "as_traced": {},
-    "unordered": {"loop_ordering_after_fusion": False, "reorder_for_peak_memory": False},
+    "unordered": {"loop_ordering_after_fusion": False},
     "fixed_sizes": {},
     "captured": {},
 }
@@ -188,8 +186,6 @@ def set_variant(variant: str) -> None:
     compiler._QUICK.update(VARIANTS[variant])
     if variant == "traced_again":
         compiler._changes_arguments = lambda _node: True
-    if variant == "as_traced":
-        joint_graph.joint_graph_passes = lambda module: module  # type: ignore[assignment, misc]
     if variant == "apart":
         mace.DegreeLinear.forward = mix_apart  # type: ignore[assignment, method-assign]
         mace.join_degrees = lambda *parts: torch.cat(parts, dim=1)

@@ -198,15 +198,24 @@ unseen = _disable_current_modes
 @cache
 def load_compiler() -> None:
     """Import all of the compiler now, while the garbage collector rests."""
-    collects = gc.isenabled()
     # It stays for good: the collector would look through it again and again.
+    with _no_collection():
+        _import_partitioners()
+        _inductor_decompositions()
+        if gc.get_freeze_count():
+            gc.freeze()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from looking through graphs as they grow, which takes it a twentieth of a compilation."""
+    collects = gc.isenabled()
     gc.disable()
-    _import_partitioners()
-    _inductor_decompositions()
-    if gc.get_freeze_count():
-        gc.freeze()
-    if collects:
-        gc.enable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @cache
@@ -279,7 +288,8 @@ class SizedProgram:
             tracing_mode="symbolic",
             _allow_non_fake_inputs=True,
         )
-        traced = trace(*self._examples)
+        with _no_collection():
+            traced = trace(*self._examples)
         # Without the symbols' environment, which it holds as well: the compiler's cache has no key for that.
         self.graph = fx.GraphModule(traced, traced.graph)
         self.graph.graph.eliminate_dead_code()
@@ -292,7 +302,7 @@ class SizedProgram:
         dtype: what most is computed in.
         """
         options = compile_options(dtype) or {}
-        with torch.no_grad():
+        with torch.no_grad(), _no_collection():
             if any(_changes_arguments(node) for node in self.graph.graph.nodes):
                 # AOTAutograd makes a graph without changes in place of it. Kernels are cached all the same; some versions
                 # fail to look its own cache up, and warn of it.
@@ -331,7 +341,6 @@ def _lower_graph(
     longer than all the rest: there is no derivative left to find.
     """
     from torch._inductor import compile_fx, config  # noqa: PLC0415
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes  # noqa: PLC0415
     from torch._inductor.virtualized import V  # noqa: PLC0415
 
     (output,) = module.graph.find_nodes(op="output")
@@ -342,20 +351,13 @@ def _lower_graph(
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
     module.recompile()
     mode = next(example.fake_mode for example in examples if isinstance(example, FakeTensor))
-    propagate = compile_fx.fake_tensor_prop
-
-    def propagate_missing(found: fx.GraphModule, *given: Any, **options: Any) -> Any:
-        """Have shapes and strides found again only where an operation lacks them."""
-        whole = all("val" in node.meta for node in found.graph.nodes if node.op in ("placeholder", "call_function"))
-        return mode if whole else propagate(found, *given, **options)
-
     with config.patch(dict(options)), V.set_fake_mode(mode), tracing(TracingContext(mode)):
-        joined = joint_graph_passes(module)
-        for node in joined.graph.find_nodes(op="get_attr"):
-            node.meta.setdefault("val", mode.from_tensor(getattr(joined, node.target)))
-        # Tracing has left them on every operation.
-        with mock.patch.object(compile_fx, "fake_tensor_prop", propagate_missing):
-            lowered: Any = compile_fx.compile_fx_inner(joined, examples, is_inference=True)
+        for node in module.graph.find_nodes(op="get_attr"):
+            node.meta.setdefault("val", mode.from_tensor(getattr(module, node.target)))
+        # Passes over forward and backward pass as one graph have nothing to do here, and take a second.
+        # Shapes and strides are those of the trace: to find them again would take two seconds more.
+        with mock.patch.object(compile_fx, "fake_tensor_prop", lambda *_: mode):
+            lowered: Any = compile_fx.compile_fx_inner(module, examples, is_inference=True)
 
     def run(*arguments: Tensor) -> Tensor | Sequence[Tensor]:
         found = lowered(list(arguments))
