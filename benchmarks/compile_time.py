@@ -6,8 +6,8 @@ One process a measurement, on the default device, of preset gnn-mace-1m with for
 structures. Variants: `traced_again` has AOTAutograd trace the step's graph again, and the compiler try out padded products;
 `padded` lowers the graph as it is and tries out padded products; `lowered` is what training does; `tilings` has Triton try
 several tilings of each pointwise kernel; `fixed_sizes` is compiled for one size of batch alone; `captured` is not compiled;
-`apart` mixes each degree by itself, and takes parts of tensors by slices; `unordered` has the compiler reorder no loops to
-fuse them.
+`apart` mixes each degree by itself, and takes parts of tensors by slices; `ordered` has the compiler try other orders
+of loops to fuse more.
 `trace`, `lower` and `first_run` (Triton's choices between tilings, the warm-up and the capture) add up to `seconds`.
 `difference` is that of the gradients from those of the network by itself, over their norm. `inside` are the compiler's
 own figures, which overlap.
@@ -49,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "padded": {"shape_padding": True},
     "tilings": {"triton.autotune_pointwise": True},
     "apart": {},
-    "unordered": {"loop_ordering_after_fusion": False},
+    "ordered": {"loop_ordering_after_fusion": True},
     "fixed_sizes": {},
     "captured": {},
 }

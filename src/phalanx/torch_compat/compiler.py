@@ -322,9 +322,15 @@ class SizedProgram:
         return self._program(*arguments)
 
 
-_QUICK = {"shape_padding": False, "triton.autotune_pointwise": False}
+_QUICK = {
+    "shape_padding": False,
+    "triton.autotune_pointwise": False,
+    "loop_ordering_after_fusion": False,
+    "graph_partition": False,
+}
 """Options of programs that are lowered from their graph: neither are products tried out with padded factors, shape by shape,
-nor several tilings of each pointwise kernel. A step of MACE is as fast (`benchmarks/compile_time.py`)."""
+nor several tilings of each pointwise kernel, nor orders of loops for more to fuse; and nothing is parted for a capture that is
+made of the whole. A step of MACE is as fast (`benchmarks/compile_time.py`)."""
 
 
 def _changes_arguments(node: fx.Node) -> bool:
