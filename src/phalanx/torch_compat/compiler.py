@@ -329,7 +329,7 @@ _QUICK = {
     "graph_partition": False,
 }
 """Options of programs that are lowered from their graph: neither are products tried out with padded factors, shape by shape,
-nor several tilings of each pointwise kernel, nor orders of loops for more to fuse; and nothing is parted for a capture that is
+nor several tilings of each pointwise kernel, nor orders of loops for more to fuse; and nothing is parted, since a capture is
 made of the whole. A step of MACE is as fast (`benchmarks/compile_time.py`)."""
 
 
