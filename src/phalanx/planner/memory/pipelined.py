@@ -193,7 +193,7 @@ class _Moments(Replay):
                 embedding_backward=1,
             ),
         }
-        return of_head | self._of_blocks_backward() | of_embedding
+        return of_head | self._of_blocks_backward() | self._of_second_block_backward() | of_embedding
 
     def _of_blocks_backward(self) -> dict[str, tuple[Counts, Counts]]:
         """Return the rows of passes back through the last block, those in between, and the first one of each kind."""
@@ -240,19 +240,6 @@ class _Moments(Replay):
                 arriving_blocks=np.where(whole, 0, np.minimum(begun, unit)),
                 **self._count_block_pass("backward", leading),
             ),
-            # Of evenly freed activations those in between are of no interest; offloaded ones are as many until here.
-            "backward of the second block": self.rows(
-                b & self.pipeline.offloads & (layers > 1),
-                **held,
-                heads_kept=head_done,
-                **self._gradients_after(layers - 2),
-                blocks_kept=2 - layers,
-                **self._present_backward(2 * np.ones_like(layers)),
-                # The gradient that the stage has received, which the last block's pass counts as its own.
-                messages=self.gives,
-                gathered_blocks=layers,
-                **self._count_block_pass("backward", np.ones_like(layers)),
-            ),
             "backward of the first block": self.rows(
                 b,
                 **held,
@@ -265,6 +252,29 @@ class _Moments(Replay):
                 arriving_embedding=~whole & self.is_first,
                 **self._count_block_pass("backward", 0),
             ),
+        }
+
+    def _of_second_block_backward(self) -> dict[str, tuple[Counts, Counts]]:
+        """Return the rows of passes back through the second block, until which offloaded activations stay as many.
+
+        Of those that are freed block by block the passes in between are of no interest.
+        """
+        layers = self.layers
+        if not self.pipeline.offloads:
+            return {}
+        return {
+            "backward of the second block": self.rows(
+                self.backward & (layers > 1),
+                **self._gathered_ends(),
+                heads_kept=-1 * self.is_last,
+                **self._gradients_after(layers - 2),
+                blocks_kept=2 - layers,
+                **self._present_backward(2 * np.ones_like(layers)),
+                # The gradient that the stage has received, which the last block's pass counts as its own.
+                messages=self.gives,
+                gathered_blocks=layers,
+                **self._count_block_pass("backward", np.ones_like(layers)),
+            )
         }
 
     def _gathered_ends(self) -> dict[str, Counts]:
