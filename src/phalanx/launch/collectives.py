@@ -221,13 +221,13 @@ class ArrivalHistory:
             return
         # Beyond it somebody's record is not yet written: what would be compared there is incomplete.
         known_until = min(max(one.entered_s for one in mine) for mine in entered.values())
-        shared = [ranks for ranks in _match_collectives(entered) if _moment(ranks) <= known_until]
-        shared.sort(key=_moment)
+        shared = [ranks for ranks in match_collectives(entered) if moment_of(ranks) <= known_until]
+        shared.sort(key=moment_of)
         newest = self._arrivals[-1].moment if self._arrivals else 0.0
         pasts = {rank: _Past() for rank in entered}
         before = 0.0
         for ranks in shared:
-            moment = _moment(ranks)
+            moment = moment_of(ranks)
             charged = dict.fromkeys(ranks, 0.0)
             # The first of a record only tells when the time of the second begins.
             if before and all(pasts[rank].knows(one) for rank, one in ranks.items()):
@@ -275,7 +275,7 @@ class ArrivalHistory:
         )
 
 
-def _match_collectives(entered: Mapping[int, Sequence[Collective]]) -> Iterator[dict[int, Collective]]:
+def match_collectives(entered: Mapping[int, Sequence[Collective]]) -> Iterator[dict[int, Collective]]:
     """Yield each collective of two ranks or more, of all that are known to belong to its group, by rank."""
     members: dict[tuple[str, str], dict[int, dict[int, Collective]]] = defaultdict(dict)
     for rank, mine in entered.items():
@@ -323,7 +323,8 @@ class _Past:
         return -one.device_s - (self._explained - self._explained_by[one.sequence])
 
 
-def _moment(ranks: Mapping[int, Collective]) -> float:
+def moment_of(ranks: Mapping[int, Collective]) -> float:
+    """Return when the last rank entered a collective, by the clock of the host."""
     return max(one.entered_s for one in ranks.values())
 
 
@@ -340,7 +341,7 @@ def _compare_arrivals(pasts: Mapping[int, _Past], ranks: Mapping[int, Collective
     own = {rank: pasts[rank].device_lag(one) for rank, one in ranks.items()} if on_device else hosts
     (last, late_s), (host_last, host_late_s) = _find_last(own), _find_last(hosts)
     waits = {rank: own[last] - mine for rank, mine in own.items()}
-    return Arrival(_moment(ranks), span_s, last, late_s, waits, on_device, host_last, host_late_s)
+    return Arrival(moment_of(ranks), span_s, last, late_s, waits, on_device, host_last, host_late_s)
 
 
 def _find_last(seconds: Mapping[int, float]) -> tuple[int, float]:

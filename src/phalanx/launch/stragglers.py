@@ -1,4 +1,4 @@
-"""Ranks that the others wait for, step after step: which, by how much, and whether host or device is slow.
+"""Ranks and links that the others wait for, step after step: which, by how much, and whether host, device or link is slow.
 
 The process that watches the first rank's node looks, at the ranks of other nodes too where it hears of them; what it finds
 lies in the folder of heartbeats, where the first rank reads it for its logs.
@@ -14,11 +14,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from phalanx.launch.collectives import ArrivalHistory, Collective, Lateness, read_collectives
 from phalanx.launch.faults import host_name
 from phalanx.launch.heartbeat import Beat, beat_file, read_beat
+from phalanx.launch.link_times import LinkCost, Ranks, TransferHistory
 
 FILE = "stragglers.json"
 """In the folder of heartbeats: the times of ranks, and who is slow."""
@@ -38,6 +39,9 @@ _COST = 0.05
 """Most of its own time that the watching process spends looking."""
 _COLLECTIVES, _MOST = 256, 100_000
 """Last collectives of a rank that one look compares, where there are several nodes, and most of all ranks together."""
+
+
+Suspect = TypeVar("Suspect")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,28 @@ class Straggler:
         return (
             f"rank {self.rank} on {self.host} is a straggler ({why}): the others wait {self.seconds * 1e3:.0f} ms a step "
             f"for it, {self.share:.0%} of the time"
+        )
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """Ranks between which exchanges take longer than between others like them."""
+
+    ranks: Ranks
+    hosts: tuple[str, ...]
+    """Of these ranks, each once."""
+    seconds: float
+    """What it costs in each step."""
+    share: float
+    """The same as a share of wall time."""
+
+    def in_words(self) -> str:
+        """Return one line for a log."""
+        where = f"on {self.hosts[0]}" if len(self.hosts) == 1 else f"between {' and '.join(self.hosts)}"
+        return (
+            f"the link of ranks {', '.join(map(str, self.ranks))} {where} is slow: their exchanges take "
+            f"{self.seconds * 1e3:.0f} ms a step longer than those of others like them, {self.share:.0%} of the time, and "
+            "the ranks themselves are no slower"
         )
 
 
@@ -116,6 +142,7 @@ class RankReport:
 
     times: tuple[RankTime, ...]
     straggler: Straggler | None
+    slow_link: SlowLink | None = None
 
 
 def read_report(folder: Path) -> RankReport | None:
@@ -124,8 +151,11 @@ def read_report(folder: Path) -> RankReport | None:
         found: dict[str, Any] = json.loads((folder / FILE).read_text())
     except (OSError, ValueError):
         return None
-    slow = found["straggler"]
-    return RankReport(tuple(RankTime(**row) for row in found["times"]), None if slow is None else Straggler(**slow))
+    slow, link = found["straggler"], found["slow_link"]
+    if link is not None:
+        link = SlowLink(**{**link, "ranks": tuple(link["ranks"]), "hosts": tuple(link["hosts"])})
+    times = tuple(RankTime(**row) for row in found["times"])
+    return RankReport(times, None if slow is None else Straggler(**slow), link)
 
 
 class StragglerWatch:
@@ -149,7 +179,9 @@ class StragglerWatch:
         self._own: dict[int, RankTrace] | None = None
         """Of the ranks of this node, when the others were asked; None while they are not."""
         self._history = ArrivalHistory()
+        self._transfers = TransferHistory()
         self._suspects: list[int | None] = []
+        self._suspected_links: list[Ranks | None] = []
         self._next = self._took = 0.0
         """When to look next, and the seconds that went into the look under way."""
 
@@ -182,7 +214,9 @@ class StragglerWatch:
         """Return what the ranks did since the last look; None while one has not begun, or some do something else."""
         if len(traces) < self._world_size:
             return None
-        self._history.add({rank: trace.collectives for rank, trace in traces.items()})
+        collectives = {rank: trace.collectives for rank, trace in traces.items()}
+        self._history.add(collectives)
+        self._transfers.add(collectives)
         step_s = median(trace.beat.step_seconds for trace in traces.values())
         # What ranks do in an evaluation or a checkpoint is no step.
         if any(trace.beat.phase in ("evaluate", "checkpoint") for trace in traces.values()):
@@ -191,19 +225,37 @@ class StragglerWatch:
         if lateness is None:
             return None
         self._suspects = [*self._suspects[1 - LOOKS :], suspect_rank(lateness)]
-        agreed = len(self._suspects) == LOOKS and len(set(self._suspects)) == 1
-        slow = self._suspects[-1] if agreed else None
+        slow = _agreed(self._suspects)
+        cost = self._transfers.slowest(WINDOW_STEPS * step_s)
+        self._suspected_links = [*self._suspected_links[1 - LOOKS :], suspect_link(cost)]
+        link = None if cost is None or _agreed(self._suspected_links) is None else _describe_link(cost, traces, step_s)
         times = tuple(
             RankTime(rank, step_s, max(0.0, step_s * (1.0 - share)), step_s * share)
             for rank, share in sorted(lateness.waits.items())
         )
-        return RankReport(times, None if slow is None else _describe_straggler(slow, lateness, traces, step_s))
+        straggler = None if slow is None else _describe_straggler(slow, lateness, traces, step_s)
+        return RankReport(times, straggler, link)
 
 
 def suspect_rank(lateness: Lateness) -> int | None:
     """Return the rank that costs the others most, where it is far ahead of the next one."""
     (most, rank), (next_most, _), *_ = sorted(((late, rank) for rank, late in lateness.late.items()), reverse=True)
     return rank if most > SHARE and most > LEAD * next_most else None
+
+
+def suspect_link(cost: LinkCost | None) -> Ranks | None:
+    """Return the ranks whose link costs the others most, where it is far ahead of the next one."""
+    return cost.ranks if cost is not None and cost.share > SHARE and cost.share > LEAD * cost.next_share else None
+
+
+def _agreed(suspects: Sequence[Suspect | None]) -> Suspect | None:
+    """Return what the last looks all suspect; None where they do not agree, or have been too few."""
+    return suspects[-1] if len(suspects) == LOOKS and len(set(suspects)) == 1 else None
+
+
+def _describe_link(cost: LinkCost, traces: Mapping[int, RankTrace], step_s: float) -> SlowLink:
+    hosts = tuple(dict.fromkeys(traces[rank].host for rank in cost.ranks))
+    return SlowLink(cost.ranks, hosts, cost.share * step_s, cost.share)
 
 
 def _describe_straggler(rank: int, lateness: Lateness, traces: Mapping[int, RankTrace], step_s: float) -> Straggler:

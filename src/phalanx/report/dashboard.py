@@ -25,6 +25,7 @@ from phalanx.report.run_charts import chart_run
 from phalanx.report.run_log import (
     EVALUATED_EVENT,
     SAVE_EVENT,
+    SLOW_LINK_EVENT,
     Event,
     FloatArray,
     IntArray,
@@ -213,6 +214,10 @@ def _list_run_rows(log: RunLog, summary: Summary, faults: Sequence[str]) -> list
     looked = np.flatnonzero(np.isfinite(log.column("straggler")))
     late = looked.size and len(log.steps) - looked[-1] <= RECENT_STEPS
     words = [f"rank {log.column('straggler')[looked[-1]]:.0f} is slow" if late else ""]
+    links = [event for event in log.of_kind(SLOW_LINK_EVENT) if isinstance(event.fields.get("ranks"), list)]
+    if links and len(log.steps) and log.steps[-1] - links[-1].step <= RECENT_STEPS:
+        named = ", ".join(make_printable(str(rank)) for rank in links[-1].fields["ranks"][:8])
+        words.append(f"the link of ranks {named} is slow")
     if faults:
         words.append(f"{len(faults):,} fault{'s' * (len(faults) > 1)}, the last: {faults[-1]}")
     if resumes := len(log.of_kind("resume")):

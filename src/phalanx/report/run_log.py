@@ -50,6 +50,8 @@ LARGEST = 1e60
 """Larger figures count as infinite, and as small ones as 0: nobody measures them, and sums of them leave the range."""
 SAVE_EVENT = "checkpoint_written"
 """Kind of the event that says how long a checkpoint took from the copy of the state until it was published."""
+SLOW_LINK_EVENT = "slow_link"
+"""Kind of the event that names ranks whose link is slow."""
 LESS_MEMORY_EVENT = "less_memory"
 """Kind of the event that a run goes on in a layout that takes less memory than its run file says, or than before."""
 EVALUATED_EVENT = "evaluated"

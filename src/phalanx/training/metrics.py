@@ -89,6 +89,8 @@ class StepMetrics:
     """Seconds of it that each of them waited for the one that came last."""
     straggler: int | None = None
     """Rank of the first node that the others wait for step after step."""
+    slow_link: tuple[int, ...] | None = None
+    """Ranks whose exchanges take longer than those of others like them, though they compute as fast."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, ready for JSON."""

@@ -1,4 +1,4 @@
-"""Times of ranks in the logs of a run, and a line where one of them holds up the others."""
+"""Times of ranks in the logs of a run, and a line where one of them, or a link, holds up the others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 from phalanx.launch.heartbeat import Heartbeat
 from phalanx.launch.stragglers import RankReport, read_report
+from phalanx.report.run_log import SLOW_LINK_EVENT
 from phalanx.training.logs import RunLog
 from phalanx.training.metrics import StepMetrics
 
@@ -24,6 +25,7 @@ class StragglerLog:
         self._next = 0.0
         self._last: RankReport | None = None
         self._known: int | None = None
+        self._known_link: tuple[int, ...] | None = None
 
     def add_times(self, metrics: StepMetrics) -> StepMetrics:
         """Return `metrics` with the times of the ranks, where there are new ones, and say who has become slow."""
@@ -41,9 +43,15 @@ class StragglerLog:
         if slow is not None and slow.rank != before:
             self._log.note(f"warning: {slow.in_words()}")
             self._log.event("straggler", metrics.step, **asdict(slow))
+        link = report.slow_link
+        link_before, self._known_link = self._known_link, None if link is None else link.ranks
+        if link is not None and link.ranks != link_before:
+            self._log.note(f"warning: {link.in_words()}")
+            self._log.event(SLOW_LINK_EVENT, metrics.step, **asdict(link))
         return replace(
             metrics,
             node_compute_seconds=tuple(round(one.compute, 6) for one in report.times),
             node_wait_seconds=tuple(round(one.wait, 6) for one in report.times),
             straggler=None if slow is None else slow.rank,
+            slow_link=None if link is None else link.ranks,
         )
