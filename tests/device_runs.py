@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,15 @@ def accelerator() -> torch.device:
     found = torch.accelerator.current_accelerator(check_available=True)
     assert found is not None, "no accelerator is visible; `make test-gpu` needs one"
     return torch.device(found.type, 0)
+
+
+def busy(intervals: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of these intervals lasts."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
 
 
 def small_run(changes: Fields, precision: str, *, compiled: bool) -> LanguageRun:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from device_runs import accelerator
+from device_runs import accelerator, busy
 from phalanx.checkpoint import read_tensors
 from phalanx.cli.main import run_command_line as call
 from phalanx.config.schema import Optimizer
@@ -125,15 +124,6 @@ def test_the_device_holds_less_by_the_size_of_the_state_and_two_buckets_while_it
     plain_between, plain_peak = large_update(offloaded=False)[:2]
     assert plain_between - between == pytest.approx(state, rel=0.01)
     assert plain_peak - peak >= 0.99 * (state - 2 * bucket)
-
-
-def busy(intervals: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of these intervals lasts."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
 
 
 def test_state_arrives_while_other_state_leaves() -> None:

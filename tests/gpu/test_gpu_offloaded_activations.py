@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from device_runs import accelerator, small_run
+from device_runs import accelerator, busy, small_run
 from layout_runs import Fields
 from phalanx.families.registry import bind
 from phalanx.layout.apply import apply_layout
@@ -32,9 +32,16 @@ SIZES: Fields = {
     "model.vocab_size": 4096,
     "model.max_positions": 2048,
     "data.sequence_length": 2048,
-    "training.deterministic": True,
 }
 """Of 8 samples, 4 at a time: a block keeps some hundred MB, and its state takes as much."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def deterministic() -> Iterator[None]:
+    """Let kernels sum in one order: what is compared are bits."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @dataclass(frozen=True)
@@ -123,15 +130,6 @@ def test_what_is_too_much_for_the_device_fits_with_activations_in_host_memory() 
             device.empty_cache()
     finally:
         device.set_per_process_memory_fraction(1.0)
-
-
-def busy(intervals: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of these intervals lasts."""
-    total, end = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
 
 
 def test_copies_of_inputs_go_on_beside_the_passes() -> None:
