@@ -58,9 +58,9 @@ class Steps:
     """Bytes in host memory, by the planner."""
 
 
-def build(*, offloaded: bool, recompute: str, compiled: bool) -> tuple[TrainStep, TracedModel]:
+def build(*, offloaded: bool, recompute: str, compiled: bool, sizes: Fields = SIZES) -> tuple[TrainStep, TracedModel]:
     """Return the steps of a run on the device, and its model."""
-    words = {**SIZES, "layout.offload_activations": offloaded, "layout.recompute": recompute}
+    words = {**sizes, "layout.offload_activations": offloaded, "layout.recompute": recompute}
     run = small_run(words, "bf16", compiled=compiled)
     layout = resolve_layout(bind(run), 1)
     attention = bind(run, LayoutModel).choose_attention(layout, accelerator())
@@ -133,7 +133,9 @@ def test_what_is_too_much_for_the_device_fits_with_activations_in_host_memory() 
 
 
 def test_copies_of_inputs_go_on_beside_the_passes() -> None:
-    step, model = build(offloaded=True, recompute="full", compiled=True)
+    # Blocks that compute for longer than the host takes to ask for them: else copies meet a device that waits.
+    wide: Fields = {**SIZES, "model.n_layers": 6, "model.d_model": 2048, "model.n_heads": 16, "model.d_ff": 8192}
+    step, model = build(offloaded=True, recompute="full", compiled=True, sizes={**wide, "model.n_kv_heads": 16})
     batch = model.example_batch(step.applied.layout.samples_per_rank, accelerator())
     device = torch.get_device_module(accelerator())
     step.enqueue(1, batch)
@@ -150,6 +152,6 @@ def test_copies_of_inputs_go_on_beside_the_passes() -> None:
             spans[copied].append((event.time_range.start, event.time_range.end))
     copies, passes = spans[True], spans[False]
     # Two micro-batches, whose blocks but the last leave and come back.
-    assert len(copies) >= 2 * 2 * 11, len(copies)
+    assert len(copies) >= 2 * 2 * 5, len(copies)
     hidden = busy(copies) + busy(passes) - busy([*copies, *passes])
     assert hidden > 0.5 * busy(copies), (hidden, busy(copies))
