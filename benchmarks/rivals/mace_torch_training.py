@@ -12,6 +12,7 @@ gradients come from the captured step. The batch is on the device before; sizes 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import shlex
@@ -194,6 +195,9 @@ def their_model(run: Any, cue: bool, device: torch.device) -> torch.nn.Module:
     if cue:
         from mace.cli import convert_e3nn_cueq  # noqa: PLC0415
 
+        if device.type == "cuda":
+            # Says here why it cannot be loaded; without it cuequivariance-torch takes its naive method silently.
+            importlib.import_module("cuequivariance_ops_torch")
         model = convert_e3nn_cueq.run(model, device=device.type)
     return model.to(device)
 
