@@ -112,7 +112,7 @@ def shift_the_vocabulary_part() -> Any:
 
 def gather_in_the_wrong_order() -> Any:
     return patch.object(
-        autograd_collectives, "_join_parts", lambda parts, dim: parts.flip(0).movedim(0, dim).flatten(dim, dim + 1)
+        autograd_collectives, "join_parts", lambda parts, dim: parts.flip(0).movedim(0, dim).flatten(dim, dim + 1)
     )
 
 
