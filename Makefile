@@ -88,7 +88,7 @@ test-guides: $(TEST_NEEDS)
 TORCH_VERSION = $(patsubst torch==%,%,$(TORCH))
 WITH_TORCH = $(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH_VERSION) TORCH=torch==$(TORCH_VERSION) INTERPRETER=
 test-torch:
-	$(WITH_TORCH) units TESTS="tests/verification tests/checkpoint tests/torch_compat tests/test_counter_random.py"
+	$(WITH_TORCH) units TESTS="tests/verification tests/checkpoint tests/torch_compat tests/planner/dryrun tests/test_counter_random.py"
 	$(WITH_TORCH) quickstart RUN_DIR=runs/torch-$(TORCH_VERSION) \
 		OVERRIDES="training.steps=20 evaluation.every=20 evaluation.samples=8"
 
