@@ -30,7 +30,7 @@ FieldPath = tuple[str | int, ...]
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]{0,25}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]{1,40}|[0-9]{1,40}(\.[0-9]{0,40})?)([eE][-+]?[0-9]{1,5})?")
 _READ_OTHERWISE = re.compile("[\t!?|>\ufeff]")
-"""Of tabs, tags, complex keys, block scalars and marks of byte order libyaml takes some that PyYAML's own parser refuses."""
+"""Tabs and what begins tags, complex keys, block scalars and files: libyaml takes some that PyYAML's own parser refuses."""
 _WORDS: dict[str, Scalar] = {"": None, "~": None, "null": None, "true": True, "false": False}
 
 

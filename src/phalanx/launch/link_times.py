@@ -78,8 +78,8 @@ class TransferHistory:
         if len(recent) < 2 * CHUNKS or len(recent) == len(self._known):
             return None
         costs = []
-        for alike in _groups_alike({one.ranks for one in recent}):
-            shares = {ranks: _shares_of_time(recent, ranks, newest, seconds) for ranks in alike}
+        shares = _shares_of_time(recent, newest, seconds)
+        for alike in _groups_alike(set(shares)):
             for ranks in alike:
                 others = [median(shares[other][chunk] for other in alike if other != ranks) for chunk in range(CHUNKS)]
                 excess = median(mine - usual for mine, usual in zip(shares[ranks], others, strict=True))
@@ -133,24 +133,23 @@ def _groups_alike(groups: set[Ranks]) -> list[tuple[Ranks, ...]]:
             ranks = joined[ranks]
         return ranks
 
-    smaller = [ranks for ranks in groups if len(ranks) < len(everyone)]
-    for one in smaller:
-        for other in smaller:
-            if set(one) & set(other):
-                joined[root(one)] = root(other)
+    smaller = sorted(ranks for ranks in groups if len(ranks) < len(everyone))
+    first_of: dict[int, Ranks] = {}
+    for ranks in smaller:
+        for rank in ranks:
+            joined[root(ranks)] = root(first_of.setdefault(rank, ranks))
     found: dict[tuple[Ranks, Ranks], list[Ranks]] = defaultdict(list)
-    for ranks in sorted(smaller):
+    for ranks in smaller:
         found[tuple(rank - ranks[0] for rank in ranks), root(ranks)].append(ranks)
     return [tuple(alike) for alike in found.values() if len(alike) > 1]
 
 
-def _shares_of_time(recent: Sequence[Transfer], ranks: Ranks, newest: float, seconds: float) -> list[float]:
-    """Return the share of each chunk of the last `seconds` that the collectives of `ranks` took."""
-    found = [0.0] * CHUNKS
+def _shares_of_time(recent: Sequence[Transfer], newest: float, seconds: float) -> dict[Ranks, list[float]]:
+    """Return the share of each chunk of the last `seconds` that collectives took, by their ranks."""
+    found: dict[Ranks, list[float]] = defaultdict(lambda: [0.0] * CHUNKS)
     for one in recent:
-        if one.ranks == ranks:
-            chunk = min(CHUNKS - 1, int((newest - one.moment) / seconds * CHUNKS))
-            found[chunk] += one.seconds / (seconds / CHUNKS)
+        chunk = min(CHUNKS - 1, int((newest - one.moment) / seconds * CHUNKS))
+        found[one.ranks][chunk] += one.seconds / (seconds / CHUNKS)
     return found
 
 

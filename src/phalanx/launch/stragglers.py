@@ -76,7 +76,7 @@ class SlowLink:
 
     ranks: Ranks
     hosts: tuple[str, ...]
-    """Of these ranks, each once."""
+    """Hosts of these ranks, each once."""
     seconds: float
     """What it costs in each step."""
     share: float
@@ -225,10 +225,12 @@ class StragglerWatch:
         if lateness is None:
             return None
         self._suspects = [*self._suspects[1 - LOOKS :], suspect_rank(lateness)]
-        slow = _agreed(self._suspects)
+        slow = _find_agreed(self._suspects)
         cost = self._transfers.slowest(WINDOW_STEPS * step_s)
         self._suspected_links = [*self._suspected_links[1 - LOOKS :], suspect_link(cost)]
-        link = None if cost is None or _agreed(self._suspected_links) is None else _describe_link(cost, traces, step_s)
+        link = None
+        if cost is not None and _find_agreed(self._suspected_links) is not None:
+            link = _describe_link(cost, traces, step_s)
         times = tuple(
             RankTime(rank, step_s, max(0.0, step_s * (1.0 - share)), step_s * share)
             for rank, share in sorted(lateness.waits.items())
@@ -248,7 +250,7 @@ def suspect_link(cost: LinkCost | None) -> Ranks | None:
     return cost.ranks if cost is not None and cost.share > SHARE and cost.share > LEAD * cost.next_share else None
 
 
-def _agreed(suspects: Sequence[Suspect | None]) -> Suspect | None:
+def _find_agreed(suspects: Sequence[Suspect | None]) -> Suspect | None:
     """Return what the last looks all suspect; None where they do not agree, or have been too few."""
     return suspects[-1] if len(suspects) == LOOKS and len(set(suspects)) == 1 else None
 

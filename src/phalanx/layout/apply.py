@@ -230,8 +230,8 @@ class StageBuilder:
         self.compiled = compiles_blocks(model, layout, context.device)
         # Sharded parameters are cast as they are gathered; whole ones have a copy in the format of the arithmetic, or large
         # ones in 8 bits: the others are then cast where they are used.
-        self.activations = OffloadedActivations(context.device)
         self.low_precision = whole and model.precision.copies_parameters and model.precision.products is None
+        self.activations = OffloadedActivations(context.device) if layout.offload_activations else None
         # Ranks that reach each other's memory are found together, once.
         self.overlaps = bool(layout.table.overlaps_products[0]) and choose_exchange(
             model.run.layout.peer_copies, context.share.tp, context.device
@@ -260,7 +260,7 @@ class StageBuilder:
             separate_gradients(module)
         if self.compiled:
             compile_stage(stage)
-        if self.layout.offload_activations:
+        if self.activations is not None:
             # A pipeline keeps what it receives until the stage has gone backward.
             offload_blocks(list(module.blocks), self.activations, held_input=not chunk.first)
         self.context.sharding.shard_stage(stage)

@@ -62,7 +62,7 @@ def _offloaded_class(kind: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a block stands in its stage."""
+    """Says where a block stands in its stage, and runs it there."""
 
     activations: OffloadedActivations
     first: bool
@@ -89,7 +89,7 @@ class OffloadedActivations:
         self._free: dict[int, list[Tensor]] = {}
         """Host memory that nothing lies in, by bytes."""
         self._leaving: _Group | None = None
-        """What left last, still on the device too."""
+        """Group that left last, still on the device too."""
 
     def begin(self, block: nn.Module, given: Sequence[Any], *, first: bool, stays: bool) -> _Group:
         """Return the group for what a call of `block` keeps. given: what it is called with that others keep. first: whether
@@ -130,7 +130,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a hook leaves in autograd's graph in place of a tensor."""
+    """Stands in autograd's graph for a tensor that leaves."""
 
     group: _Group
     kept: _Kept
@@ -142,14 +142,14 @@ class _Saved:
 
 @dataclass
 class _Stays:
-    """A tensor that stays on the device, in a group whose backward pass has to be noticed."""
+    """Stands there for a tensor that stays on the device, in a group whose backward pass has to be noticed."""
 
     group: _Group
     tensor: Tensor
 
 
 class _Group:
-    """What one call of a block keeps for its backward pass."""
+    """Holds what one call of a block keeps for its backward pass."""
 
     def __init__(
         self,

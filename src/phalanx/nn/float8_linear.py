@@ -267,13 +267,12 @@ class Float8Product:
 
     def quantise_gradient(self, grad_NO: Tensor, *, rows: bool = True, columns: bool) -> tuple[Operand, Operand]:
         """Return the gradient of a result as operands of the gradients of input and weight, those that are wanted."""
-        groups = _group_of(self.scatters), self.output_group
         return quantise_both(
             grad_NO,
             self.scaling,
             self.gradient_format,
-            row_group=groups[0],
-            column_group=groups[1],
+            row_group=_group_of(self.scatters),
+            column_group=self.output_group,
             rows=rows,
             columns=columns,
         )

@@ -19,6 +19,7 @@ from phalanx.layout.data_parallel.peer_memory import (
     align_size,
     can_copy_between,
     make_peer_buffer_at_rest,
+    peers_from_next,
 )
 from phalanx.layout.mesh import Axis
 
@@ -44,13 +45,13 @@ class PeerExchange:
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks, from the next one on: no two ranks write to the same one at the same time."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
+        """The other ranks, in the order in which this one writes to them."""
+        return peers_from_next(self.rank, self.size)[:-1]
 
     @property
     def sources(self) -> list[int]:
         """The other ranks in the order in which they write to this one."""
-        return [(self.rank - step) % self.size for step in range(1, self.size)]
+        return self.peers[::-1]
 
     def begin(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Begin an exchange of parts of this shape, contiguous. All ranks begin the same ones in the same order."""

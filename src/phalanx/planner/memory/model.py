@@ -148,10 +148,8 @@ def _least_bytes(model: TracedModel, candidates: LayoutTable, state: MemoryState
     held_bytes, exchanges = state.sizes, Exchanges(state)
     kept = sum(exchanges.state_of(held_bytes.block.plus(held_bytes.experts)).values()) * held
     kept = kept + sum(exchanges.state_of(held_bytes.leading).values()) * leading
-    block, first_block = (
-        held_bytes.block.kept - held_bytes.leaving,
-        held_bytes.leading.kept - held_bytes.leading_leaving,
-    )
+    block = held_bytes.block.kept - held_bytes.leaving
+    first_block = held_bytes.leading.kept - held_bytes.leading_leaving
     return np.asarray(kept + flight * (smallest * block + least_leading * first_block))
 
 
