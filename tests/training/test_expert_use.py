@@ -11,6 +11,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from noted_log import NotedLog
 from phalanx.report.run_log import RunLog
 from phalanx.report.run_page import render_run
 from phalanx.training.expert_use import ExpertUse, measure_use
@@ -107,20 +108,6 @@ def test_figures_of_a_layer_by_hand() -> None:
     assert measure_use([2.0 * figure for figure in (*dense, *mixture)], 4) == (use,)
 
 
-class NotedLog:
-    """Stands for a run's log, and keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[str, int, dict[str, Any]]] = []
-        self.notes: list[str] = []
-
-    def event(self, kind: str, step: int, **fields: Any) -> None:
-        self.events.append((kind, step, fields))
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
 def test_an_expert_without_tokens_is_named_once() -> None:
     log = NotedLog()
     watch = DeadExperts(log)  # type: ignore[arg-type]
@@ -133,7 +120,8 @@ def test_an_expert_without_tokens_is_named_once() -> None:
     watch.watch(2, use(0.5, 0.5, 0.0))
     for step in range(3, 3 * DEAD_STEPS):
         watch.watch(step, use(0.9, 0.1 * (step % 10 == 0), 0.0))
-    ((kind, step, fields),) = log.events
+    (fields,) = log.events
+    kind, step = fields.pop("kind"), fields.pop("step")
     assert (kind, step, fields["layer"], fields["experts"]) == ("dead_experts", DEAD_STEPS, 3, [2])
     assert log.notes == [f"warning: step {DEAD_STEPS}: {fields['text']}"]
     assert "no token went to expert 2 for 50 steps" in fields["text"]

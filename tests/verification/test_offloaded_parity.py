@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from distributed_ranks import run_ranks
 from layout_cases import run_of
+from offloaded_runs import offload_alike
 from phalanx.families.registry import bind
 from phalanx.layout.mesh import Groups, build_mesh
 from phalanx.layout.resolve import resolve_layout
 from phalanx.optimizers import offloaded_state
 from phalanx.verification.family import VerifiableModel
-from phalanx.verification.record_training import Record, record_training
 from phalanx.verification.verify_run import Verdict, Verifier
 from whole_model import CPU
 
@@ -52,14 +50,7 @@ def record_all() -> tuple[list[bool], list[int], Verdict]:
 
         offloaded_state.OffloadedOptimizer._split = counted  # type: ignore[method-assign]
 
-        def train(*, offloaded: bool) -> Record:
-            wanted = replace(layout, offload_optimizer=offloaded)  # noqa: B023
-            return record_training(model, wanted, mesh, CPU, steps=2, activations=False)  # noqa: B023
-
-        there, here = train(offloaded=True), train(offloaded=False)
-        same.append(
-            all(torch.equal(there.parameters[name].local, here.parameters[name].local) for name in here.parameters)
-        )
+        same.append(offload_alike(model, layout, mesh, "offload_optimizer"))
     run = run_of("llama", 4, "fp64", dp_shard=2, tp=2, offload_optimizer=True)
     verifier = Verifier(bind(run, VerifiableModel), CPU, steps=2, activations=False, groups=groups)
     return same, buckets, verifier.verify(resolve_layout(bind(run), 4))

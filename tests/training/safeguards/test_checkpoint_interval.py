@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from distributed_ranks import run_ranks
+from noted_log import NotedLog
 from phalanx.checkpoint import open_checkpoints
 from phalanx.config.load import load_run, parse_run
 from phalanx.config.schema import Run
@@ -30,20 +31,6 @@ from token_data import RUN_FILE, write_run_file, write_token_folder
 
 def parsed(*words: str) -> Run:
     return parse_run(RUN_FILE.format(data="data"), "run.yaml", list(words))
-
-
-class Recorder:
-    """Stands for the run's log."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.events: list[dict[str, Any]] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def event(self, kind: str, step: int, **fields: Any) -> None:
-        self.events.append({"kind": kind, "step": step, **fields})
 
 
 def test_a_run_chooses_the_interval_that_a_plan_assumes() -> None:
@@ -76,7 +63,7 @@ def test_nodes_are_those_the_run_file_or_the_launcher_tells() -> None:
 
 @pytest.mark.parametrize(("every", "due"), [("5", [5, 10]), ("null", [])])
 def test_a_stated_interval_is_kept(every: str, due: list[int]) -> None:
-    log = Recorder()
+    log = NotedLog()
     interval = CheckpointInterval(parsed(f"checkpoint.every={every}"), Ranks(), log, 0)  # type: ignore[arg-type]
     interval.saved(5, 1.0, 1.0)
     assert [step for step in range(1, 13) if interval.is_due(step)] == due and not log.events
@@ -84,7 +71,7 @@ def test_a_stated_interval_is_kept(every: str, due: list[int]) -> None:
 
 def test_steps_to_keep_are_saved_beside_the_chosen_ones() -> None:
     run = parsed("checkpoint.every=auto", "checkpoint.keep_every=6")
-    interval = CheckpointInterval(run, Ranks(), Recorder(), 0)  # type: ignore[arg-type]
+    interval = CheckpointInterval(run, Ranks(), NotedLog(), 0)  # type: ignore[arg-type]
     assert [step for step in range(1, 8) if interval.is_due(step)] == [6]
     with pytest.raises(ConfigError, match=r"not a multiple of checkpoint\.every=5"):
         parsed("checkpoint.keep_every=6")
@@ -92,7 +79,7 @@ def test_steps_to_keep_are_saved_beside_the_chosen_ones() -> None:
 
 def decide_on_ranks() -> tuple[list[int], list[dict[str, Any]], list[str]]:
     """Ranks that measured other durations each; what is due on this one, and what it wrote."""
-    log, rank = Recorder(), dist.get_rank()
+    log, rank = NotedLog(), dist.get_rank()
     run = parsed("checkpoint.every=auto", "cluster.mtbf_hours=0.1")
     interval = CheckpointInterval(run, Ranks(rank, 2), log, 0)  # type: ignore[arg-type]
     due = []

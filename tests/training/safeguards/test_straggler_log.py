@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from noted_log import NotedLog
 from phalanx.launch import stragglers
 from phalanx.launch.heartbeat import Heartbeat
 from phalanx.launch.stragglers import RankReport, RankTime, SlowLink, Straggler
@@ -20,25 +20,11 @@ TIMES = tuple(RankTime(rank, 0.1, 0.09, 0.01) for rank in range(4))
 LINK = SlowLink((2, 3), ("node1", "node2"), 0.024, 0.24)
 
 
-class Lines:
-    """Keeps what is written to a run's log."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-        self.events: list[dict[str, Any]] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-    def event(self, kind: str, step: int, **fields: Any) -> None:
-        self.events.append({"kind": kind, "step": step, **fields})
-
-
 def test_a_slow_link_is_told_once_and_is_in_the_figures_as_long_as_it_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(straggler_log, "_LOOK_S", 0.0)
-    lines = Lines()
+    lines = NotedLog()
     log = StragglerLog(Heartbeat(tmp_path, 0), lines)  # type: ignore[arg-type]
     reports = [
         RankReport(TIMES, None, LINK),
