@@ -1,12 +1,9 @@
-"""Host memory beside a device, and copies to and from it that go on while the device computes.
+"""Host memory beside a device: what the device does not need for a while lies there.
 
 On a CPU both are the same memory, and copies are copies: what is kept in host memory gives the same results there.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -34,30 +31,3 @@ class HostMemory:
             self._rest = torch.empty(max(size, CHUNK_BYTES), dtype=torch.uint8, device="cpu", pin_memory=pinned)
         part, self._rest = self._rest[: tensor.nbytes], self._rest[size:]
         return part.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-
-
-class CopyStream:
-    """A stream of copies beside the one that computes; none on a CPU, where each copy is done when it was asked for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
-
-    @contextmanager
-    def behind_present(self) -> Iterator[None]:
-        """Run what is inside on this stream, behind all that the present one was given so far."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream())
-        with self._stream:
-            yield
-
-    def hold_present(self) -> None:
-        """Let the present stream wait for all copies so far; the process does not wait."""
-        if self._stream is not None:
-            torch.accelerator.current_stream().wait_stream(self._stream)
-
-    def synchronise(self) -> None:
-        """Wait for all copies so far: host memory that they write may be read afterwards."""
-        if self._stream is not None:
-            self._stream.synchronize()

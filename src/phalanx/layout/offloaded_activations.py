@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from phalanx.host_memory import CopyStream, HostMemory
+from phalanx.copy_stream import CopyStream
+from phalanx.host_memory import HostMemory
 from phalanx.nn.layers import Linear
 from phalanx.torch_compat import common as compat
 

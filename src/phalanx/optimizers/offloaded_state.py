@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from phalanx.config.schema import Optimizer
+from phalanx.copy_stream import CopyStream
 from phalanx.errors import ConfigError
-from phalanx.host_memory import CopyStream, HostMemory
+from phalanx.host_memory import HostMemory
 from phalanx.optimizers.optimizer_kind import (
     Group,
     HeldParameters,

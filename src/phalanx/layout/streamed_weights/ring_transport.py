@@ -11,13 +11,13 @@ On accelerators the backend runs all this on a stream of its own; `wait` lets th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.copy_stream import Copies, CopyStream
 from phalanx.layout.data_parallel.peer_memory import BufferPool
 from phalanx.layout.mesh import Axis
 from phalanx.layout.streamed_weights.chunk_plan import ChunkPlan, Span
@@ -41,7 +41,7 @@ class Transfer:
 class Arrivals:
     """Gradients of this rank's piece that other ranks are sending."""
 
-    transfer: Transfer
+    transfer: Transfer | Copies
     received: list[Tensor]
     add: Callable[[Tensor], None]
 
@@ -186,7 +186,7 @@ class CopyEngineRing(WeightRing):
         assert shards.group is not None
         self._weights = BufferPool(shards.group, device)
         self._gradients = BufferPool(shards.group, device)
-        self._beside = None if device.type == "cpu" else torch.Stream(device)
+        self._copies = CopyStream(device)
 
     @property
     def bytes(self) -> int:
@@ -210,7 +210,7 @@ class CopyEngineRing(WeightRing):
             number = (own + step) % plan.chunks
             following, arrived = None, None
             if step + 1 < plan.chunks:
-                with self._on_its_stream() as done:
+                with self._copies.behind_present() as done:
                     # Asked for after the barrier: by then nobody reads the chunk before this one any more.
                     theirs = self._weights.exchange(present)[(rank + plan.group) % plan.ranks]
                     following = self._weights.take(self.largest, present.dtype)
@@ -227,7 +227,7 @@ class CopyEngineRing(WeightRing):
         assert self._unfinished is None
         rank = self.shards.rank
         size = plan.piece_size(rank)
-        with self._on_its_stream() as done:
+        with self._copies.behind_present() as done:
             theirs = self._gradients.exchange(gradients)
             received = []
             for source in self._computing(plan, step):
@@ -243,7 +243,7 @@ class CopyEngineRing(WeightRing):
         if plan.group == 1:
             return piece
         number = self.shards.rank // plan.group
-        with self._on_its_stream() as done:
+        with self._copies.behind_present() as done:
             theirs = self._weights.exchange(piece)
             chunk = self._weights.take(self.largest, piece.dtype)
             for other in range(number * plan.group, (number + 1) * plan.group):
@@ -252,27 +252,3 @@ class CopyEngineRing(WeightRing):
                     place.copy_(part, non_blocking=True)
         done.wait()
         return chunk
-
-    @contextmanager
-    def _on_its_stream(self) -> Iterator[Transfer]:
-        """Run what is inside on the side stream, behind all that was begun so far; the result waits for it."""
-        done = _Copies()
-        if self._beside is None:
-            yield done
-            return
-        # What is copied was written on the stream that computes.
-        self._beside.wait_stream(torch.accelerator.current_stream())
-        with self._beside:
-            yield done
-            done.event = self._beside.record_event()
-
-
-class _Copies(Transfer):
-    """Copies on the side stream."""
-
-    event: torch.Event | None = None
-
-    def wait(self) -> None:
-        """Let the present stream wait for them."""
-        if self.event is not None:
-            torch.accelerator.current_stream().wait_event(self.event)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.copy_stream import Copies
 from phalanx.kernels.float8 import scaled_product, scaled_product_into
 from phalanx.kernels.swiglu import swiglu, swiglu_backward
 from phalanx.layout.mesh import Axis
@@ -207,13 +208,14 @@ def _gather(x_BsI: Tensor, y_BSO: Tensor, whole_BSI: Tensor, multiply: Multiply,
     sent = [exchange.send(x, peer) for peer in exchange.peers]
     kept = [_keep(x, whole_BSI, exchange.rank, exchange)]
     multiply(x, _part(y_BSO, exchange.rank, exchange))
-    for source, event in zip(exchange.sources, sent, strict=True):
+    for source, copies in zip(exchange.sources, sent, strict=True):
         # What this rank has sent by now is as much as its sources have sent to it.
-        exchange.meet(event)
+        exchange.meet(copies)
         arrived = exchange.place(source)
         kept.append(_keep(arrived, whole_BSI, source, exchange))
         multiply(arrived, _part(y_BSO, source, exchange))
-    exchange.wait(*kept)
+    for copies in kept:
+        copies.wait()
 
 
 def _scatter(
@@ -270,10 +272,10 @@ def _part(x: Tensor, rank: int, exchange: PeerExchange) -> Tensor:
     return x[:, rank * length : (rank + 1) * length]
 
 
-def _keep(part: Tensor, whole: Tensor, rank: int, exchange: PeerExchange) -> Any:
-    """Copy the part of `rank` into the whole on the side stream; returns the event after it."""
-    with exchange.beside() as done:
+def _keep(part: Tensor, whole: Tensor, rank: int, exchange: PeerExchange) -> Copies:
+    """Copy the part of `rank` into the whole beside what computes."""
+    with exchange.copies.behind_present() as kept:
         # A sample at a time: copy engines copy what lies together.
         for sample, place in zip(part, _part(whole, rank, exchange), strict=True):
             place.copy_(sample, non_blocking=True)
-    return done[0]
+    return kept

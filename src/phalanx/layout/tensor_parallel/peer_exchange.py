@@ -6,14 +6,14 @@ passed the barrier of an exchange knows that all ranks have read what came with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.copy_stream import Copies, CopyStream
 from phalanx.layout.data_parallel.peer_memory import (
     PeerBuffer,
     align_size,
@@ -36,7 +36,7 @@ class PeerExchange:
         self._group, self._device = group, device
         self._buffers: list[PeerBuffer] = []
         self._present = 0
-        self._beside = None if device.type == "cpu" else torch.Stream(device)
+        self.copies = CopyStream(device)
 
     @property
     def bytes(self) -> int:
@@ -68,37 +68,17 @@ class PeerExchange:
         memory = self._buffers[self._present].of(self.rank if on is None else on)
         return memory[source * self._part : (source + 1) * self._part].view(self._dtype).view(self._shape)
 
-    def send(self, part: Tensor, peer: int) -> Any:
-        """Copy `part`, which the present stream has written, to `peer`; returns the event after the copy."""
-        with self.beside() as done:
+    def send(self, part: Tensor, peer: int) -> Copies:
+        """Copy `part`, which the present stream has written, to `peer`."""
+        with self.copies.behind_present() as sent:
             self.place(self.rank, on=peer).copy_(part, non_blocking=True)
-        return done[0]
+        return sent
 
-    @contextmanager
-    def beside(self) -> Iterator[list[Any]]:
-        """Run what is inside on the side stream, behind all that the present one was given; then holds the event after it.
-
-        Whoever frees memory that is read or written inside waits for that event first.
-        """
-        done: list[Any] = [None]
-        if self._beside is None:
-            yield done
-            return
-        self._beside.wait_stream(torch.accelerator.current_stream())
-        with self._beside:
-            yield done
-            done[0] = self._beside.record_event()
-
-    def meet(self, *sent: Any) -> None:
+    def meet(self, *sent: Copies) -> None:
         """Let the present stream wait until every rank has come here with what it has sent."""
-        self.wait(*sent)
+        for copies in sent:
+            copies.wait()
         self._buffers[self._present].barrier()
-
-    def wait(self, *events: Any) -> None:
-        """Let the present stream wait for events of the side stream."""
-        for event in events:
-            if event is not None:
-                torch.accelerator.current_stream().wait_event(event)
 
 
 _EXCHANGES: dict[str, PeerExchange] = {}
