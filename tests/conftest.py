@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.launch.collectives import RECORDER_VARIABLES
+
 _LONGEST_FIRST = (
     "memory/test_agreement.py",
     "verification/test_expert_parity.py",
@@ -58,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
     else:
         os.environ.update(dict.fromkeys(_VISIBLE_DEVICES, "-1"))
+    os.environ.update(RECORDER_VARIABLES)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if _OWN_CACHE not in os.environ:

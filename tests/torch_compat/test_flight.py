@@ -13,7 +13,7 @@ import torch.distributed as dist
 from phalanx.launch.collectives import read_collectives
 from phalanx.launch.fork_server import run_ranks
 from phalanx.launch.heartbeat import collectives_file
-from phalanx.torch_compat.flight import last_collectives, record_collectives
+from phalanx.torch_compat.flight import last_collectives
 
 
 def test_a_build_with_nccl_gives_both_recorders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -42,7 +42,6 @@ def test_a_build_with_nccl_gives_both_recorders(monkeypatch: pytest.MonkeyPatch,
 
 
 def record_on_ranks(folder: Path) -> list[tuple[str, int, bool]]:
-    record_collectives()
     dist.barrier()
     dist.all_reduce(torch.ones(2))
     # Rank 1 never comes to the next one.

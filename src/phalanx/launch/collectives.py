@@ -15,6 +15,10 @@ from typing import Any
 
 from phalanx.launch.heartbeat import collectives_file
 
+RECORDER_VARIABLES = {"TORCH_FR_BUFFER_SIZE": "512", "TORCH_NCCL_ENABLE_TIMING": "1"}
+"""Environment in which PyTorch remembers so many of a rank's last collectives, and NCCL measures when each begins on the
+device and how long it takes there. Set before PyTorch is loaded: gloo of 2.10 reads it then."""
+
 
 @dataclass(frozen=True)
 class Collective:

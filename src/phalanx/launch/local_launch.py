@@ -22,7 +22,7 @@ from typing import Any
 
 from phalanx.hardware.host import KILLED_FOR_MEMORY, LESS_MEMORY, KillCount, available_cores, is_loopback, passive_waits
 from phalanx.launch import heartbeat
-from phalanx.launch.collectives import Collective, read_collectives
+from phalanx.launch.collectives import RECORDER_VARIABLES, Collective, read_collectives
 from phalanx.launch.faults import (
     Fault,
     NodeEnd,
@@ -560,7 +560,8 @@ class RankProcesses:
 
 def _rank_defaults(world_size: int) -> dict[str, str]:
     """Return variables for libraries that read them as they are loaded."""
-    return {"OMP_NUM_THREADS": str(max(1, available_cores() // world_size)), **passive_waits(os.environ)}
+    threads = str(max(1, available_cores() // world_size))
+    return {"OMP_NUM_THREADS": threads, **passive_waits(os.environ), **RECORDER_VARIABLES}
 
 
 def _bind(pid: int, place: int) -> None:

@@ -6,22 +6,10 @@ devices has groups of both.
 
 from __future__ import annotations
 
-import os
-
 import torch
-
-RECORDS = 512
-"""Collectives that a rank remembers, in each recorder."""
 
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 """Functions that give a recorder's text: gloo's, and that of NCCL or RCCL, which a build for the CPU does not have."""
-
-
-def record_collectives() -> None:
-    """Have this process remember its last collectives. Call before the first process group is made."""
-    # NCCL measures when a collective begins on the device, and how long it takes there, only where it is asked to.
-    for name, value in (("TORCH_FR_BUFFER_SIZE", str(RECORDS)), ("TORCH_NCCL_ENABLE_TIMING", "1")):
-        os.environ.setdefault(name, value)
 
 
 def last_collectives() -> str | None:

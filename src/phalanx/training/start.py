@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -21,6 +22,7 @@ from phalanx.families.registry import bind
 from phalanx.hardware.device import choose_device, device_name, memory_bytes, require_cpu_format
 from phalanx.hardware.device_facts import device_kind
 from phalanx.hardware.energy import open_energy_meter
+from phalanx.launch.collectives import RECORDER_VARIABLES
 from phalanx.launch.faults import Limits
 from phalanx.launch.heartbeat import Heartbeat, heartbeat_of
 from phalanx.launch.watch import make_node_folder, start_watch, started_by_launcher
@@ -38,7 +40,7 @@ from phalanx.planner.trace.traced_model import TracedModel
 from phalanx.printable import write_stderr
 from phalanx.report.run_log import LESS_MEMORY_EVENT
 from phalanx.torch_compat.common import is_rocm
-from phalanx.torch_compat.flight import last_collectives, record_collectives
+from phalanx.torch_compat.flight import last_collectives
 from phalanx.training.callbacks import Callback, CallbackList, build_callbacks, build_recorders
 from phalanx.training.checkpointing import Restored, require_checkpoint, restore_run
 from phalanx.training.inputs import Inputs, TrainableModel
@@ -105,7 +107,9 @@ def _train_on_ranks(
     callbacks = build_callbacks(run.training.callbacks)
     if run.training.deterministic:
         torch.use_deterministic_algorithms(True)
-    record_collectives()
+    # Our launcher has set them; other launchers have not.
+    for name, value in RECORDER_VARIABLES.items():
+        os.environ.setdefault(name, value)
     join_process_group(ranks, device, timeout_s=run.training.timeout_s)
     heartbeat.answer(last_collectives)
     try:
