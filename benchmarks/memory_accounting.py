@@ -55,7 +55,7 @@ def main() -> None:
         tokens = torch.randint(0, run.model.vocab_size, (samples, run.data.sequence_length + 1))
         return TokenBatch(tokens[:, :-1], tokens[:, 1:], None, torch.arange(samples))
 
-    with attention.active():
+    with attention.active(device):
         step.run(1, batch(2 * layout.microbatch))
         parts = [batch(layout.microbatch).to(device) for _ in range(2)]
         for part in parts:

@@ -110,7 +110,7 @@ def main() -> None:
     sizes = (options.heads, options.kv_heads, options.width)
     kernels = {}
     for name in ("cudnn", "flash"):
-        with AttentionChoice(name).active():
+        with AttentionChoice(name).active(device):
             kernels[name] = {
                 "relative_error": parity(device, *sizes),
                 "milliseconds": milliseconds(device, *sizes, options.length),

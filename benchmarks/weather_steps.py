@@ -163,7 +163,7 @@ def run_case(options: argparse.Namespace, case: Case, ranks: Ranks, device: torc
     batch = random_fields(run, layout, mesh, device)
     built = _memory(applied, device)
     gathered = exposed = None
-    with attention.active():
+    with attention.active(device):
         seconds, losses = timed_steps(step, batch, case["steps"], device)
         peak = _memory(applied, device)
         if case["profile"]:

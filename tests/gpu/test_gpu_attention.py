@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from device_runs import CPU, accelerator, relative_error
+from distributed_ranks import run_ranks
 from phalanx.config.model import LanguageModel
+from phalanx.layout.context_parallel.kernel_choice import AttentionChoice
 from phalanx.nn.attention import Attention, KeyValueCache, attention_context
 
 pytestmark = pytest.mark.gpu
@@ -93,3 +97,22 @@ def test_attention_computes_what_the_cpu_computes(options: tuple[Any, ...], dtyp
     noise = 2e-5 if dtype == torch.float32 else 1e-2
     for name, right in wanted.items():
         assert relative_error(found[name], right) <= 3 * relative_error(plain[name], right) + noise, name
+
+
+def kernels_run(name: str) -> list[str]:
+    """Operations of the first attention of a process, with the kernel that a run file names."""
+    device = accelerator()
+    torch.accelerator.set_device_index(device.index)
+    with AttentionChoice(name).active(device), profile(activities=[ProfilerActivity.CPU]) as found:
+        x = torch.randn(2, 4, 256, 64, device=device, dtype=torch.bfloat16)
+        F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    return [event.name for event in found.events()]
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "math", *(() if torch.version.hip else ("cudnn",))])
+def test_the_kernel_that_a_run_file_names_computes_from_the_first_attention_of_a_process(name: str) -> None:
+    """PyTorch sets an order of its own at a process's first choice: this process has chosen already."""
+    (operations,) = run_ranks(kernels_run, 1, name)
+    assert any(word.startswith(f"aten::_scaled_dot_product_{name}_attention") for word in operations) or (
+        name == "math" and "aten::_scaled_dot_product_attention_math" in operations
+    ), operations

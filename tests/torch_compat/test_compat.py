@@ -73,10 +73,10 @@ def test_parts_of_attention_go_to_cudnn_where_it_was_chosen_and_can(
     monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *arguments: arguments)
     for can in (True, False):
         monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _, can=can: can)
-        with AttentionChoice(chosen).active():
+        with AttentionChoice(chosen).active(torch.device("cpu")):
             assert compat.prefers_cudnn(query, query, query, True) is (can and chosen in COMES_FIRST)
     monkeypatch.setattr(torch.backends.cuda, "can_use_cudnn_attention", lambda _: True)
-    with AttentionChoice("cudnn").active():
+    with AttentionChoice("cudnn").active(torch.device("cpu")):
         monkeypatch.setattr(compat, "is_rocm", lambda: True)
         assert not compat.prefers_cudnn(query, query, query, True)
         on_cpu = torch.zeros(1, 4, 8, 16)

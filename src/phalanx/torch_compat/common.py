@@ -313,6 +313,19 @@ def attention_kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool) ->
     return out, log_z.view(out.shape[:-1])
 
 
+@cache
+def choose_attention_once(device: torch.device) -> None:
+    """Run a tiny attention on `device`, so that an order of kernels set from now on is kept.
+
+    PyTorch sets an order of its own when a process chooses between kernels for the first time, on Hopper cuDNN before all
+    others, and so drops one that the process set before (`priority_order` in ATen's `sdp_utils.cpp`, 2.10 to 2.13).
+    """
+    if device.type == "cuda":
+        with _disable_current_modes(), torch.no_grad():
+            x = torch.zeros(1, 1, 16, 64, dtype=torch.bfloat16, device=device)
+            torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
 def prefers_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> bool:
     """Return whether cuDNN's attention covers these tensors and is preferred to PyTorch's own flash attention."""
     if query.device.type != "cuda" or is_rocm():

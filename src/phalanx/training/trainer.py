@@ -156,7 +156,7 @@ class Trainer:
             return
         start = time.perf_counter()
         # In this order: a signal that comes while callbacks end is still a request, not the end of the process.
-        with self.stop, self.parts.attention.active(), self._called_back():
+        with self.stop, self.parts.attention.active(self.parts.place.device), self._called_back():
             self._probe_memory()
             step = self.step
             while step < self.until:

@@ -120,7 +120,7 @@ def _time_attention(clock: Clock, x: Attention) -> Iterator[TimedOperation]:
 
     query, key, value = random(x.heads), random(x.kv_heads), random(x.kv_heads)
     sizes = (x.samples * x.heads, x.queries, x.keys, x.head_size)
-    with choice.active():
+    with choice.active(device):
         forward = clock.seconds(lambda: attended(query, key, value))
         yield TimedOperation("attention" if x.causal else "whole_attention", *sizes, forward)
         out = attended(query, key, value)
@@ -238,7 +238,7 @@ def _time_block(clock: Clock, width: int, length: int, samples: int, compiled: b
     )
     run = torch.compile(block, dynamic=False) if compiled else block
     inputs = (x, *block.parameters())
-    with choice.active():
+    with choice.active(device):
         forward = clock.seconds(lambda: run(*arguments))
         both = clock.seconds(lambda: torch.autograd.grad(run(*arguments), inputs, grad))
     return TimedBlock(width, length, samples, compiled, *split_times(forward, both))

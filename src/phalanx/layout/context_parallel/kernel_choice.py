@@ -60,8 +60,8 @@ class AttentionChoice:
         return _code_path(self.name)
 
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Let SDPA prefer this kernel; the others stay behind it for shapes it cannot run.
+    def active(self, device: torch.device) -> Iterator[None]:
+        """Let SDPA prefer this kernel on `device`; the others stay behind it for shapes it cannot run.
 
         What FlashAttention-4 cannot do, such as one part of a ring, is for cuDNN, the fastest but for it.
         """
@@ -70,6 +70,7 @@ class AttentionChoice:
             yield
             return
         order = [preferred, *(b for b in _BACKENDS.values() if b is not preferred)]
+        compat.choose_attention_once(device)
         with sdpa_kernel(order, set_priority=True):
             yield
 

@@ -94,7 +94,7 @@ def dry_run(
     with (
         fake_rank(layout, rank, accelerator=accelerator) as (mesh, trace),
         expected_exchanges(layout, load),
-        attention.active(),
+        attention.active(DEVICE),
     ):
         short = _with_microbatches(layout, few)
         applied = apply_layout(model, short, mesh, DEVICE, attention, fill=False)
