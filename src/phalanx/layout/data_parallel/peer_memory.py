@@ -192,6 +192,15 @@ def next_free_buffer(buffers: Iterable[AnyReusable], size: int, exchanges: int) 
     return min(fitting, key=lambda x: (x.size, x.exchange), default=None)
 
 
+def new_buffer_size(buffers: Iterable[Reusable], size: int) -> int:
+    """Return the bytes of the buffer by which a pool grows for an exchange of `size` bytes.
+
+    At least those of the pool's largest buffer: of large exchanges that follow each other, as those of both ends of a model
+    do between two steps, each needs a buffer, and two of one size serve any order.
+    """
+    return max((align_size(size), *(x.size for x in buffers)))
+
+
 @dataclass(eq=False)
 class _PooledBuffer:
     """One buffer of a pool and when it was last used."""
@@ -233,7 +242,8 @@ class BufferPool:
         size = count * dtype.itemsize
         pooled = next_free_buffer(self._buffers, size, self._exchanges)
         if pooled is None:
-            pooled = _PooledBuffer(make_peer_buffer_at_rest(align_size(size), self.device, self.group))
+            grown = new_buffer_size(self._buffers, size)
+            pooled = _PooledBuffer(make_peer_buffer_at_rest(grown, self.device, self.group))
             self._buffers.append(pooled)
         if pooled.read is not None:
             self._module.current_stream().wait_event(pooled.read)

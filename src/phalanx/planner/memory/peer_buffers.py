@@ -14,7 +14,7 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from phalanx.layout.data_parallel.peer_memory import align_size, next_free_buffer
+from phalanx.layout.data_parallel.peer_memory import align_size, new_buffer_size, next_free_buffer
 from phalanx.layout.spec import LayoutTable, ResolvedLayout
 from phalanx.layout.tensor_parallel.peer_exchange import SMALLEST_EXCHANGE
 from phalanx.planner.memory.ranks import RankParts
@@ -140,7 +140,7 @@ class _Pool:
         """Exchange `size` bytes through a buffer that rests, or a new one."""
         found = next_free_buffer(self.buffers, size, self.exchanges)
         if found is None:
-            found = _Buffer(align_size(size))
+            found = _Buffer(new_buffer_size(self.buffers, size))
             self.buffers.append(found)
         self.exchanges += 1
         found.exchange = self.exchanges
