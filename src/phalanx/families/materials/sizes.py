@@ -363,11 +363,10 @@ def _mace_piece(config: MaterialsModel, number: int) -> Piece:
         *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(outside + 1)),
         *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(mixed)),
     )
-    # As many distinct products of `order` factors as there are multisets of components.
+    formed = _count_products(options.degree, options.correlation, outside)
     products = [
-        2.0 * c * count * (2 * ell + 1) * math.comb((options.degree + 1) ** 2 + order - 1, order)
-        for order, counts in enumerate(polynomials, 1)
-        for ell, count in enumerate(counts)
+        2.0 * c * sum(count * (2 * ell + 1) for ell, count in enumerate(counts)) * distinct
+        for counts, distinct in zip(polynomials, formed, strict=True)
     ]
     width = (inside + 1) ** 2
     coupled = 2.0 * components * width * ((options.degree + 1) ** 2 + c)
@@ -392,6 +391,39 @@ def _polynomial_count(degree: int, order: int, result: int) -> int:
             weight = sum(m for _, m in factors)
             count += (weight == result) - (weight == result + 1)
     return count
+
+
+@cache
+def _count_products(degree: int, correlation: int, outside: int) -> list[int]:
+    """Count by order the distinct products of components that a polynomial has or a longer product is made of.
+
+    Those that the selection rules of real harmonics allow; a few more are 0 in every polynomial.
+    """
+    components = [(ell, m) for ell in range(degree + 1) for m in range(-ell, ell + 1)]
+    results = [(ell, m) for ell in range(outside + 1) for m in range(-ell, ell + 1)]
+    counts, longer = [len(components)], set[tuple[tuple[int, int], ...]]()
+    for order in range(correlation, 1, -1):
+        found = {
+            factors
+            for factors in combinations_with_replacement(components, order)
+            if factors in longer or any(_couples(factors, *result) for result in results)
+        }
+        counts.insert(1, len(found))
+        longer = {factors[:-1] for factors in found}
+    return counts
+
+
+def _couples(factors: tuple[tuple[int, int], ...], ell: int, m: int) -> bool:
+    """Return whether selection rules allow a product of real harmonics in a polynomial that transforms like one."""
+    degrees = {0}
+    for one, _ in factors:
+        degrees = {total for before in degrees for total in range(abs(before - one), before + one + 1)}
+    orders = {0}
+    for _, one in factors:
+        orders = {total for before in orders for total in (before + one, before - one)}
+    # Parity, and which are odd under a reflection that keeps the axis: those of negative m.
+    even = sum(one for one, _ in factors) % 2 == ell % 2
+    return even and sum(one < 0 for _, one in factors) % 2 == (m < 0) and ell in degrees and m in orders
 
 
 _SPACE = 3

@@ -10,6 +10,7 @@ from torch import Tensor
 from atom_graphs import orthogonal
 from phalanx.families.materials.model.message_passing.mace import (
     component_range,
+    contraction_constants,
     count_components,
     coupling_coefficients,
     coupling_paths,
@@ -77,6 +78,31 @@ def test_polynomials_turn_like_their_degree(order: int, result: int, matrix: Ten
     part = d[component_range(result), component_range(result)]
     before, after = evaluate(order, result, x_NS), evaluate(order, result, x_NS @ d.T)
     torch.testing.assert_close(after, before @ part.T, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("outside", [0, 1])
+@pytest.mark.parametrize("correlation", [1, 2, 3])
+def test_products_that_are_formed_make_all_polynomials(correlation: int, outside: int) -> None:
+    x_NS = features(6)
+    basis, indices = contraction_constants(DEGREE, correlation, outside)
+    assert len(basis) == correlation == len(indices) + 1
+    products = x_NS
+    for order in range(1, correlation + 1):
+        if order > 1:
+            shorter, factor = (index.on(x_NS.device, torch.int64) for index in indices[order - 2])
+            products = products[:, shorter] * x_NS[:, factor]
+        wanted = torch.cat([evaluate(order, result, x_NS).flatten(1) for result in range(outside + 1)], dim=1)
+        found = products @ basis[order - 1].on(x_NS.device, x_NS.dtype).T
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    if correlation > 1:
+        # Of the longest only those that some polynomial has.
+        longest = basis[-1].on(x_NS.device, x_NS.dtype)
+        assert bool((longest.abs().amax(0) > 0).all()) and longest.shape[1] < count_products(correlation)
+
+
+def count_products(order: int) -> int:
+    """Return the number of distinct products of `order` factors."""
+    return len(monomial_products(count_components(DEGREE), order).factor_P)
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3])

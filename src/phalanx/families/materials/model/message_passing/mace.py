@@ -173,22 +173,18 @@ class SymmetricContraction(nn.Module):
 
     def __init__(self, config: MaterialsModel, outside: int) -> None:
         super().__init__()
-        degree = config.mace.degree
+        options = config.mace
         self.outside = outside
-        self.products = [
-            monomial_products(count_components(degree), order) for order in range(2, config.mace.correlation + 1)
+        orders = range(1, options.correlation + 1)
+        self.counts = [
+            [len(equivariant_polynomials(options.degree, order, result)) for result in range(outside + 1)]
+            for order in orders
         ]
-        self.indices = [(Constant(p.shorter_P), Constant(p.factor_P)) for p in self.products]
-        self.basis: list[Constant] = []
-        """Of each order the polynomials of all degrees, [Q, P], one product with which is quicker than one a degree."""
-        self.counts: list[list[int]] = []
         """Polynomials of each degree, by order."""
-        self.weights = nn.ModuleList()
-        for order in range(1, config.mace.correlation + 1):
-            bases = [equivariant_polynomials(degree, order, result) for result in range(outside + 1)]
-            self.basis.append(Constant(torch.cat([basis.flatten(0, 1) for basis in bases])))
-            self.counts.append([len(basis) for basis in bases])
-            self.weights.append(ElementTable(config.max_atomic_number, sum(self.counts[-1]), config.d_model))
+        self.basis, self.indices = contraction_constants(options.degree, options.correlation, outside)
+        self.weights = nn.ModuleList(
+            ElementTable(config.max_atomic_number, sum(counts), config.d_model) for counts in self.counts
+        )
 
     def forward(self, features_NSC: Tensor, species_N: Tensor) -> Tensor:
         """Map [N, S, C] of all degrees to [N, S', C] of degrees up to `outside`."""
@@ -198,7 +194,7 @@ class SymmetricContraction(nn.Module):
         weighed: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(self.outside + 1)]
         for order, (weight, basis, counts) in enumerate(zip(self.weights, self.basis, self.counts, strict=True)):
             if order:
-                # Products of one more factor, each distinct one once: far fewer than all, since factors commute.
+                # Products of one more factor.
                 shorter, factor = (index.on(device, torch.int64) for index in self.indices[order - 1])
                 products_NPC = products_NPC.index_select(1, shorter) * features_NSC.index_select(1, factor)
             polynomials_NQC = torch.einsum("qp,npc->nqc", basis.on(device, dtype), products_NPC)
@@ -449,6 +445,38 @@ def monomial_products(count: int, order: int) -> Products:
     factors = list(combinations_with_replacement(range(count), order))
     shorter = torch.tensor([place[f[:-1]] for f in factors], dtype=torch.int64, device="cpu")
     return Products(shorter, torch.tensor([f[-1] for f in factors], dtype=torch.int64, device="cpu"))
+
+
+@cache
+def contraction_constants(
+    degree: int, correlation: int, outside: int
+) -> tuple[list[Constant], list[tuple[Constant, Constant]]]:
+    """Return of each order the polynomials of all degrees up to `outside`, [Q, P], and how to form their P products.
+
+    That is, of each order from 2 on, int64 [P]: which product of one factor less is multiplied, and by which component.
+    Each distinct product comes once, since factors commute, and only if a polynomial has it or a longer one is made of it:
+    most polynomials are made of few.
+    """
+    orders, count = range(1, correlation + 1), count_components(degree)
+    bases = [
+        torch.cat([equivariant_polynomials(degree, order, result).flatten(0, 1) for result in range(outside + 1)])
+        for order in orders
+    ]
+    tables = [monomial_products(count, order) for order in orders[1:]]
+    # From the longest on: each needs the shorter one that it is made of.
+    wanted, needed_by_order = torch.zeros(0, dtype=torch.int64, device="cpu"), []
+    for basis, table in zip(bases[:0:-1], tables[::-1], strict=True):
+        needed_P = (basis.abs() > _SAME).any(0).index_fill(0, wanted, True).nonzero().squeeze(1)
+        wanted = table.shorter_P[needed_P]
+        needed_by_order.append(needed_P)
+    place_P = torch.arange(count, device="cpu")
+    kept, indices = [bases[0]], []
+    for basis, table, needed_P in zip(bases[1:], tables, reversed(needed_by_order), strict=True):
+        indices.append((Constant(place_P[table.shorter_P[needed_P]]), Constant(table.factor_P[needed_P])))
+        kept.append(basis[:, needed_P])
+        place_P = torch.zeros(basis.shape[1], dtype=torch.int64, device="cpu")
+        place_P[needed_P] = torch.arange(len(needed_P), device="cpu")
+    return [Constant(basis) for basis in kept], indices
 
 
 @cache
