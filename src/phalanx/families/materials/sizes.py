@@ -11,7 +11,6 @@ pointwise work are not counted.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations_with_replacement, pairwise
