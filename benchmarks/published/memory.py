@@ -14,8 +14,8 @@ from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.measured.check_predictions import run_of
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.parts import model_bytes
-from phalanx.planner.memory.ranks import blocks_in_flight
 from phalanx.planner.trace.traced_model import Kernel, TracedModel
+from published.in_flight import blocks_in_flight
 from published.runs import PublishedRun
 
 

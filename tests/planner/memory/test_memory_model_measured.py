@@ -13,8 +13,8 @@ from phalanx.layout.resolve import resolve_layout
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.memory.model import Kernels, rank_memory
 from phalanx.planner.memory.probability import GIB
-from phalanx.planner.memory.ranks import blocks_in_flight
 from phalanx.planner.trace.traced_model import TracedModel
+from published.in_flight import blocks_in_flight
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

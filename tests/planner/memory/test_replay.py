@@ -15,6 +15,7 @@ from phalanx.planner.memory.ranks import ranks_that_may_be_worst
 from phalanx.planner.memory.replay import COLUMN, COUNTS, Pipeline, Replay
 from phalanx.planner.schedule.schedule_table import Pass, schedule_table
 from phalanx.torch_compat.pipeline_stage import keep_gathered
+from published.in_flight import peak_in_flight
 
 SHAPES = [(2, 2, 4), (2, 5, 8), (4, 3, 8), (3, 4, 3), (4, 2, 12)]
 COSTS = (0.3, 1.7)
@@ -138,7 +139,7 @@ def test_micro_batches_in_flight_are_those_of_the_table(schedule: str, stages_pe
     table = schedule_table(schedule, 4, stages_per_rank, microbatches)
     found = candidates_of_each_rank(pipeline(4, stages_per_rank, microbatches, schedule), False)
     # While a forward pass runs, its own micro-batch is in flight too.
-    assert [each.counts[:, COLUMN["stages_kept"]].max() for each in found] == table.peak_in_flight.tolist()
+    assert [each.counts[:, COLUMN["stages_kept"]].max() for each in found] == peak_in_flight(table).tolist()
 
 
 @pytest.mark.parametrize("schedule", ZERO_BUBBLE)

@@ -20,6 +20,7 @@ from phalanx.layout.stage_assignment import rank_of_stage, stages_of_rank
 from phalanx.planner.schedule.bounds import in_flight
 from phalanx.planner.schedule.schedule_table import LETTERS, Action, Pass, schedule_table, table_of
 from phalanx.torch_compat.common import schedule_actions
+from published.in_flight import microbatches_in_flight, peak_activations, peak_in_flight
 from whole_model import backward, laid_out, whole_run
 
 SCHEDULES = [
@@ -124,7 +125,7 @@ def test_every_pipelined_layout_of_eight_ranks_has_a_table() -> None:
     assert any(pp == 1 for _, pp, *_ in layouts) and any(pp == 4 for _, pp, *_ in layouts)
     for schedule, pp, per_rank, count in layouts:
         table = schedule_table(schedule, pp, per_rank, count)
-        assert table.peak_in_flight.tolist() == in_flight(schedule, pp, per_rank, count, np.arange(pp)).tolist()
+        assert peak_in_flight(table).tolist() == in_flight(schedule, pp, per_rank, count, np.arange(pp)).tolist()
 
 
 SECOND_RANK = [("F", 1, 0), ("F", 3, 0), ("B", 3, 0), ("B", 1, 0)]
@@ -165,7 +166,7 @@ def test_a_table_that_cannot_be_is_noticed(
 )
 def test_sixteen_ranks_with_64_microbatches(schedule: str, per_rank: int, first_middle_last: list[int]) -> None:
     table = schedule_table(schedule, 16, per_rank, 64)
-    assert table.peak_in_flight[[0, 8, 15]].tolist() == first_middle_last
+    assert peak_in_flight(table)[[0, 8, 15]].tolist() == first_middle_last
 
 
 @pytest.mark.parametrize(("schedule", "per_rank"), SCHEDULES)
@@ -173,7 +174,7 @@ def test_sixteen_ranks_with_64_microbatches(schedule: str, per_rank: int, first_
 def test_closed_forms_count_what_is_in_flight(schedule: str, per_rank: int, pp: int) -> None:
     counts = np.array(legal_counts(schedule, per_rank, pp, 3 * pp + 2))
     formula = in_flight(schedule, pp, per_rank, counts[:, None], np.arange(pp))
-    tables = [schedule_table(schedule, pp, per_rank, int(count)).peak_in_flight for count in counts]
+    tables = [peak_in_flight(schedule_table(schedule, pp, per_rank, int(count))) for count in counts]
     assert formula.tolist() == np.stack(tables).tolist()
 
 
@@ -195,23 +196,23 @@ def test_the_interleaved_table_is_that_of_pytorch(
 def test_1f1b_with_fewer_microbatches_than_stages() -> None:
     table = schedule_table("1f1b", 8, 1, 3)
     assert table.actions(6)[:4] == [Action(Pass(kind), 6, number) for kind, number in ((0, 0), (0, 1), (1, 0), (0, 2))]
-    assert table.peak_in_flight.tolist() == in_flight("1f1b", 8, 1, 3, np.arange(8)).tolist() == [3] * 6 + [2, 1]
+    assert peak_in_flight(table).tolist() == in_flight("1f1b", 8, 1, 3, np.arange(8)).tolist() == [3] * 6 + [2, 1]
 
 
 def test_activations_are_weighed_by_stage_at_the_same_time() -> None:
     table = schedule_table("interleaved_1f1b", 2, 2, 4)
     # Rank 1: F1,0 F1,1 F3,0 B3,0 F3,1 B3,1 F1,2 B1,0 F1,3 B1,1 F3,2 B3,2 F3,3 B3,3 B1,2 B1,3.
-    assert table.in_flight[1].tolist()[:7] == [[1, 0], [2, 0], [2, 1], [2, 1], [2, 1], [2, 1], [3, 0]]
-    assert table.peak_activations([1.0, 1.0, 1.0, 1.0]).tolist() == [5.0, 3.0]
-    assert table.peak_activations([0.0, 10.0, 0.0, 1.0])[1] == 30.0
-    assert table.peak_activations([0.0, 1.0, 0.0, 10.0])[1] == 12.0
+    assert microbatches_in_flight(table)[1].tolist()[:7] == [[1, 0], [2, 0], [2, 1], [2, 1], [2, 1], [2, 1], [3, 0]]
+    assert peak_activations(table, [1.0, 1.0, 1.0, 1.0]).tolist() == [5.0, 3.0]
+    assert peak_activations(table, [0.0, 10.0, 0.0, 1.0])[1] == 30.0
+    assert peak_activations(table, [0.0, 1.0, 0.0, 10.0])[1] == 12.0
 
 
 def test_activations_are_held_until_the_gradients_of_weights() -> None:
     table = schedule_table("interleaved_zero_bubble", 2, 2, 4)
     for rank in range(2):
         held: Counter[tuple[int, int]] = Counter()
-        for action, counts in zip(table.actions(rank), table.in_flight[rank], strict=True):
+        for action, counts in zip(table.actions(rank), microbatches_in_flight(table)[rank], strict=True):
             held[action.stage, action.microbatch] += action.kind == Pass.FORWARD
             assert counts.tolist() == [sum(held[stage, n] for n in range(4)) for stage in table.stages_of_rank[rank]]
             held[action.stage, action.microbatch] -= action.kind == Pass.WEIGHT

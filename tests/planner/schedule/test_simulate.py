@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.planner.schedule.bounds import bound_makespan
 from phalanx.planner.schedule.schedule_table import Action, Pass, ScheduleTable, schedule_table
-from phalanx.planner.schedule.simulate import StageTimes, makespans, makespans_together, simulate
+from phalanx.planner.schedule.simulate import StageTimes, makespans, simulate
 
 SCHEDULES = [
     ("gpipe", 1),
@@ -93,7 +93,6 @@ def test_every_action_runs_when_a_plain_loop_runs_it(case: tuple[ScheduleTable, 
         own = [end - start for action, (start, end) in wanted.items() if table.rank_of_stage[action.stage] == rank]
         assert found.busy[rank] == pytest.approx(sum(own))
     assert found.makespan == pytest.approx(max(end for _, end in wanted.values()))
-    assert found.idle == pytest.approx(found.makespan - found.busy)
     assert makespans(table, times) == pytest.approx([found.makespan])
 
 
@@ -115,23 +114,6 @@ def test_candidates_are_computed_together_as_one_by_one(monkeypatch: pytest.Monk
     )
 
 
-def test_pipelines_side_by_side_take_what_each_takes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    random = np.random.default_rng(4)
-    pipelines = []
-    for (schedule, per_rank), candidates in zip(SCHEDULES, (3, 1, 4, 2, 1, 3, 2), strict=True):
-        for pp, rounds in ((2, 2), (4, 3), (3, 5)):
-            table = schedule_table(schedule, pp, per_rank, pp * rounds)
-            forward, inputs, weight = random.uniform(0.5, 2.0, (3, candidates, table.n_stages))
-            after = random.uniform(0.0, 3.0, (candidates, pp))
-            transfer = random.uniform(0.0, 0.2, (candidates, 1))
-            pipelines.append((table, StageTimes(forward, inputs + weight, weight, transfer, after)))
-    alone = [makespans(*pipeline).tolist() for pipeline in pipelines]
-    for room in (1, 2_000, 10**9):
-        monkeypatch.setattr("phalanx.planner.schedule.simulate._TOGETHER", room)
-        assert [found.tolist() for found in makespans_together(pipelines)] == alone
-    assert makespans_together([]) == []
-
-
 def test_what_ranks_do_afterwards_counts_from_their_own_last_action() -> None:
     table = schedule_table("1f1b", 4, 1, 8)
     times = even(table, 1.0, 1.0, 1.0)
@@ -139,7 +121,6 @@ def test_what_ranks_do_afterwards_counts_from_their_own_last_action() -> None:
     late = StageTimes(times.forward, times.backward, after=[1.0, 2.0, 3.0, 4.0])
     found = simulate(table, late)
     assert found.makespan == 34.0 and found.busy.tolist() == [25.0, 26.0, 27.0, 28.0]
-    assert found.idle.tolist() == [9.0, 8.0, 7.0, 6.0] and found.bubble == pytest.approx(7.5 / 34.0)
     assert simulate(table, StageTimes(times.forward, times.backward, after=[0.0, 0.0, 0.0, 20.0])).makespan == 47.0
 
 

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from phalanx.layout.spec import SCHEDULES, ZERO_BUBBLE, LayoutTable, ResolvedLayout
 from phalanx.layout.stage_assignment import count_leading, stage_layer_counts, stages_of_rank
 from phalanx.planner.distinct_rows import distinct_rows
-from phalanx.planner.schedule.schedule_table import table_of
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -97,8 +96,3 @@ def ranks_that_may_be_worst(
     ends = np.stack([stage == 0, stage == stage.max()]).any(axis=1)
     _, first = np.unique(np.concatenate([kinds, ends]), axis=1, return_index=True)
     return [int(rank) for rank in np.sort(first)]
-
-
-def blocks_in_flight(layout: ResolvedLayout, n_layers: int, costs: tuple[float, float]) -> FloatArray:
-    """Return the most blocks whose activations each pipeline rank holds at a time, each micro-batch counted, [ranks]."""
-    return table_of(layout).peak_activations(stage_layer_counts(n_layers, layout.n_stages, *costs))

@@ -70,7 +70,7 @@ def in_flight(
 ) -> IntArray:
     """Return the most micro-batches of all its stages together whose activations pipeline rank `rank` holds at a time.
 
-    Equal to `ScheduleTable.peak_in_flight` for every legal number of micro-batches.
+    That of the schedule's table, for every legal number of micro-batches.
     """
     pp, per_rank, count, rank = np.broadcast_arrays(pp, stages_per_rank, microbatches, rank)
     wanted = np.where(pp > 1, _IN_FLIGHT[schedule](pp, per_rank, count, rank), 1)

@@ -84,42 +84,9 @@ class ScheduleTable:
         return ranks
 
     @cached_property
-    def in_flight(self) -> IntArray:
-        """Micro-batches whose activations a rank holds during each action, by its stages in ascending order,
-        [ranks, actions, stages_per_rank].
-
-        Activations are held from the forward pass through the whole backward pass; where that is split, through the
-        gradients of weights, which read them too.
-        """
-        first = self.kind == Pass.FORWARD
-        last = (self.kind == Pass.BACKWARD) | (self.kind == Pass.WEIGHT)
-        change = first.astype(np.int64) - last
-        held = np.stack(
-            [np.cumsum(np.where(self.stage == mine[:, None], change, 0), axis=1) for mine in self.stages_of_rank.T],
-            axis=-1,
-        )
-        # What an action frees is held until it ends.
-        freed = np.where(last[..., None] & (self.stage[..., None] == self.stages_of_rank[:, None, :]), 1, 0)
-        return np.asarray(held + freed)
-
-    @cached_property
     def stages_of_rank(self) -> IntArray:
         """The stages each rank holds, ascending, [ranks, stages_per_rank]."""
         return np.argsort(self.rank_of_stage, kind="stable").reshape(self.pp, self.stages_per_rank)
-
-    @cached_property
-    def peak_in_flight(self) -> IntArray:
-        """The largest number of micro-batches in flight on each rank, all its stages together, [ranks]."""
-        return np.asarray(self.in_flight.sum(axis=2).max(axis=1))
-
-    def peak_activations(self, per_microbatch: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Return the peak of the activations that each rank holds, [ranks], in the unit of `per_microbatch`.
-
-        per_microbatch: what one micro-batch's activations take in each stage, [stages]: bytes, say. Exact where a rank's
-        stages differ, since it weighs what is in flight at the same time.
-        """
-        weights = np.asarray(per_microbatch, dtype=np.float64)[self.stages_of_rank]
-        return np.asarray((self.in_flight * weights[:, None, :]).sum(axis=2).max(axis=1))
 
 
 def table_of(layout: ResolvedLayout) -> ScheduleTable:

@@ -10,7 +10,7 @@ the arithmetic down, and one between two stages of the same rank takes no time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -24,8 +24,6 @@ FloatArray = npt.NDArray[np.float64]
 
 _AT_ONCE = 4_000_000
 """Numbers held for one array of times; more candidates are computed one lot after another."""
-_TOGETHER = 6_000_000
-"""Likewise, of pipelines that are simulated together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,21 +58,11 @@ class Simulation:
     busy: FloatArray
     """Seconds each rank computes, `after` included, [ranks]."""
 
-    @property
-    def idle(self) -> FloatArray:
-        """Seconds each rank waits for others, or for what they send, [ranks]."""
-        return self.makespan - self.busy
-
-    @property
-    def bubble(self) -> float:
-        """Idle time as a share of all ranks' time."""
-        return float(self.idle.mean() / self.makespan)
-
 
 def simulate(table: ScheduleTable, times: StageTimes) -> Simulation:
     """Place every action of `table` in time, for one candidate: `times` holds arrays of [stages]."""
-    program = _compile_one(table)
-    costs = _action_costs(program, [times])
+    program = _compile(table)
+    costs = _action_costs(program, times)
     # Without the row of time zero, and of the one candidate there is.
     end = _run(program, costs)[:-1, 0]
     busy_time = costs.duration(slice(None))[:, 0]
@@ -90,50 +78,15 @@ def simulate(table: ScheduleTable, times: StageTimes) -> Simulation:
 
 def makespans(table: ScheduleTable, times: StageTimes) -> FloatArray:
     """Return the makespan of each candidate in `times`, seconds, [candidates]: that of `simulate`, without its detail."""
-    program = _compile_one(table)
-    costs = _action_costs(program, [times])
+    program = _compile(table)
+    costs = _action_costs(program, times)
     results = []
     # Every action of every candidate has a time: of a million candidates that would be more than the memory.
     for lot in costs.lots(_AT_ONCE // len(program.order) + 1):
         end = _run(program, lot)
-        results.append(end[program.last[0]])
-    return _latest(np.concatenate(results, axis=1), table, times)
-
-
-def makespans_together(pipelines: Sequence[tuple[ScheduleTable, StageTimes]]) -> list[FloatArray]:
-    """Return the `makespans` of each pipeline. Several take little longer to simulate than the longest of them alone."""
-    found: dict[int, FloatArray] = {}
-    for lot in _lots(pipelines):
-        if len(lot) == 1:
-            found[lot[0]] = makespans(*pipelines[lot[0]])
-            continue
-        program = _compile([pipelines[place][0] for place in lot])
-        end = _run(program, _action_costs(program, [pipelines[place][1] for place in lot]))
-        for place, last in zip(lot, program.last, strict=True):
-            table, times = pipelines[place]
-            found[place] = _latest(end[last, : _candidates(times)], table, times)
-    return [found[place] for place in range(len(pipelines))]
-
-
-def _lots(pipelines: Sequence[tuple[ScheduleTable, StageTimes]]) -> Iterator[list[int]]:
-    """Yield the places of pipelines to simulate together: about equally long, of one runtime, as many as fit."""
-    sizes = [(table.stages_per_rank > 1, table.kind.shape[1] + table.pp) for table, _ in pipelines]
-    lot: list[int] = []
-    actions = candidates = 0
-    # From long to short: a lot takes as many rounds as its longest pipeline, so equally long ones waste the least.
-    for place in sorted(range(len(pipelines)), key=sizes.__getitem__, reverse=True):
-        table, times = pipelines[place]
-        actions, candidates = actions + table.kind.size, max(candidates, _candidates(times))
-        if lot and (sizes[place][0] != sizes[lot[0]][0] or actions * candidates > _TOGETHER):
-            yield lot
-            lot, actions, candidates = [], table.kind.size, _candidates(times)
-        lot.append(place)
-    if lot:
-        yield lot
-
-
-def _latest(last: FloatArray, table: ScheduleTable, times: StageTimes) -> FloatArray:
-    """Return the makespans, [candidates]. last: when the last action of each rank ends, [ranks, candidates]."""
+        results.append(end[program.last])
+    # When the last action of each rank ends, [ranks, candidates].
+    last = np.concatenate(results, axis=1)
     return np.asarray((last.T + _per_rank(table, times)).max(axis=1))
 
 
@@ -142,110 +95,84 @@ class _Program:
     """The actions of all ranks in one order in which each comes after what it waits for, cut into groups that wait for
     nothing of their own group. Arrays of [actions] in that order, unless stated."""
 
-    tables: Sequence[ScheduleTable]
+    table: ScheduleTable
     order: IntArray
-    """Place of the action in the flattened tables, one after the other."""
+    """Place of the action in the flattened table."""
     bounds: list[int]
     """Where each group begins, and the end."""
     rank: IntArray
     column: IntArray
-    """Which duration: kind * stages + stage, behind those of the tables before."""
+    """Which duration: kind * stages + stage."""
     before: IntArray
     """The action before it on its rank; one past the end of the order stands for time zero."""
     source: IntArray
     """The action of the neighbouring stage whose result it takes; likewise."""
     link: IntArray
-    """Between which stages that result travels, by the earlier stage; stages - 1 where nothing travels. Behind those of
-    the tables before, likewise."""
-    last: list[IntArray]
-    """The last action of each rank, [ranks], by table."""
+    """Between which stages that result travels, by the earlier stage; stages - 1 where nothing travels."""
+    last: IntArray
+    """The last action of each rank, [ranks]."""
 
 
 @lru_cache(maxsize=16)
-def _compile_one(table: ScheduleTable) -> _Program:
-    return _compile([table])
-
-
-def _compile(tables: Sequence[ScheduleTable]) -> _Program:
-    """Return what `simulate` needs of the tables: their actions in an order in which each finds its inputs there."""
-    n = sum(table.kind.size for table in tables)
-    starts = np.cumsum([0, *(table.kind.size for table in tables)]).tolist()
-    stages = np.cumsum([0, *(table.n_stages for table in tables)]).tolist()
-    actions = [_actions(*each, n) for each in zip(tables, starts[:-1], stages[:-1], strict=True)]
-    rank, column, before, source, link = (np.concatenate(part) for part in zip(*actions, strict=True))
-    # The groups follow from the tables alone, whatever the times: computed once, all candidates run through them together.
-    groups = list(_groups(tables, source))
+def _compile(table: ScheduleTable) -> _Program:
+    """Return what `simulate` needs of a table: its actions in an order in which each finds its inputs there."""
+    n, (ranks, each) = table.kind.size, table.kind.shape
+    kind, stage, source = table.kind.ravel(), table.stage.ravel(), _sources(table)
+    before = np.concatenate([np.full((ranks, 1), n), np.arange(n).reshape(ranks, each)[:, :-1]], axis=1).ravel()
+    here = table.rank_of_stage[stage]
+    # Activations come from the stage before, gradients from the one behind.
+    neighbour = np.clip(np.where(kind == Pass.FORWARD, stage - 1, stage + 1), 0, table.n_stages - 1)
+    travels = (source < n) & (table.rank_of_stage[neighbour] != here)
+    link = np.where(travels, np.minimum(stage, neighbour), table.n_stages - 1)
+    # The groups follow from the table alone, whatever the times: computed once, all candidates run through them together.
+    groups = list(_groups(table, source))
     order = np.concatenate(groups)
-    # Positions in the tables become positions in that order; time zero stays behind the last.
+    # Positions in the table become positions in that order; time zero stays behind the last.
     place = np.empty(n + 1, dtype=np.int64)
     place[order] = np.arange(n)
     place[n] = n
     return _Program(
-        tables=tables,
+        table=table,
         order=order,
         bounds=np.cumsum([0, *map(len, groups)]).tolist(),
-        rank=rank[order],
-        column=column[order],
+        rank=here[order],
+        column=(kind * table.n_stages + stage)[order],
         before=place[before[order]],
         source=place[source[order]],
         link=link[order],
-        last=[
-            place[start + table.kind.shape[1] * np.arange(1, table.pp + 1) - 1]
-            for table, start in zip(tables, starts[:-1], strict=True)
-        ],
+        last=place[each * np.arange(1, ranks + 1) - 1],
     )
 
 
-def _actions(table: ScheduleTable, start: int, first_stage: int, none: int) -> tuple[IntArray, ...]:
-    """Rank, column, before, source and link of each action in the order of the table; see `_Program`.
-
-    start, first_stage: actions and stages of the tables before. none: stands for time zero.
-    """
-    kind, stage = table.kind.ravel(), table.stage.ravel()
-    # The action of another stage which each waits for: its place in the flattened table, or the size for none.
-    ranks = table.rank_of_stage[None, :, None]
+def _sources(table: ScheduleTable) -> IntArray:
+    """Return the action of another stage which each waits for: its place in the flattened table, or the size for none."""
+    ranks, none = table.rank_of_stage[None, :, None], table.kind.size
     placed = positions(table)
-    places = np.where(placed >= 0, ranks * table.kind.shape[1] + placed, table.kind.size)
+    places = np.where(placed >= 0, ranks * table.kind.shape[1] + placed, none)
     # Where weight gradients are computed apart, the stage before needs only the gradient of the input.
     gradient = places[Pass.INPUT if table.split_backward else Pass.BACKWARD]
-    nobody = np.full((1, table.microbatches), table.kind.size)
+    nobody = np.full((1, table.microbatches), none)
     forward = np.concatenate([nobody, places[Pass.FORWARD][:-1]])
     backward = np.concatenate([gradient[1:], nobody])
     # Weight gradients need only what their own rank has computed before.
-    of_kind = np.stack([forward, backward, backward, np.full_like(backward, table.kind.size)])
-    waits_for = np.asarray(of_kind[table.kind, table.stage, table.microbatch]).ravel()
-    waits = waits_for < table.kind.size
-    flat = start + np.arange(table.kind.size).reshape(table.kind.shape)
-    before = np.concatenate([np.full((table.pp, 1), none), flat[:, :-1]], axis=1)
-    here = table.rank_of_stage[stage]
-    # Activations come from the stage before, gradients from the one behind.
-    neighbour = np.clip(np.where(kind == Pass.FORWARD, stage - 1, stage + 1), 0, table.n_stages - 1)
-    travels = waits & (table.rank_of_stage[neighbour] != here)
-    link = np.where(travels, np.minimum(stage, neighbour), table.n_stages - 1)
-    return (
-        here,
-        len(Pass) * first_stage + kind * table.n_stages + stage,
-        before.ravel(),
-        np.where(waits, start + waits_for, none),
-        first_stage + link,
-    )
+    of_kind = np.stack([forward, backward, backward, np.full_like(backward, none)])
+    return np.asarray(of_kind[table.kind, table.stage, table.microbatch]).ravel()
 
 
-def _groups(tables: Sequence[ScheduleTable], waits_for: IntArray) -> Iterator[IntArray]:
+def _groups(table: ScheduleTable, waits_for: IntArray) -> Iterator[IntArray]:
     """Yield, until all are done, the next action of every rank whose inputs are there; asserts that some rank has one."""
-    each = np.repeat([table.kind.shape[1] for table in tables], [table.pp for table in tables])
-    left = len(waits_for)
+    left, each = len(waits_for), table.kind.shape[1]
     none, never = left, left + 1
     done = np.zeros(left + 2, dtype=np.bool_)
     done[none] = True
     # A column past the last action, which nothing fulfils, holds the ranks that are through.
-    ends = np.cumsum(each)
+    ends = each * np.arange(1, table.pp + 1)
     waiting = np.insert(waits_for, ends, never)
-    upcoming = ends - each + np.arange(len(each))
+    upcoming = ends - each + np.arange(table.pp)
     while left:
         # The next action of each rank, if the action that it waits for is in an earlier group.
         ready = np.flatnonzero(done.take(waiting.take(upcoming)))
-        assert len(ready), f"{', '.join({t.schedule for t in tables})}: ranks wait for each other for ever"
+        assert len(ready), f"{table.schedule}: ranks wait for each other for ever"
         # Rows are shorter by one without that column.
         group = upcoming.take(ready) - ready
         done[group] = True
@@ -275,29 +202,18 @@ class _Costs:
             yield _Costs(self.program, np.ascontiguousarray(self.compute[:, some]), self.transfer[:, some])
 
 
-def _action_costs(program: _Program, times: Sequence[StageTimes]) -> _Costs:
-    """times: of each table; those with fewer candidates than others are filled up with zeros."""
-    compute: list[FloatArray] = []
-    links: list[FloatArray] = []
-    for table, each in zip(program.tables, times, strict=True):
-        forward, backward = np.atleast_2d(each.forward), np.atleast_2d(each.backward)
-        assert each.weight is not None or not table.split_backward, (
-            f"{table.schedule} needs the time of weight gradients"
-        )
-        shape = (_candidates(each), table.n_stages)
-        apart = np.broadcast_to(np.atleast_2d(0.0 if each.weight is None else each.weight), shape).copy()
-        # Nobody needs the gradient of the first stage's input, so PyTorch computes all of its backward pass with the
-        # weights'.
-        apart[:, 0] = backward[:, 0]
-        kinds = [np.broadcast_to(part, shape) for part in (forward, backward, backward - apart, apart)]
-        compute.append(np.concatenate(kinds, axis=1, dtype=np.float64))
-        link = np.zeros(shape)
-        link[:, :-1] = each.transfer
-        links.append(link)
-    most = max(len(part) for part in compute)
-    filled = [[np.pad(x, ((0, most - len(x)), (0, 0))) for x in parts] for parts in (compute, links)]
-    together = [np.concatenate(parts, axis=1).T.copy() for parts in filled]
-    return _Costs(program, *together)
+def _action_costs(program: _Program, times: StageTimes) -> _Costs:
+    """Return the seconds of each kind of action in each stage, and of what travels between stages."""
+    table, forward, backward = program.table, np.atleast_2d(times.forward), np.atleast_2d(times.backward)
+    assert times.weight is not None or not table.split_backward, f"{table.schedule} needs the time of weight gradients"
+    shape = (_candidates(times), table.n_stages)
+    apart = np.broadcast_to(np.atleast_2d(0.0 if times.weight is None else times.weight), shape).copy()
+    # Nobody needs the gradient of the first stage's input, so PyTorch computes all of its backward pass with the weights'.
+    apart[:, 0] = backward[:, 0]
+    kinds = [np.broadcast_to(part, shape) for part in (forward, backward, backward - apart, apart)]
+    link = np.zeros(shape)
+    link[:, :-1] = times.transfer
+    return _Costs(program, np.concatenate(kinds, axis=1, dtype=np.float64).T.copy(), link.T.copy())
 
 
 def _candidates(times: StageTimes) -> int:
@@ -315,7 +231,7 @@ def _run(program: _Program, costs: _Costs) -> FloatArray:
     """Return when each action ends, in program order, [actions + 1, candidates]; the last row is time zero."""
     end = np.zeros((len(program.order) + 1, costs.compute.shape[1]))
     waits = costs.transfer.any()
-    in_advance = program.tables[0].stages_per_rank > 1
+    in_advance = program.table.stages_per_rank > 1
     for first, stop in pairwise(program.bounds):
         group = slice(first, stop)
         # An action begins when its rank has ended the one before and the neighbour's result is there.

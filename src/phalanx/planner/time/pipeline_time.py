@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from phalanx.layout.stage_assignment import count_leading, stage_layer_counts
 from phalanx.planner.distinct_rows import distinct_rows
 from phalanx.planner.schedule.bounds import bound_makespan
 from phalanx.planner.schedule.schedule_table import table_of
-from phalanx.planner.schedule.simulate import StageTimes, makespans_together
+from phalanx.planner.schedule.simulate import StageTimes, makespans
 from phalanx.planner.time.operation_time import Direction, Floats, Ints
 from phalanx.planner.time.part_time import PartTimes
 from phalanx.planner.time.profile import Profile
@@ -35,19 +35,12 @@ PipelineModel = Callable[[Steps, PartTimes, Constants, Profile], PipelineTimes]
 
 def simulate_pipelines(steps: Steps, times: PartTimes, constants: Constants, _profile: Profile) -> PipelineTimes:
     """Simulate the pipeline of every layout; see `PipelineModel`."""
-    return _time_pipelines(
-        steps,
-        times,
-        constants,
-        lambda pipelines: makespans_together([(table_of(layout), stages) for layout, stages in pipelines]),
-    )
+    return _time_pipelines(steps, times, constants, lambda layout, stages: makespans(table_of(layout), stages))
 
 
 def bound_pipelines(steps: Steps, times: PartTimes, constants: Constants, profile: Profile) -> PipelineTimes:
     """Return times by which no step takes longer than it does with simulated pipelines; see `PipelineModel`."""
-    found = _time_pipelines(
-        steps, times, constants, lambda pipelines: [bound_makespan(layout, stages) for layout, stages in pipelines]
-    )
+    found = _time_pipelines(steps, times, constants, bound_makespan)
     # A ramp below 1 counts waiting for computation less than waiting for transfers. Where the bound takes one for the
     # other, the step would come out longer than it is.
     transfers = min(1.0, profile.pipeline_ramp) * (found.whole - found.computing)
@@ -58,9 +51,9 @@ def _time_pipelines(
     steps: Steps,
     times: PartTimes,
     constants: Constants,
-    find_makespans: Callable[[Sequence[tuple[ResolvedLayout, StageTimes]]], list[Floats]],
+    find_makespans: Callable[[ResolvedLayout, StageTimes], Floats],
 ) -> PipelineTimes:
-    """find_makespans: seconds of each of several pipelines, each for many candidates."""
+    """find_makespans: seconds of a pipeline, for many candidates."""
     layouts = steps.layouts
     found = PipelineTimes(*np.zeros((2, len(steps))))
     pipelined = np.flatnonzero(layouts.pp > 1)
@@ -73,18 +66,16 @@ def _time_pipelines(
     first, pipeline_of = distinct_rows([column[pipelined] for column in (*shape, steps.block, alike_sent)])
     timed = pipelined[first]
     _, shape_of = distinct_rows([column[timed] for column in shape])
-    groups = [np.flatnonzero(shape_of == number) for number in range(int(shape_of.max()) + 1)]
-    pipelines = []
-    for group in groups:
+    seconds = np.zeros((2, len(timed)))
+    for number in range(int(shape_of.max()) + 1):
+        group = np.flatnonzero(shape_of == number)
         stages = stage_times(steps, timed[group], times)
         # Each pipeline twice, without transfers and with them: what transfers add is told apart.
         forward, backward, weight = (
             np.concatenate([part, part]) for part in (stages.forward, stages.backward, stages.weight)
         )
         transfer = np.concatenate([np.zeros(len(group)), sent[timed[group]]])[:, None]
-        pipelines.append((layouts.row(int(timed[group[0]])), StageTimes(forward, backward, weight, transfer)))
-    seconds = np.zeros((2, len(timed)))
-    for group, both in zip(groups, find_makespans(pipelines), strict=True):
+        both = find_makespans(layouts.row(int(timed[group[0]])), StageTimes(forward, backward, weight, transfer))
         seconds[:, group] = both.reshape(2, -1)
     found.computing[pipelined], found.whole[pipelined] = seconds[:, pipeline_of]
     return found

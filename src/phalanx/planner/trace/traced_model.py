@@ -174,11 +174,6 @@ class PartParameter:
         """What data-parallel sharding cuts."""
         return self.shape[0]
 
-    @property
-    def multiplies(self) -> bool:
-        """Whether it multiplies every token."""
-        return self.kind == "matrix"
-
     def sharded_count(self, ranks: int) -> int:
         """Return the elements on one of `ranks` data-parallel ranks: whole rows, as many on each, padding included."""
         # FSDP2 cuts dim 0 and pads it, so that every rank exchanges as much.
