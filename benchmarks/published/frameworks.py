@@ -34,6 +34,7 @@ from published.transformer_engine import (
     with_fused_experts,
     with_known_scales,
     with_recomputed_activation,
+    without_weight_copies,
 )
 
 
@@ -60,6 +61,10 @@ class OtherFramework(FrameworkProfile):
     """Whether all pipeline stages have equally many blocks, whatever the embedding and the head cost."""
     delayed_scales: bool = False
     """Whether 8-bit numbers are made by scales of steps before, in one pass, and biases cost none."""
+    quantises_once: bool = False
+    """Whether weights in 8 bits are made once a step, transposed as well, and not in each pass."""
+    sums_in_products: bool = False
+    """Whether the product that forms a weight's gradient adds it to the sum over micro-batches."""
     experts_in_8_bits: bool = False
     """Whether products of experts multiply 8-bit numbers where all others do; ours multiply 16-bit ones."""
     fused_experts: bool = False
@@ -81,9 +86,14 @@ class OtherFramework(FrameworkProfile):
     """Whether a forecaster computes a key and a value of every variable at every location, and again in the backward pass;
     ours multiplies the weights first."""
 
+    @property
+    def sum_bytes(self) -> int:
+        """See `FrameworkProfile`."""
+        return 0 if self.sums_in_products else super().sum_bytes
+
     def traced_setting(self, setting: Setting) -> Setting:
         """Return the setting without recompute: what is recomputed is put together from the forward pass."""
-        return replace(setting, recompute="none")
+        return replace(setting, recompute="none", quantises_once=self.quantises_once)
 
     def end_costs(self, setting: Setting) -> tuple[float, float]:
         """Return the costs of the embedding and of the head, in blocks, by which stages are split."""
@@ -106,6 +116,8 @@ class OtherFramework(FrameworkProfile):
         operations = [_with_narrow_values(op, setting) for op in operations]
         if self.delayed_scales:
             operations = with_known_scales(operations)
+        if self.quantises_once:
+            operations = without_weight_copies(operations)
         operations = self._with_experts(operations, setting)
         if self.projects_variables and name == "embedding" and isinstance(setting.model, WeatherModel):
             operations += _variable_projections(setting.model, setting, microbatch)
@@ -341,8 +353,13 @@ _BRIDGE = replace(
     sequence_parallel=True,
     overlap=True,
     experts_in_8_bits=True,
+    quantises_once=True,
+    sums_in_products=True,
 )
-"""Transformer Engine's kernels are fused as a compiler fuses them; data-parallel exchanges run behind computing."""
+"""Transformer Engine's kernels are fused as a compiler fuses them; data-parallel exchanges run behind computing. Weights in
+8 bits are kept between the micro-batches of a step (Megatron-LM, megatron/core/extensions/transformer_engine.py,
+`is_first_microbatch`), and gradients of weights are summed by their products (`gradient_accumulation_fusion`, which
+Megatron-Bridge has on where Transformer Engine is)."""
 
 _FSDP = OtherFramework(
     compiled=False,
@@ -367,7 +384,7 @@ _KNOWN: tuple[tuple[str, FrameworkProfile], ...] = (
     ("torchtitan", replace(_FSDP, compiled=True, host_work=1.0, issues_exchanges=True, reduce_bytes=4)),
     ("nanotron", replace(_MEGATRON, fused_attention=True, reduce_bytes=4)),
     ("megatron-bridge", _BRIDGE),
-    ("primus megatron", _BRIDGE),
+    ("primus megatron", replace(_BRIDGE, sums_in_products=False)),
     ("megatron-lm", replace(_MEGATRON, reduce_bytes=4)),
     ("megatron-deepspeed", _MEGATRON),
     ("gpt-neox", _MEGATRON),

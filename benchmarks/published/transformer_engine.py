@@ -37,6 +37,23 @@ _SCALE = ("abs", "where")
 """How the operations that find a tensor's scale begin and end."""
 
 
+def without_weight_copies(operations: Sequence[Operation]) -> list[Operation]:
+    """Return operations without the transposed copies of weights in 8 bits, which are made with the weights, once a step.
+
+    Gradients of results are transposed for the weight's gradient, and go on being so.
+    """
+    kept: list[Operation] = []
+    weight_bytes = 0
+    for op in reversed(operations):
+        if op.name == "transpose_quantised" and op.phase == "backward" and op.bytes_read == weight_bytes:
+            weight_bytes = 0
+            continue
+        if op.matmul is not None:
+            weight_bytes = 0 if op.weight_gradient else op.matmul.n * op.matmul.k * op.matmul.width
+        kept.append(op)
+    return kept[::-1]
+
+
 def in_8_bits(op: Operation) -> list[Operation]:
     """Return a grouped product of 8-bit numbers, with the pass that makes them of its rows; other operations as they are.
 

@@ -152,7 +152,7 @@ class Float8Product:
 
     def __call__(self, x: Tensor, weight_OI: Tensor, bias_O: Tensor | None, held: HeldWeight | None = None) -> Tensor:
         """Return x W^T + b, [..., O]. x: [..., I]. held: the weight in 8 bits, if others see to that."""
-        y: Tensor = _Product.apply(x, weight_OI, self, *_flatten(held))
+        y: Tensor = _Product.apply(x, weight_OI, self, *flatten_held(held))
         return y if bias_O is None else y + bias_O
 
     def gated_pair(self, second: LinearProduct | None) -> GatedPair | None:
@@ -220,12 +220,12 @@ class Float8Product:
         rows, _ = self._weight_operands(weight_OI, columns=False)
         if self.scaling == "row":
             return HeldWeight(rows, self._column_scale(weight_OI))
-        return HeldWeight(rows, rows.scale.t().contiguous())
+        return HeldWeight(rows, rows.scale.t().clone())
 
     def forward_operand(self, weight_OI: Tensor, held: Sequence[Tensor]) -> tuple[Operand, Sequence[Tensor]]:
         """Return a weight as an operand of the forward pass, and the tensors that `turn_weight` wants to have.
 
-        held: those of a `HeldWeight`, in the order of `_flatten`; none where the weight is to be quantised now.
+        held: those of a `HeldWeight`, in the order of `flatten_held`; none where the weight is to be quantised now.
         """
         if held:
             q, scale, _ = held
@@ -291,12 +291,13 @@ def _turn(q: Tensor, scale: Tensor, *, wanted: bool) -> Operand:
 def _apply_pair(
     first: Float8Product, second: Float8Product, x: Tensor, gate_up: Weight, down: Weight, block: int
 ) -> Tensor:
-    held = *_flatten(gate_up[1]), *_flatten(down[1])
+    held = *flatten_held(gate_up[1]), *flatten_held(down[1])
     result: Tensor = _GatedPair.apply(x, gate_up[0], down[0], block, first, second, *held)
     return result
 
 
-def _flatten(held: HeldWeight | None) -> tuple[Tensor, ...]:
+def flatten_held(held: HeldWeight | None) -> tuple[Tensor, ...]:
+    """Return the numbers, scales and scales of the transposed of a weight in 8 bits, if there is one."""
     # Compilers see tensors that are arguments of their own.
     return () if held is None else (*held.rows, held.column_scale)
 

@@ -128,6 +128,13 @@ def test_scales_of_steps_before_cost_no_pass_and_biases_none() -> None:
     assert [op for op in now if op.matmul] == [op for op in before if op.matmul]
 
 
+def test_sums_over_micro_batches_cost_megatron_bridge_no_pass_of_their_own() -> None:
+    names = ("Megatron-Bridge 26.04", "Primus Megatron", "Megatron-LM")
+    found = [framework for name in names if (framework := framework_of(name)) is not None]
+    # Megatron-LM's gradients are 32-bit numbers.
+    assert [framework.sum_bytes for framework in found] == [0, 6, 10]
+
+
 def test_experts_multiply_numbers_of_8_bits_that_are_made_of_their_rows() -> None:
     ours, theirs = (_rows(replace(PLAIN, experts_in_8_bits=way), setting=SPREAD) for way in (False, True))
     grouped = [table.take(table.form == Form.GROUPED) for table in (ours, theirs)]

@@ -12,6 +12,7 @@ from published.transformer_engine import (
     with_expert_biases,
     with_fused_experts,
     with_recomputed_activation,
+    without_weight_copies,
 )
 
 ROWS, WIDTH, HIDDEN, EXPERTS = 640, 48, 96, 4
@@ -40,6 +41,26 @@ EXPERT = [
     _product("backward", WIDTH, 2 * HIDDEN),
     _other("sum", "reduction", "backward"),
 ]
+
+
+def test_weights_are_transposed_with_their_8_bits_and_gradients_in_each_pass() -> None:
+    def turned(size: int, phase: Phase) -> Operation:
+        return replace(_other("transpose_quantised", "copy", phase), bytes_read=size)
+
+    def product(*sizes: int, weight: bool = False) -> Operation:
+        one = Matmul(1, *sizes, width=1)
+        return Operation("product", "matmul", "backward", torch.bfloat16, 1, 1, 1, matmul=one, weight_gradient=weight)
+
+    operations = [
+        # The input of the forward pass is as large as the weight.
+        turned(WIDTH * HIDDEN, "forward"),
+        turned(WIDTH * HIDDEN, "backward"),
+        _other("gather", "collective", "backward"),
+        product(ROWS, WIDTH, HIDDEN),
+        turned(ROWS * HIDDEN, "backward"),
+        product(HIDDEN, WIDTH, ROWS, weight=True),
+    ]
+    assert without_weight_copies(operations) == [operations[0], *operations[2:]]
 
 
 def test_fused_experts_have_no_pass_between_their_products() -> None:

@@ -436,3 +436,19 @@ def test_sinks_are_part_of_attention_and_get_gradients(kernel: Kernel, compiled:
     )
     assert joined.parameter_count == plain.parameter_count + 4
     assert joined.costs.gradient_bytes == plain.costs.gradient_bytes + 4 * 2
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("precision", ["fp8-tensor", "fp8-row", "fp8-block"])
+def test_weights_in_8_bits_are_there_when_a_pass_begins(precision: str, compiled: bool) -> None:
+    # In bytes as they are read from 16 bits, of all matrices of a block: q, k, v and output, and the three of its MLP.
+    weights = 2 * (512 * (512 + 2 * 256) + 512 * 512 + 3 * 512 * 1024)
+    read = {}
+    for once in (True, False):
+        chosen = setting(precision=precision, compile=compiled, quantises_once=once)
+        costs = part_costs("block", chosen, 1).costs
+        forward = [op for op in costs.operations if op.phase == "forward"]
+        read[once] = sum(op.bytes_read for op in forward)
+    # One finds the largest numbers, where blocks do not have their own: of a tensor in two steps where nothing is fused.
+    passes = {"fp8-tensor": 2 if compiled else 3, "fp8-row": 2, "fp8-block": 1}[precision]
+    assert read[False] - read[True] == pytest.approx(passes * weights, rel=0.03)

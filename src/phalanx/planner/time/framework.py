@@ -71,6 +71,11 @@ class FrameworkProfile:
         """Return the same program with an optimizer that reads or writes so many values for each parameter."""
         return replace(self, optimizer_bytes=self.optimizer_bytes + 4 * (value_passes - _ADAMW_VALUE_PASSES))
 
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes read and written to add an element of a micro-batch's gradient to the sum of those before."""
+        return self.gather_bytes + 2 * self.reduce_bytes
+
     def part_operations(self, name: PartName, setting: Setting, microbatch: int) -> tuple[Operation, ...]:
         """List what a part of the model runs, forward and backward, for a micro-batch of so many samples."""
         return skip_masked(part_costs(name, setting, microbatch).costs.operations, setting)

@@ -138,7 +138,7 @@ def time_steps(
     )
     # Gradients of further micro-batches are added to what is there, unless they are reduced first.
     reduced = layouts.reduces_each & data.reduces_each_microbatch
-    added = np.where(reduced, mine, trained) * (framework.gather_bytes + 2 * framework.reduce_bytes)
+    added = np.where(reduced, mine, trained) * framework.sum_bytes
     # Those of the first are where nobody reduces them at once brought into the sums' format, where that is another.
     alone = (steps.shards.size == 1) & (steps.replicas.size == 1)
     waits_for_more = ~layouts.reduces_each & (count > 1)

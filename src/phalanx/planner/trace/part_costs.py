@@ -23,6 +23,7 @@ from phalanx.layout.layout_model import Stage, TrainingPass
 from phalanx.layout.prepare_blocks import recompute_block, recompute_policy
 from phalanx.layout.streamed_weights.stream_pairs import streamed_parameters
 from phalanx.nn.declared_layers import gate_block
+from phalanx.nn.float8_linear import HeldWeight, Operand, flatten_held
 from phalanx.nn.precision import PRECISIONS
 from phalanx.planner.schedule.timeline import Costs, Kept, Timeline
 from phalanx.planner.trace.accelerator_kernels import ring_operations
@@ -53,6 +54,7 @@ from phalanx.planner.trace.traced_model import (
     fuse_norms,
     part_parameters,
     part_tracer,
+    quantised_layers,
 )
 from phalanx.torch_compat.compiler import JointGraph, joint_graph, load_compiler
 
@@ -286,12 +288,17 @@ def trace_block(name: PartName, setting: Setting, samples: int) -> tuple[JointGr
     called_with = block_arguments(stage, example_batch(name, stage, setting, samples))
     inputs, spec = tree_flatten(called_with)
     places = [place for place, value in enumerate(inputs) if isinstance(value, Tensor)]
-    held = [*parameters, *buffers]
+    held, quantised = [*parameters, *buffers], quantised_layers(block)
+    in_8_bits = [tensor for layer in quantised for tensor in flatten_held(layer.held)]
 
     def run(*tensors: Tensor) -> Tensor:
         values = list(inputs)
-        for place, tensor in zip(places, tensors[len(held) :], strict=True):
+        others = len(tensors) - len(in_8_bits)
+        for place, tensor in zip(places, tensors[len(held) : others], strict=True):
             values[place] = tensor
+        for number, layer in enumerate(quantised):
+            q, scale, column_scale = tensors[others + 3 * number : others + 3 * (number + 1)]
+            layer.held = HeldWeight(Operand(q, scale), column_scale)
         # Buffers of the block too: the compiler reads no tensor but those it is given.
         given = dict(zip(held, tensors[: len(held)], strict=True))
         result: Tensor = torch.func.functional_call(block, given, tree_unflatten(values, spec))
@@ -305,7 +312,8 @@ def trace_block(name: PartName, setting: Setting, samples: int) -> tuple[JointGr
     ]
     arguments += [Argument(name, "given") for name in buffers]
     arguments += [Argument("input", "input"), *(Argument(name, "given") for name in _shared_inputs(called_with))]
-    return joint_graph(run, [*parameters.values(), *buffers.values(), x, *rest]), arguments
+    arguments += [Argument(f"in 8 bits [{number}]", "given") for number in range(len(in_8_bits))]
+    return joint_graph(run, [*parameters.values(), *buffers.values(), x, *rest, *in_8_bits]), arguments
 
 
 _SHARED = "shared "
@@ -354,6 +362,9 @@ def _trace_eager(stage: Stage, setting: Setting, samples: int, ring: SilentRing 
     # Parameters are there before the pass begins: none of its allocations.
     for parameter in stage.parameters():
         recorder.hold(parameter, "given")
+    for layer in quantised_layers(stage):
+        for tensor in flatten_held(layer.held):
+            recorder.hold(tensor, "given")
     blocks = list(stage.part.blocks)
     shared: list[int] = []
     chunks: list[int] = []

@@ -121,6 +121,8 @@ class Setting:
     """Whether experts are kept in the main format and cast in every pass, since no other rank has them."""
     joint_gradients: bool = True
     """Whether a node of the backward pass may give gradients of inputs and of weights at once."""
+    quantises_once: bool = True
+    """Whether weights in 8 bits are made once a step, and not in each pass."""
     trained: TrainedParameters = EVERY_PARAMETER
     """Which parameters are trained, and the adapters of linear layers."""
     passes: MicrobatchPasses = ONE_PASS
@@ -352,7 +354,18 @@ def build_stage(name: PartName, setting: Setting, stream: Stream | None = None) 
     if name in BLOCKS:
         choose_products(stage.part.blocks, PRECISIONS[setting.precision], torch.device("meta"))
         choose_expert_products(stage.part.blocks, PRECISIONS[setting.precision], torch.device("meta"))
+        if setting.quantises_once:
+            _hold_quantised(stage)
     return stage
+
+
+def _hold_quantised(stage: Stage) -> None:
+    """Give the layers of a stage on meta their weights in 8 bits, which are there when a pass begins."""
+    for layer in stage.modules():
+        if isinstance(layer, Linear) and isinstance(layer.multiply, Float8Product):
+            # Other ranks have a say in the scales, and none in their shapes.
+            alone = replace(layer.multiply, input_group="", output_group="")
+            layer.held = alone.hold_weight(layer.weight.detach())
 
 
 def example_batch(name: PartName, stage: Stage, setting: Setting, samples: int) -> dict[str, Tensor]:
@@ -404,6 +417,11 @@ def part_parameters(stage: Stage, setting: Setting) -> tuple[PartParameter, ...]
         )
         for name, p in named_parameters(stage.part, tied).items()
     )
+
+
+def quantised_layers(module: nn.Module) -> list[Linear]:
+    """Return the layers of `module` whose weights are there in 8 bits when a pass begins."""
+    return [layer for layer in module.modules() if isinstance(layer, Linear) and layer.held is not None]
 
 
 def expert_parameters(stage: Stage) -> list[nn.Parameter]:
