@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from halo_numbers import numbers_for_atoms, numbers_for_edges
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.graph_batches import LABELS, GraphBatch
 from phalanx.families.materials.data.neighbours import device_edges
 from phalanx.families.materials.graph_parallel import halo_exchange as graph_parallel
 from phalanx.families.materials.graph_parallel.cut_batches import GraphShare
-from phalanx.families.materials.sizes import numbers_for_atoms, numbers_for_edges
 from phalanx.families.registry import bind
 from phalanx.hardware.device import choose_device, device_name
 from phalanx.launch.fork_server import run_ranks

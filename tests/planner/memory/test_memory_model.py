@@ -140,18 +140,6 @@ def test_peer_copies_take_what_is_sent_out_of_the_allocator() -> None:
     assert copies.allocated[0] < collectives.allocated[0]
 
 
-def test_what_a_bound_leaves_out_takes_more_than_the_device() -> None:
-    run = run_with(SIZES, global_batch=16)
-    candidates = enumerate_layouts(bind(run), 8, limits=Limits(4, 2, 32))
-    candidates = candidates.take((candidates.pp > 1) & (candidates.tp == 1) & (candidates.cp == 1))
-    exact = memory(bind(run, TracedModel), candidates, UNCOMPILED).allocated
-    capacity = float(np.median(exact))
-    bounded = memory(bind(run, TracedModel), candidates, UNCOMPILED, capacity=capacity).allocated
-    pruned = bounded != exact
-    assert 0 < pruned.sum() < len(candidates)
-    assert (bounded[pruned] > capacity).all() and (bounded <= exact).all()
-
-
 def test_a_layout_fits_surely_far_below_the_device_and_never_far_above() -> None:
     allocated = np.asarray([40.0, 75.0, 95.0]) * GIB
     chance = fits(allocated, 2, 80 * GIB, BESIDE["cuda"])

@@ -110,10 +110,6 @@ class Piece:
     """Multiplications and additions for each edge."""
     pair_products: float = 0.0
     """Multiplications and additions for each pair of atoms of a structure."""
-    atom_columns: int = 0
-    """Numbers of an atom that its messages carry: what `Exchange.atoms` is given."""
-    edge_columns: int = 0
-    """Numbers of an edge that go into messages of other edges: what `Exchange.edges` is given."""
 
     @property
     def parameters(self) -> int:
@@ -135,24 +131,19 @@ def embedding_piece(config: MaterialsModel) -> Piece:
     if config.body != "dimenet++":
         return Piece(state, table)
     ends = Matmul("atom", config.d_model, 2 * config.d_model)
-    return Piece(
-        (*state, ends, Matmul("edge", config.n_radial, config.d_model, bias=False)), table, atom_columns=config.d_model
-    )
+    return Piece((*state, ends, Matmul("edge", config.n_radial, config.d_model, bias=False)), table)
 
 
 def block_piece(config: MaterialsModel, number: int) -> Piece:
     """Describe one block, its global attention included."""
-    width, angles = config.d_model, config.dimenet
+    width = config.d_model
     if config.body == "mace":
         piece = _mace_piece(config, number)
     elif config.body == "nequip":
         piece = _nequip_piece(config, number)
     else:
         other = {"gin": 1} | dict.fromkeys(("gatv2", "pna", "pna+", "pnaeq"), width)
-        # DimeNet++ sends what edges say of each other, all others what atoms say: EGNN where they moved, too.
-        atom = {"egnn": width + 3, "painn": 6 * width, "pnaeq": 4 * width, "dimenet++": 0}.get(config.body, width)
-        edge = angles.triplet_width + angles.angular * angles.basis_width if config.body == "dimenet++" else 0
-        piece = Piece(_block_matmuls(config, number), other.get(config.body, 0), atom_columns=atom, edge_columns=edge)
+        piece = Piece(_block_matmuls(config, number), other.get(config.body, 0))
     if config.pools_behind(number):
         piece = replace(piece, other_parameters=piece.other_parameters + width)
     if config.attention is None:
@@ -326,7 +317,7 @@ def _nequip_piece(config: MaterialsModel, number: int) -> Piece:
     width = (inside + 1) ** 2
     coupled = 2.0 * components * width * ((options.degree + 1) ** 2 + c)
     tables = (config.max_atomic_number + 1) * c * kept
-    return Piece(matmuls, tables, edge_products=coupled, atom_columns=width * c)
+    return Piece(matmuls, tables, edge_products=coupled)
 
 
 def _count_paths(inside: int, harmonics: int, outside: int) -> list[int]:
@@ -372,9 +363,7 @@ def _mace_piece(config: MaterialsModel, number: int) -> Piece:
     tables = rows * c * (mixed + by_element * c + sum(map(sum, polynomials)))
     # Each atom's components are multiplied by its element's matrix of their degree.
     multiplied = 2.0 * by_element**2 * c * c
-    return Piece(
-        matmuls, tables, atom_products=sum(products) + multiplied, edge_products=coupled, atom_columns=width * c
-    )
+    return Piece(matmuls, tables, atom_products=sum(products) + multiplied, edge_products=coupled)
 
 
 @cache
@@ -423,38 +412,3 @@ def _couples(factors: tuple[tuple[int, int], ...], ell: int, m: int) -> bool:
     # Parity, and which are odd under a reflection that keeps the axis: those of negative m.
     even = sum(one for one, _ in factors) % 2 == ell % 2
     return even and sum(one < 0 for _, one in factors) % 2 == (m < 0) and ell in degrees and m in orders
-
-
-_SPACE = 3
-"""Components of a vector."""
-
-
-def numbers_for_atoms(config: MaterialsModel, *, forces: bool = False, stress: bool = False) -> int:
-    """Return the numbers that a training step sends for each atom which edges come from and which is elsewhere; losses and
-    global attention aside.
-
-    A pass sends rows one way, its backward pass as many the other way. Where forces or stress are formed the derivative
-    repeats both, and forces travel home once more, with their gradient; the derivative does not reach what atoms tell of
-    themselves before the first messages.
-    """
-    passes = 4 if forces or stress else 2
-    columns = [block_piece(config, number).atom_columns for number in range(config.n_layers)]
-    first = embedding_piece(config).atom_columns or columns.pop(0)
-    # Atomic numbers, which repulsion and transforms need of both atoms of a pair; nobody asks for their gradient.
-    elements = int(config.energy is not None and config.energy.repulsion is not None)
-    elements += int(config.distance_transform is not None)
-    charges = passes * int(edges_sum_charges(config))
-    return 2 * first + passes * sum(columns) + 2 * _SPACE * forces + elements + charges
-
-
-def numbers_for_edges(config: MaterialsModel, *, forces: bool = False, stress: bool = False) -> int:
-    """Return the same for each edge that ends at such an atom; 0 for all backbones but DimeNet++.
-
-    Before the blocks: directions, and vectors without their gradient.
-    """
-    columns = sum(block_piece(config, number).edge_columns for number in range(config.n_layers))
-    if not columns:
-        return 0
-    # Where nobody asks for derivatives by positions, directions have no gradient either.
-    derived = forces or stress
-    return (4 if derived else 2) * columns + _SPACE + (4 if derived else 1) * _SPACE

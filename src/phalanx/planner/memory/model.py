@@ -20,12 +20,11 @@ from phalanx.planner.memory.one_stage import OneStage, one_stage_candidates
 from phalanx.planner.memory.parts import ModelBytes, model_bytes
 from phalanx.planner.memory.peer_buffers import peer_buffer_bytes, sequence_buffer_bytes
 from phalanx.planner.memory.pipelined import candidates_of_each_rank, cut_to_rounds, pipeline_candidates
-from phalanx.planner.memory.ranks import RankParts, first_rank_blocks, parts_at
+from phalanx.planner.memory.ranks import RankParts, parts_at
 from phalanx.planner.memory.replay import PeakCandidates, Pipeline
 from phalanx.planner.memory.state import Allocations, Exchanges, MemoryState
 from phalanx.planner.memory.weights import buffers_beside, causes_of, heaviest, together, weights
 from phalanx.planner.memory.whole_update import round_bytes
-from phalanx.planner.schedule.bounds import in_flight
 from phalanx.planner.trace.traced_model import Kernel, TracedModel
 
 FloatArray = npt.NDArray[np.float64]
@@ -89,13 +88,10 @@ def memory(
     *,
     parts: ModelBytes | None = None,
     peer_copies: bool = False,
-    capacity: float = np.inf,
 ) -> MemoryEstimates:
     """Return the peak memory of the worst rank of each candidate.
 
     parts: the candidates' parts, where they are known already. peer_copies: whether shards exchange by peer copies.
-    capacity: bytes of a device; of a pipeline that takes more by a bound below its peak, the bound is returned, and its
-    schedule is not replayed.
     """
     parts = parts or _parts(model, candidates, kernels, peer_copies)
     allocated, peer_buffers = np.zeros((2, len(candidates)))
@@ -108,12 +104,6 @@ def memory(
             chunk = places[start : start + _CHUNK]
             some = candidates.take(chunk)
             state = _memory_state(model, some, parts.take(chunk), kernels, peer_copies)
-            allocated[chunk] = _least_bytes(model, some, state)
-            # A replay takes long: a pipeline that is too large by the bound alone needs none.
-            replayed = np.flatnonzero((allocated[chunk] <= capacity) | (some.pp == 1))
-            chunk, some, state = chunk[replayed], some.take(replayed), state.take(replayed)
-            if not len(chunk):
-                continue
             allocated[chunk], rank[chunk], moments = _worst_ranks(model, some, state)
             for place, name in zip(chunk.tolist(), moments, strict=True):
                 moment[place] = name
@@ -121,36 +111,6 @@ def memory(
                 held = _parts_at(model, some, rank[chunk])
                 peer_buffers[chunk] = peer_buffer_bytes(state, held) + sequence_buffer_bytes(model, some)
     return MemoryEstimates(allocated, rank, moment, peer_buffers, host_bytes(model, candidates, parts))
-
-
-def _least_bytes(model: TracedModel, candidates: LayoutTable, state: MemoryState) -> FloatArray:
-    """Return a lower bound of the bytes of the first pipeline rank.
-
-    Its parameters, their optimizer state, and the activations of the micro-batches in flight, as if all its stages were as
-    small as its smallest.
-    """
-    costs, n_layers = model.block_costs(), model.config.n_layers
-    columns = [candidates.schedule, candidates.pp, candidates.stages_per_rank]
-    first, inverse = distinct_rows(columns)
-    blocks = np.asarray(
-        [
-            first_rank_blocks(SCHEDULES[row[0]], *row[1:], n_layers, costs, model.config.leading_layers)
-            for row in np.stack(columns, 1)[first].tolist()
-        ]
-    )
-    held, smallest, leading, least_leading = blocks[inverse].T
-    # Without a pipeline a micro-batch has gone back before the next one begins.
-    flight = np.ones(len(candidates))
-    for number, schedule in enumerate(SCHEDULES):
-        some = np.flatnonzero((candidates.schedule == number) & (candidates.pp > 1))
-        sizes = (candidates.pp[some], candidates.stages_per_rank[some], candidates.accumulation[some])
-        flight[some] = in_flight(schedule, *sizes)
-    held_bytes, exchanges = state.sizes, Exchanges(state)
-    kept = sum(exchanges.state_of(held_bytes.block.plus(held_bytes.experts)).values()) * held
-    kept = kept + sum(exchanges.state_of(held_bytes.leading).values()) * leading
-    block = held_bytes.block.kept - held_bytes.leaving
-    first_block = held_bytes.leading.kept - held_bytes.leading_leaving
-    return np.asarray(kept + flight * (smallest * block + least_leading * first_block))
 
 
 def _worst_ranks(model: TracedModel, candidates: LayoutTable, state: MemoryState) -> tuple[FloatArray, Ints, list[str]]:

@@ -65,20 +65,6 @@ def parts_at(
 
 
 @cache
-def first_rank_blocks(
-    schedule: str, pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float], leading: int
-) -> tuple[int, int, int, int]:
-    """Return of the blocks of the first pipeline rank how many it holds, and how many each of its stages holds at least: all
-    but the model's first `leading` ones, then these."""
-    layout = ResolvedLayout(global_batch=1, pp=pp, schedule=schedule, stages_per_rank=stages_per_rank)
-    layers = stage_layer_counts(n_layers, layout.n_stages, *costs)
-    of_stages = count_leading(layers, leading)
-    before = [of_stages[stage] for stage in stages_of_rank(layout, 0)]
-    others = [layers[stage] - of_stages[stage] for stage in stages_of_rank(layout, 0)]
-    return sum(others), min(others), sum(before), min(before)
-
-
-@cache
 def ranks_that_may_be_worst(
     schedule: str, pp: int, stages_per_rank: int, n_layers: int, costs: tuple[float, float], leading: int = 0
 ) -> list[int]:

@@ -84,8 +84,7 @@ def list_layouts(plan: Plan, most: int = MOST_LISTED) -> LayoutList:
         exact=simulated[order] | (kept.pp == 1),
         times=times.take(place),
         memory_bytes=needs[order],
-        # A pipeline that takes more than a device by its bound is not replayed: what is known of it is that bound.
-        bounded=~known | (needs[order] > models.device_bytes),
+        bounded=~known,
         p_fits=p_fits,
     )
 

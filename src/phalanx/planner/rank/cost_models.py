@@ -192,9 +192,7 @@ class CostModels:
         """Return the memory of layouts."""
         if not len(layouts):
             return Memory(np.zeros(0), np.zeros(0), np.zeros(0))
-        found = memory(
-            model, layouts, self._kernels(model), peer_copies=self._copies(model), capacity=self.device_bytes
-        )
+        found = memory(model, layouts, self._kernels(model), peer_copies=self._copies(model))
         groups = communicators(layouts)
         p_fits = fits(
             found.allocated,

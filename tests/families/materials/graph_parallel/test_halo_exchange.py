@@ -11,9 +11,9 @@ import torch.distributed as dist
 from atom_graphs import random_structure
 from distributed_ranks import run_ranks
 from graph_shares import crystal, worst_error
+from halo_numbers import numbers_for_atoms, numbers_for_edges
 from phalanx.families.materials.graph_parallel.cut_batches import _GATHER_ABOVE
 from phalanx.families.materials.model_config import Electrostatics, EnergyHead, GlobalAttention
-from phalanx.families.materials.sizes import numbers_for_atoms, numbers_for_edges
 from small_networks import BODIES, LIKE_MACE_TORCH, small_model
 
 MIXED = [random_structure(3, 7), crystal(30), random_structure(4, 1, source=1), random_structure(5, 5, periodic=True)]
