@@ -264,6 +264,8 @@ class SizedProgram:
         """
         shapes = ShapeEnv()
         mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
+        # Of each operation it would note what came out, in a second run: few come twice with the same sizes.
+        mode.cache_enabled = False
         self._conditions = shapes.guards
         self._symbols: dict[str, Any] = {}
         self._examples: list[Tensor | int | torch.SymInt | None] = []
@@ -281,6 +283,8 @@ class SizedProgram:
                 sizes[dimension] = self._symbols[name]
             with mode:
                 self._examples.append(torch.empty(sizes, dtype=argument.dtype, device=argument.device))
+        if any(argument.device.type != "cpu" for argument in arguments):
+            _wake_workers()
         # In the compiler's own operations: it can then take the graph as it is, without tracing it twice more.
         trace = make_fx(
             function,
@@ -320,6 +324,14 @@ class SizedProgram:
     def __call__(self, *arguments: Tensor) -> Any:
         """Return what the function gives for arguments whose sizes it holds for."""
         return self._program(*arguments)
+
+
+def _wake_workers() -> None:
+    """Start the processes that compile kernels; they take seconds to be ready, as tracing does."""
+    # Kernels that are written before they are ready are compiled once all are written.
+    from torch._inductor.async_compile import AsyncCompile  # noqa: PLC0415
+
+    AsyncCompile.wakeup()
 
 
 _QUICK = {
