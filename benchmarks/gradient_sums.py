@@ -5,7 +5,7 @@
 For each matrix of a block of Llama 3 8B and each number of tokens of a micro-batch: the product and the sum as they are (in
 bf16 `kernels.parts_sum.add_gradient` adds the product to a float32 sum, in FP8 autograd adds a float32 product), and a
 product that adds to the float32 sum by itself. `torch._scaled_mm` cannot. `head` is what the head's gradient takes on its
-way from the sum over chunks into the sum over micro-batches: scaled in float32 and cast, as it is, or at once.
+way from the sum over chunks into the sum over micro-batches: scaled in float32 and then cast, or at once, as it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From which size on ranks of `tp` gain by exchanging parts of sequences beside their products: steps of one short sample.
 
-    torchrun --standalone --nproc-per-node 2 benchmarks/sequence_exchanges.py examples/llama3-8b.yaml --out sizes.json \
-        [--lengths 1024 2048 4096 8192] [model.n_layers=4 ...]
+    torchrun --standalone --nproc-per-node 2 benchmarks/sequence_exchanges.py examples/llama3-8b.yaml model.n_layers=4 \\
+        layout.recompute=none --out sizes.json [--lengths 1024 2048 4096 8192]
 
 Trains the run file's model by real ranks on random samples, for each length in both ways (`layout.peer_copies` false and
 true, which takes every exchange), by the code of training itself. A sample's part of a sequence has length / tp x d_model

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from layout_runs import run_with
 from phalanx.families.language.config import LanguageRun
@@ -20,6 +22,8 @@ from phalanx.planner.dryrun.memory_trace import StepTrace
 from phalanx.planner.dryrun.rank_report import group_axes
 from phalanx.planner.dryrun.run_step import WatchedExecutor, measured_step
 from phalanx.planner.trace.traced_model import TracedModel
+from phalanx.torch_compat import common as compat
+from phalanx.torch_compat.fake import in_backward
 from phalanx.training.step import build_full_step
 
 PLANNED_SIZES = {
@@ -69,6 +73,25 @@ def run_named(name: str) -> LanguageRun:
 NAMES = list(_LAYOUTS)
 
 
+class _RealTrace(StepTrace):
+    """The memory of a real rank, but for what its process group holds for itself.
+
+    Gloo copies all that it reduces and scatters, and cuts the copy up when the result is awaited; no group of accelerators
+    does.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.split.Tensor and in_backward() and not self.knows(args[0]):
+            key = compat.storage_key(args[0])
+            self._on_host.add(key)
+            weakref.finalize(args[0].untyped_storage(), self._on_host.discard, key).atexit = False
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether the memory of `tensor` has come by."""
+        return compat.storage_key(tensor) in self._allocations
+
+
 def real_steps(watched: dict[str, int]) -> dict[str, dict[str, Any]]:
     """What the second step of each run takes on this rank of a real process group, where it is the one that is watched.
 
@@ -82,7 +105,7 @@ def real_steps(watched: dict[str, int]) -> dict[str, dict[str, Any]]:
 def _real_step(run: LanguageRun, made: Groups, *, watched: bool) -> dict[str, Any]:
     layout, cpu = resolve_layout(bind(run), WORLD), torch.device("cpu")
     mesh = build_mesh(layout, cpu, made)
-    trace = StepTrace()
+    trace = _RealTrace()
     with trace.watching() if watched else contextlib.nullcontext():
         applied = apply_layout(bind(run, LayoutModel), layout, mesh, cpu, AttentionChoice("sdpa"))
         step = build_full_step(bind(run), applied, cpu).relaid(WatchedExecutor(applied, trace))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.config.layers import NormConfig
 from phalanx.nn.cross_entropy import IGNORED, linear_cross_entropy
@@ -89,6 +92,33 @@ def test_bfloat16_activations_with_a_float32_weight_sum_in_float32() -> None:
     assert weight.grad is not None and weight.grad.dtype == torch.float32
     expected = reference(low.detach().float(), weight.detach().bfloat16().float(), targets, 0.0)
     torch.testing.assert_close(result.total.detach(), expected, rtol=1e-2, atol=0)
+
+
+class _Formats(TorchDispatchMode):
+    """Notes the formats of all results of one shape."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape = shape
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.shape == self.shape:
+            self.found.add(result.dtype)
+        return result
+
+
+def test_the_backward_pass_forms_no_second_wide_gradient_of_a_narrow_table() -> None:
+    hidden, weight, targets = (x if x.dtype == torch.int64 else x.detach().bfloat16() for x in inputs(torch.float32))
+    weight.requires_grad_()
+    wide = weight.detach().float().requires_grad_()
+    wanted = torch.autograd.grad(0.3 * linear_cross_entropy(hidden, wide, targets, chunk_tokens=5).total, wide)[0]
+    total = 0.3 * linear_cross_entropy(hidden, weight, targets, chunk_tokens=5).total
+    with _Formats(weight.shape) as formats:
+        total.backward()
+    assert weight.grad is not None and torch.equal(weight.grad, wanted.bfloat16())
+    assert formats.found == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

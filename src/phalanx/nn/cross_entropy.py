@@ -96,12 +96,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight = compat.add_matmul(grad_weight, grad_logits.T, hidden, wide)
         # The gradients themselves: the backward pass needs neither logits nor activations again.
         ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight_VD.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         (scale,) = grads
-        grad_hidden, grad_weight = (None if grad is None else grad * scale for grad in ctx.saved_tensors)
+        grad_hidden, grad_weight = ctx.saved_tensors
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * scale
+        if grad_weight is not None:
+            # Straight into the parameter's format: of a large table a second wide gradient may be the peak of a step.
+            narrow = torch.empty_like(grad_weight, dtype=ctx.weight_dtype)
+            grad_weight = torch.mul(grad_weight, scale, out=narrow)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
