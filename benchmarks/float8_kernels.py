@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from phalanx.kernels import float8_triton as kernels
 from phalanx.kernels.float8 import block_product, quantise, quantise_blocks, row_column_amax, scaled_product
-from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient, swiglu_gradient_amax
+from phalanx.kernels.float8_swiglu import quantise_swiglu_gradient
 
 MATRICES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Output and input features."""
@@ -107,7 +107,7 @@ def tile_rates(tokens: int) -> list[dict[str, Any]]:
     """GB/s of quantisation by size of its tiles."""
     rows = []
     one = torch.ones(1, device="cuda")
-    before, gated = kernels.QUANTISE_TILES, (kernels.SWIGLU_ROWS, kernels.SWIGLU_WARPS)
+    before, gated = kernels.QUANTISE_TILES, kernels.SWIGLU_TILES
     for width in (4096, 14336):
         x = torch.randn(tokens, width, device="cuda").bfloat16()
         for tiles in itertools.product((32, 64, 128), (64, 128, 256), (4, 8)):
@@ -117,14 +117,13 @@ def tile_rates(tokens: int) -> list[dict[str, Any]]:
             print(f"quantise {width} tiles {tiles} {rate:,.0f}", flush=True)
     kernels.QUANTISE_TILES = before
     grad, gate_up = (torch.randn(tokens, width, device="cuda").bfloat16() for width in (14336, 28672))
-    for kernels.SWIGLU_ROWS, kernels.SWIGLU_WARPS in itertools.product((16, 32, 64, 128), (4, 8)):
-        amax = seconds(lambda: swiglu_gradient_amax(grad, gate_up, 64))
+    for tiles in itertools.product((32, 64, 128), (16, 32, 64), (4, 8)):
+        kernels.SWIGLU_TILES = tiles
         both = seconds(lambda: quantise_swiglu_gradient(grad, gate_up, 64, one, one, E4M3, E4M3))
-        tiles = (kernels.SWIGLU_ROWS, kernels.SWIGLU_WARPS)
-        rates = {"amax": 6 * grad.numel() / amax / 1e9, "quantise": 11 * grad.numel() / both / 1e9}
-        rows.append({"gated": tiles, "gb_s": rates})
-        print(f"gated gradient tiles {tiles} amax {rates['amax']:,.0f} quantise {rates['quantise']:,.0f}", flush=True)
-    kernels.SWIGLU_ROWS, kernels.SWIGLU_WARPS = gated
+        rate = 11 * grad.numel() / both / 1e9
+        rows.append({"gated": tiles, "gb_s": rate})
+        print(f"gated gradient tiles {tiles} {rate:,.0f}", flush=True)
+    kernels.SWIGLU_TILES = gated
     return rows
 
 

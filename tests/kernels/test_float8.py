@@ -225,8 +225,9 @@ def quantising(name: str, read: str, element: str) -> tuple[Any, int, dict[str, 
     if name == "gated":
         types = {"grad_hidden": f"*{read}", "gate_up": f"*{read}", "scale": "*fp32", "same_scale": "*fp32"}
         types |= {"hidden_scale": "*fp32", "q": q, "q_t": q, "hidden_t": q, "rows": "i32", "features": "i32"}
-        constants = {"BLOCK": 64, "TILE": kernels.SWIGLU_ROWS}
-        return kernels.quantise_swiglu_gradient_kernel, kernels.SWIGLU_WARPS, types, constants
+        *tiles, warps = kernels.SWIGLU_TILES
+        constants = {"BLOCK": 64, **dict(zip(("TILE", "COLUMNS"), tiles, strict=True))}
+        return kernels.quantise_swiglu_gradient_kernel, warps, types, constants
     types = {"x": f"*{read}", "q": q, "scale": "*fp32", "q_t": q, "column_scale": "*fp32", **sizes}
     constants = {"SQUARE": name == "square", **SHAPED, **FOUND}
     return kernels.quantise_blocks_kernel, kernels.QUANTISE_WARPS, types, constants

@@ -23,6 +23,8 @@ QUANTISE_TILES = (128, 128, 8)
 """Rows, columns and warps of a program that quantises with scales that are given."""
 SWIGLU_ROWS, SWIGLU_WARPS = 32, 4
 """Rows and warps of a tile of gated products, which is one group of gate and up features wide."""
+SWIGLU_TILES = (32, 64, 4)
+"""Rows, columns and warps of a tile that is quantised; of groups that have fewer features it has as many columns."""
 FLAT_TILE, FLAT_WARPS, FLAT_PROGRAMS = 4096, 8, 1024
 """Numbers that a program quantises at a time where their order does not matter, its warps, and programs at most."""
 PRODUCT_TILES = (128, 128, 128)
@@ -210,16 +212,17 @@ def swiglu_gradients(
     features: tl.tensor,
     rows: tl.tensor,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Form the gradients of gate and up and their product, [rows of `row`, BLOCK] each, of one group of features."""
-    group = tl.program_id(1)
-    column = tl.arange(0, BLOCK)[None, :]
+    """Form the gradients of gate and up and their product, [rows of `row`, COLUMNS] each, of some features of one group."""
+    first = tl.program_id(1) * COLUMNS
+    column = tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows)[:, None]
     far = row.to(tl.int64)[:, None]
-    gate_at = gate_up + far * (2 * features) + group * (2 * BLOCK) + column
+    gate_at = gate_up + far * (2 * features) + (first // BLOCK) * (2 * BLOCK) + first % BLOCK + column
     gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_at + BLOCK, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(grad_hidden + far * features + group * BLOCK + column, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_hidden + far * features + first + column, mask=inside, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
     return grad * up * slope, grad * gate * sigmoid, gate * sigmoid * up
@@ -237,7 +240,7 @@ def swiglu_gradient_amax_kernel(
 ) -> None:
     """Write the largest size of TILE rows of one group into amax [groups, tiles of rows]."""
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    of_gate, of_up, _ = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK)
+    of_gate, of_up, _ = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK, BLOCK)
     largest = tl.max(tl.max(tl.maximum(tl.abs(of_gate), tl.abs(of_up)), 1), 0)
     # Of the numbers as they are rounded before they are quantised.
     largest = largest.to(gate_up.dtype.element_ty).to(tl.float32)
@@ -258,18 +261,20 @@ def quantise_swiglu_gradient_kernel(
     features: tl.tensor,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:
-    """Write TILE rows of the gradients of one group in 8 bits, as they are and transposed, and their product, transposed.
+    """Write TILE rows of the gradients of some features in 8 bits, as they are and transposed, and their product, transposed.
 
     same_scale: `scale` once more, so that no compiler takes the two quantisations for one.
     """
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    of_gate, of_up, hidden = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK)
+    of_gate, of_up, hidden = swiglu_gradients(grad_hidden, gate_up, row, features, rows, BLOCK, COLUMNS)
     narrow = gate_up.dtype.element_ty
     kind = q.dtype.element_ty
     # Rounded to 16 bits first, as a gradient that lies in memory is: tiles change their order in that format.
     of_gate, of_up = of_gate.to(narrow).to(tl.float32), of_up.to(narrow).to(tl.float32)
-    column = tl.program_id(1) * (2 * BLOCK) + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * COLUMNS
+    column = (first // BLOCK) * (2 * BLOCK) + first % BLOCK + tl.arange(0, COLUMNS)
     factor = tl.div_rn(1.0, tl.load(scale))
     place = q + row.to(tl.int64)[:, None] * (2 * features) + column[None, :]
     tl.store(place, (of_gate * factor).to(kind), mask=(row < rows)[:, None])
@@ -280,7 +285,7 @@ def quantise_swiglu_gradient_kernel(
     turned += tl.cast(rows, tl.int64) * BLOCK
     tl.store(turned, tl.trans((of_up * other).to(kind)), mask=(row < rows)[None, :])
     hidden = hidden.to(narrow).to(tl.float32) * tl.div_rn(1.0, tl.load(hidden_scale))
-    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    feature = first + tl.arange(0, COLUMNS)
     place = hidden_t + feature.to(tl.int64)[:, None] * rows + row[None, :]
     tl.store(place, tl.trans(hidden.to(hidden_t.dtype.element_ty)), mask=(row < rows)[None, :])
 
@@ -455,8 +460,10 @@ def run_quantise_swiglu_gradient(
 ) -> None:
     """Do as `kernels.float8_swiglu.quantise_swiglu_gradient` into the last three."""
     rows, features = grad_NF.shape
+    tile, columns, warps = SWIGLU_TILES
+    columns = min(columns, block)
     with torch.cuda.device(grad_NF.device):
-        quantise_swiglu_gradient_kernel[(triton.cdiv(rows, SWIGLU_ROWS), features // block)](
+        quantise_swiglu_gradient_kernel[(triton.cdiv(rows, tile), features // columns)](
             grad_NF,
             gate_up,
             scale,
@@ -468,8 +475,9 @@ def run_quantise_swiglu_gradient(
             rows,
             features,
             BLOCK=block,
-            TILE=SWIGLU_ROWS,
-            num_warps=SWIGLU_WARPS,
+            TILE=tile,
+            COLUMNS=columns,
+            num_warps=warps,
         )
 
 
