@@ -12,6 +12,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -75,6 +76,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """All modules of all tests are loaded now."""
+    if ranks := sys.modules.get("distributed_ranks"):
+        # Before a test starts the process's only fork server with less loaded: a hundred ranks would load torch again.
+        ranks.start_fork_server()
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -127,7 +127,7 @@ class KnownResults:
 @functools.cache
 def _depends_on_shapes_alone(func: Any) -> bool:
     """Return whether results of `func` follow from shapes and formats, and it changes at most values of its arguments."""
-    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims", "phalanx"):
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims", "phalanx", "_c10d_functional"):
         return False
     if any(tag in func.tags for tag in _CHANGE_OR_READ):
         return False
