@@ -215,14 +215,14 @@ def swiglu_gradients(
     COLUMNS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Form the gradients of gate and up and their product, [rows of `row`, COLUMNS] each, of some features of one group."""
-    first = tl.program_id(1) * COLUMNS
-    column = tl.arange(0, COLUMNS)[None, :]
+    group = tl.program_id(1)
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows)[:, None]
     far = row.to(tl.int64)[:, None]
-    gate_at = gate_up + far * (2 * features) + (first // BLOCK) * (2 * BLOCK) + first % BLOCK + column
+    gate_at = gate_up + far * (2 * features) + group * (2 * BLOCK) + column
     gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_at + BLOCK, mask=inside, other=0.0).to(tl.float32)
-    grad = tl.load(grad_hidden + far * features + first + column, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_hidden + far * features + group * BLOCK + column, mask=inside, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
     return grad * up * slope, grad * gate * sigmoid, gate * sigmoid * up
@@ -263,7 +263,7 @@ def quantise_swiglu_gradient_kernel(
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Write TILE rows of the gradients of some features in 8 bits, as they are and transposed, and their product, transposed.
+    """Write TILE rows of gradients of some features in 8 bits, as they are and transposed, and of their product, transposed.
 
     same_scale: `scale` once more, so that no compiler takes the two quantisations for one.
     """
@@ -273,8 +273,8 @@ def quantise_swiglu_gradient_kernel(
     kind = q.dtype.element_ty
     # Rounded to 16 bits first, as a gradient that lies in memory is: tiles change their order in that format.
     of_gate, of_up = of_gate.to(narrow).to(tl.float32), of_up.to(narrow).to(tl.float32)
-    first = tl.program_id(1) * COLUMNS
-    column = (first // BLOCK) * (2 * BLOCK) + first % BLOCK + tl.arange(0, COLUMNS)
+    inner = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * (2 * BLOCK) + inner
     factor = tl.div_rn(1.0, tl.load(scale))
     place = q + row.to(tl.int64)[:, None] * (2 * features) + column[None, :]
     tl.store(place, (of_gate * factor).to(kind), mask=(row < rows)[:, None])
@@ -285,7 +285,7 @@ def quantise_swiglu_gradient_kernel(
     turned += tl.cast(rows, tl.int64) * BLOCK
     tl.store(turned, tl.trans((of_up * other).to(kind)), mask=(row < rows)[None, :])
     hidden = hidden.to(narrow).to(tl.float32) * tl.div_rn(1.0, tl.load(hidden_scale))
-    feature = first + tl.arange(0, COLUMNS)
+    feature = tl.program_id(1) * BLOCK + inner
     place = hidden_t + feature.to(tl.int64)[:, None] * rows + row[None, :]
     tl.store(place, tl.trans(hidden.to(hidden_t.dtype.element_ty)), mask=(row < rows)[None, :])
 
@@ -463,7 +463,7 @@ def run_quantise_swiglu_gradient(
     tile, columns, warps = SWIGLU_TILES
     columns = min(columns, block)
     with torch.cuda.device(grad_NF.device):
-        quantise_swiglu_gradient_kernel[(triton.cdiv(rows, tile), features // columns)](
+        quantise_swiglu_gradient_kernel[(triton.cdiv(rows, tile), features // block, block // columns)](
             grad_NF,
             gate_up,
             scale,
