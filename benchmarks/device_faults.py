@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from phalanx.launch.heartbeat import Heartbeat, Phase
-from phalanx.torch_compat.device_wait import keep_device_busy
+from phalanx.torch_compat.common import keep_device_busy
 from phalanx.training.callbacks import Callback, TrainingContext
 from phalanx.training.metrics import StepMetrics
 from phalanx.training.safeguards.wrong_numbers import WrongNumbers

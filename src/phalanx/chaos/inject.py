@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from phalanx.chaos.faults import KINDS, PlannedFault
 from phalanx.checkpoint.folders import list_published
 from phalanx.layout.place import as_place
-from phalanx.torch_compat.device_wait import keep_device_busy
+from phalanx.torch_compat.common import keep_device_busy
 from phalanx.training.callbacks import Callback, TrainingContext
 from phalanx.training.metrics import StepMetrics
 

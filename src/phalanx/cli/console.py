@@ -144,6 +144,19 @@ def write_file(file: Path, text: str) -> None:
         raise PhalanxError(f"cannot write {file}: {error.strerror}; name another file") from error
 
 
+def write_asked(**files: tuple[Path | None, Callable[[], str]]) -> dict[str, str]:
+    """Write the files whose paths were asked for, and return these by their names. Raises as `write_file` does.
+
+    files: by name a path, None where nobody asked, and what makes the text.
+    """
+    written = {}
+    for name, (file, make_text) in files.items():
+        if file is not None:
+            write_file(file, make_text())
+            written[name] = str(file)
+    return written
+
+
 def require_out_folder(folder: Path) -> None:
     """Refuse a folder of `--out` in which nothing could be written, before there is anything to write.
 

@@ -459,3 +459,29 @@ _probe = getattr(torch._C, "_are_functorch_transforms_active", lambda: False)
 def in_backward_pass() -> bool:
     """Return whether autograd is running a backward pass in this thread: what runs forward in it is computed again."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+_SAMPLE_CYCLES = 20_000_000
+"""Cycles of a kernel that waits for about ten milliseconds."""
+
+
+def keep_device_busy(device: torch.device, seconds: float) -> None:
+    """Have what is launched on the current stream of a CUDA or ROCm `device` from now on begin `seconds` later.
+
+    The host does not wait.
+    """
+    with torch.cuda.device(device):
+        torch.cuda._sleep(round(seconds * _cycles_per_second(device)))
+
+
+@cache
+def _cycles_per_second(device: torch.device) -> float:
+    """Return how fast the counter of `device` runs that such a kernel counts by. Waits for the device."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # The first launch loads the kernel.
+    torch.cuda._sleep(1)
+    begin.record()
+    torch.cuda._sleep(_SAMPLE_CYCLES)
+    end.record()
+    end.synchronize()
+    return 1e3 * _SAMPLE_CYCLES / float(begin.elapsed_time(end))

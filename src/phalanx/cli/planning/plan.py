@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli.console import open_output, print_json, print_lines, write_file
+from phalanx.cli.console import open_output, print_json, print_lines, write_asked
 from phalanx.cli.options.planning import PlanArguments
 from phalanx.cli.planning.plan_text import fold_command, write_plan_lines
 from phalanx.config.load import load_run, parse_overrides
@@ -77,7 +77,10 @@ def run_plan(asked: PlanArguments) -> None:
     command = make_run_command(
         made, asked.write or asked.run, [] if asked.write else changes, asked.cluster, fixed=asked.write is not None
     )
-    written = _write_files(made, asked.write, asked.html, command)
+    written = write_asked(
+        run=(asked.write, lambda: _write_run(made)),
+        html=(asked.html, lambda: render_plan(made, "\n".join(fold_command(command, _COMMAND_WIDTH)))),
+    )
     if asked.json:
         print_json(summarise_plan(made) | {"written": written})
         return
@@ -93,19 +96,11 @@ def run_plan(asked: PlanArguments) -> None:
         print_lines([f"wrote {file}"])
 
 
-def _write_files(made: Plan, write: Path | None, html: Path | None, command: list[str]) -> dict[str, str]:
-    """Write what was asked for, and return its path by its kind."""
-    written: dict[str, str] = {}
-    if write is not None:
-        seconds = format_duration(float(made.best.times.total[0]))
-        name = made.planner.machine.name
-        note = f"Planned for {made.task.devices} devices of {name}: {seconds} a step expected.\n"
-        write_file(write, write_planned_run(made.task.run, made.best.layouts.row(0), note))
-        written["run"] = str(write)
-    if html is not None:
-        write_file(html, render_plan(made, "\n".join(fold_command(command, _COMMAND_WIDTH))))
-        written["html"] = str(html)
-    return written
+def _write_run(made: Plan) -> str:
+    """Return the run file with the best layout."""
+    seconds = format_duration(float(made.best.times.total[0]))
+    note = f"Planned for {made.task.devices} devices of {made.planner.machine.name}: {seconds} a step expected.\n"
+    return write_planned_run(made.task.run, made.best.layouts.row(0), note)
 
 
 def make_run_command(made: Plan, file: Path, changes: list[str], cluster: str, *, fixed: bool) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli.console import open_output, print_json, print_lines, print_warning, write_file
+from phalanx.cli.console import open_output, print_json, print_lines, print_warning, write_asked
 from phalanx.cli.options.planning import SearchArguments
 from phalanx.config.load import load_run
 from phalanx.errors import PhalanxError
@@ -68,13 +68,8 @@ def run_search(asked: SearchArguments) -> None:
         seed=asked.seed,
         keep=asked.keep,
     )
-    summary, written = done.summary(), {}
-    if asked.write is not None:
-        write_file(asked.write, done.best_run_text())
-        written["run"] = str(asked.write)
-    if asked.html is not None:
-        write_file(asked.html, render_search(summary))
-        written["html"] = str(asked.html)
+    summary = done.summary()
+    written = write_asked(run=(asked.write, done.best_run_text), html=(asked.html, lambda: render_search(summary)))
     if asked.json:
         print_json(summary | {"written": written})
         return

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli.console import open_output, print_json, print_lines, write_file
+from phalanx.cli.console import open_output, print_json, print_lines, write_asked
 from phalanx.cli.options.planning import TuneArguments
 from phalanx.config.load import load_run
 from phalanx.errors import ConfigError, PhalanxError
@@ -59,13 +59,10 @@ def run_tune(asked: TuneArguments) -> None:
             packing=asked.packing,
             tell=tell_trial,
         )
-    summary, written = summarise_study(folder) | {"why": stopped}, {}
-    if asked.write is not None:
-        write_file(asked.write, best_run_text(folder, summary))
-        written["run"] = str(asked.write)
-    if asked.html is not None:
-        write_file(asked.html, render_tune(summary))
-        written["html"] = str(asked.html)
+    summary = summarise_study(folder) | {"why": stopped}
+    written = write_asked(
+        run=(asked.write, lambda: best_run_text(folder, summary)), html=(asked.html, lambda: render_tune(summary))
+    )
     if asked.json:
         print_json(summary | {"written": written})
         return

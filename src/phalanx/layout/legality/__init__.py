@@ -13,11 +13,10 @@ import numpy as np
 
 from phalanx.families.family import BoundModel
 from phalanx.layout.legality.degree_rules import BRANCH_RULES, DEGREE_RULES, NODE_RULES, SPLIT_RULES
-from phalanx.layout.legality.offload_rules import OFFLOAD_RULES
 from phalanx.layout.legality.pipeline_rules import BATCH_RULES, STAGE_RULES
 from phalanx.layout.legality.precision_rules import PRECISION_RULES
 from phalanx.layout.legality.rule import Reason, Requirements
-from phalanx.layout.legality.sharding_rules import SHARDING_RULES
+from phalanx.layout.legality.sharding_rules import OFFLOAD_RULES, SHARDING_RULES
 from phalanx.layout.spec import Bools, LayoutTable, ResolvedLayout
 
 RULES = (

@@ -5,6 +5,7 @@ Every decision follows from figures that all ranks have alike, so that all ranks
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from torch import Tensor
 from phalanx.checkpoint import RankGroup
 from phalanx.config.schema import Run
 from phalanx.errors import DataError, PhalanxError
+from phalanx.files import write_atomically
 from phalanx.layout.apply import ParallelModel
 from phalanx.training.logs import RunLog
 from phalanx.training.metrics import StepMetrics
-from phalanx.training.safeguards.bad_batches import keep_bad_batch
 from phalanx.training.safeguards.divergence import DivergenceGuard
 from phalanx.training.safeguards.replicas import Disagreement, ReplicaComparison
 from phalanx.training.safeguards.spikes import RecentFigures, SpikeWatch
@@ -33,6 +34,8 @@ UNREAD = "unread_batch"
 """Kind of the event that says why a batch could not be read and was passed over."""
 REWIND = "rewind"
 """Kind of the event that says why and how far a run was rewound."""
+BAD_BATCHES = "bad_batches"
+"""Folder of the run directory with the batches of steps that went wrong, by the numbers of their samples."""
 
 
 class SafeguardState(BaseModel):
@@ -182,7 +185,7 @@ class WrongNumbers:
             raise PhalanxError(
                 f"step {wanted.step}: {wanted.reason}. The run was rewound to step {checkpoint} {allowed} times already "
                 f"(safeguards.max_rewinds={allowed}). Resume with a lower optimizer.lr, or look at the samples in "
-                f"{self._run_dir / 'bad_batches'}"
+                f"{self._run_dir / BAD_BATCHES}"
             )
         if wanted.passes_samples:
             # By what was read up to now: an earlier rewind to the same checkpoint passed samples over as well.
@@ -235,3 +238,29 @@ def _software(how: str) -> str:
         f"They differ again after the steps were done again, {how}: more likely software than a device. "
         f"Compare the layout with phalanx verify, or set training.deterministic=true"
     )
+
+
+def keep_bad_batch(
+    run_dir: Path, name: str, step: int, reason: str, samples: Tensor, figures: Mapping[str, object]
+) -> str | None:
+    """Write which samples a step read, of all ranks together; return a warning where that fails. Every rank calls it.
+
+    name: of the file. samples: global sample numbers of this rank's batch, int64 [B]; what a sample holds is a function of
+    its number. figures: what the step came to, as JSON has it.
+    """
+    ranks = RankGroup.default()
+    shares = ranks.gather(samples.tolist())
+
+    def write() -> str | None:
+        # Ranks over which positions or layers are split read the same samples.
+        numbers = sorted({number for share in shares for number in share})
+        record = {"step": step, "reason": reason, **figures, "samples": numbers}
+        folder = run_dir / BAD_BATCHES
+        try:
+            folder.mkdir(exist_ok=True)
+            write_atomically(folder / f"{name}.json", json.dumps(record, indent=1) + "\n")
+        except OSError as error:
+            return f"{folder} cannot be written ({error.strerror}): the samples of step {step} are not kept"
+        return None
+
+    return ranks.on_first(write)
