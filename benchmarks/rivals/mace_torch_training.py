@@ -4,7 +4,8 @@
 
 One process a variant, in fp32: `mace-torch` is its own ScaleShiftMACE on e3nn, `cuequivariance` the same with its weights
 moved by its own `convert_e3nn_cueq`, `phalanx` our model of the same mathematics (three hidden radial layers, matrices of
-elements, functions that fade), compiled and captured as training does, `preset` our gnn-mace-1m as it is. A step is what
+elements, functions that fade), compiled and captured as training does, `phalanx-cuequivariance` the same by cuEquivariance's
+kernels, `preset` our gnn-mace-1m as it is. A step is what
 mace-torch's `take_step` does: forward pass with forces, backward pass, clipping by norm, Adam with amsgrad; of ours the
 gradients come from the captured step. The batch is on the device before; sizes are those of gnn-mace-1m for both.
 """
@@ -31,7 +32,7 @@ from data_loading import machine
 from phalanx.families.materials.step_capture import StepCapture
 from phalanx.hardware.device import choose_device, device_name
 
-VARIANTS = ("phalanx", "preset", "mace-torch", "cuequivariance")
+VARIANTS = ("phalanx", "phalanx-cuequivariance", "preset", "mace-torch", "cuequivariance")
 SAME = {"mace": {"radial_layers": 3, "element_mixing": "matrices", "fades": "functions", "first_skip": False}}
 """What our model takes to compute what mace-torch's does."""
 CLIP = 10.0
@@ -79,10 +80,12 @@ def in_process(variant: str, asked: argparse.Namespace) -> dict[str, Any]:
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds of a step, atoms a second, parameters and memory of one variant."""
     device = choose_device("auto", 0)
-    model = (SAME if asked.one != "preset" else {}) | ({"d_model": 8} if asked.narrow else {})
+    model: dict[str, Any] = (SAME if asked.one != "preset" else {}) | ({"d_model": 8} if asked.narrow else {})
+    if asked.one == "phalanx-cuequivariance":
+        model["mace"] = model["mace"] | {"kernels": "cuequivariance"}
     run = run_of(model)
     tensors = batch(run, asked.structures, device)
-    make = our_step if asked.one in ("phalanx", "preset") else their_step
+    make = their_step if asked.one in ("mace-torch", "cuequivariance") else our_step
     begin = now(device)
     step, parameters, versions = make(run, tensors, asked.one == "cuequivariance")
     for _ in range(asked.warm_up):

@@ -354,8 +354,9 @@ def _mace_piece(config: MaterialsModel, number: int) -> Piece:
         *(Matmul("atom", c, c, bias=False, times=2 * ell + 1) for ell in range(mixed)),
     )
     formed = _count_products(options.degree, options.correlation, outside)
+    # Each component of a polynomial is a sum over products, and one term of a component of the result.
     products = [
-        2.0 * c * sum(count * (2 * ell + 1) for ell, count in enumerate(counts)) * distinct
+        2.0 * c * sum(count * (2 * ell + 1) for ell, count in enumerate(counts)) * (distinct + (outside + 1) ** 2)
         for counts, distinct in zip(polynomials, formed, strict=True)
     ]
     width = (inside + 1) ** 2

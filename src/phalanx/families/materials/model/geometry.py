@@ -22,7 +22,7 @@ class Constant:
 
     def __init__(self, values: Tensor) -> None:
         # Numpy, which no mode of PyTorch (fake tensors, the meta device) turns into something without values.
-        self._values = values.numpy(force=True)
+        self.values = values.numpy(force=True)
         self._placed: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -30,7 +30,7 @@ class Constant:
         key = (device, dtype)
         if key in self._placed:
             return self._placed[key]
-        placed = torch.from_numpy(self._values).to(device, dtype)
+        placed = torch.from_numpy(self.values).to(device, dtype)
         # A fake tensor belongs to the mode that made it.
         if type(placed) is Tensor:
             self._placed[key] = placed

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache, partial
-from itertools import combinations_with_replacement, groupby
+from itertools import combinations_with_replacement, groupby, product
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,12 @@ from torch import Tensor, nn
 from phalanx.families.materials.model.geometry import Constant, Geometry
 from phalanx.families.materials.model.layers import Atoms, ElementTable, Mlp, cast_linear, layer_values, silu
 from phalanx.families.materials.model.message_passing.messages import sum_messages
+from phalanx.families.materials.model.message_passing.segmented_products import (
+    Term,
+    contract_components,
+    has_kernels,
+    sum_coupled,
+)
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 from phalanx.torch_compat.common import inside_transform
@@ -63,7 +69,7 @@ class EquivariantConvolution(nn.Module):
         functions of distance fade rather than radial weights. density: whether sums are divided by a learned density."""
         super().__init__()
         width = config.d_model
-        self.scale, self.fades_functions = scale, fades_functions
+        self.scale, self.fades_functions, self.fused = scale, fades_functions, config.mace.kernels == "cuequivariance"
         self.paths = coupling_paths(inside, degree, reached)
         self.couplings = stack_couplings(tuple(self.paths), count_components(inside), count_components(degree))
         self.inward = DegreeLinear([width] * (inside + 1), width)
@@ -97,11 +103,24 @@ class EquivariantConvolution(nn.Module):
         edges = (geometry.source_E, radial_ER, envelope_E1, geometry.harmonics_ES)
         given_NSC = self.inward(features_NSC) * self.scale
         shared = (geometry.exchange.atoms(given_NSC), *layer_values(self.radial))
-        message = partial(
-            couple_messages, couplings.on(device, dtype), path_Q.on(device, torch.int64), self.fades_functions
-        )
         # Q components of all paths, those of one degree together.
-        sums_NQC = sum_messages(message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
+        if self.fused and geometry.chunk is None and len(radial_ER) and has_kernels(shared[0]):
+            weights_EKC = radial_weights(self.fades_functions, radial_ER, envelope_E1, given_NSC.shape[-1], *shared[1:])
+            sums_NQC = sum_coupled(
+                coupling_terms(tuple(self.paths), given_NSC.shape[1], geometry.harmonics_ES.shape[1]),
+                path_Q.values.size,
+                weights_EKC,
+                shared[0],
+                geometry.harmonics_ES,
+                geometry.source_E,
+                geometry.target_E,
+                geometry.atoms,
+            )
+        else:
+            message = partial(
+                couple_messages, couplings.on(device, dtype), path_Q.on(device, torch.int64), self.fades_functions
+            )
+            sums_NQC = sum_messages(message, edges, shared, geometry.target_E, geometry.atoms, geometry.chunk)
         mixed_NSC = self.outward.paths(sums_NQC)
         if self.density is not None:
             density_E1 = torch.tanh(self.density(radial_ER).square())
@@ -174,41 +193,42 @@ class SymmetricContraction(nn.Module):
     def __init__(self, config: MaterialsModel, outside: int) -> None:
         super().__init__()
         options = config.mace
-        self.outside = outside
-        orders = range(1, options.correlation + 1)
+        sizes = options.degree, options.correlation, outside
+        self.outside, self.fused = outside, options.kernels == "cuequivariance"
+        self.basis, self.indices = contraction_constants(*sizes)
+        self.terms = contraction_terms(*sizes)
+        weight_of, component_of = zip(*polynomial_places(*sizes), strict=True)
+        self.weight_of = Selection(list(weight_of), weight_of[-1] + 1)
+        # Of each result the components of polynomials that add up to it.
+        self.sums = Constant(
+            torch.eye(count_components(outside), dtype=torch.float64, device="cpu")[:, list(component_of)]
+        )
         self.counts = [
-            [len(equivariant_polynomials(options.degree, order, result)) for result in range(outside + 1)]
-            for order in orders
+            sum(len(equivariant_polynomials(options.degree, order, result)) for result in range(outside + 1))
+            for order in range(1, options.correlation + 1)
         ]
-        """Polynomials of each degree, by order."""
-        self.basis, self.indices = contraction_constants(options.degree, options.correlation, outside)
+        """Polynomials by order."""
         self.weights = nn.ModuleList(
-            ElementTable(config.max_atomic_number, sum(counts), config.d_model) for counts in self.counts
+            ElementTable(config.max_atomic_number, count, config.d_model) for count in self.counts
         )
 
     def forward(self, features_NSC: Tensor, species_N: Tensor) -> Tensor:
         """Map [N, S, C] of all degrees to [N, S', C] of degrees up to `outside`."""
         device, dtype = features_NSC.device, features_NSC.dtype
-        products_NPC = features_NSC
-        # Polynomials of each degree and their weights, of all orders.
-        weighed: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(self.outside + 1)]
-        for order, (weight, basis, counts) in enumerate(zip(self.weights, self.basis, self.counts, strict=True)):
+        if self.fused and has_kernels(features_NSC):
+            weights_NKC = join_degrees(*(weight(species_N, dtype) for weight in self.weights))
+            return contract_components(self.terms, count_components(self.outside), weights_NKC, features_NSC)
+        products_NPC, polynomials = features_NSC, []
+        for order, basis in enumerate(self.basis):
             if order:
                 # Products of one more factor.
-                shorter, factor = (index.on(device, torch.int64) for index in self.indices[order - 1])
-                products_NPC = products_NPC.index_select(1, shorter) * features_NSC.index_select(1, factor)
-            polynomials_NQC = torch.einsum("qp,npc->nqc", basis.on(device, dtype), products_NPC)
-            sizes = [count * (2 * degree + 1) for degree, count in enumerate(counts)]
-            parts = zip(polynomials_NQC.split(sizes, dim=1), weight(species_N, dtype).split(counts, dim=1), strict=True)
-            for (polynomials, weights), (part_NQC, weight_NKC) in zip(weighed, parts, strict=True):
-                polynomials.append(part_NQC)
-                weights.append(weight_NKC)
-        # Joined first: a sum for each order would be as many operations again in every derivative.
-        totals = []
-        for degree, (polynomials, weights) in enumerate(weighed):
-            each_NKMC = join_degrees(*polynomials).unflatten(1, (-1, 2 * degree + 1))
-            totals.append((each_NKMC * join_degrees(*weights).unsqueeze(2)).sum(1))
-        return join_degrees(*totals)
+                shorter, factor = self.indices[order - 1]
+                shorter_NPC = products_NPC.index_select(1, shorter.index_P.on(device, torch.int64))
+                products_NPC = shorter_NPC * select_rows(features_NSC, factor)
+            polynomials.append(multiply_rows(basis.on(device, dtype), products_NPC))
+        weights_NKC = join_degrees(*(weight(species_N, dtype) for weight in self.weights))
+        weighed_NQC = join_degrees(*polynomials) * select_rows(weights_NKC, self.weight_of)
+        return multiply_rows(self.sums.on(device, dtype), weighed_NQC)
 
 
 class DegreeLinear(nn.Module):
@@ -316,6 +336,20 @@ def couple_messages(
 
     layers: weights of the radial network, each followed by its bias unless functions of distance fade.
     """
+    weights_EKC = radial_weights(fades_functions, radial_ER, envelope_E1, features_NSC.shape[-1], *layers)
+    # Directions meet the coupling coefficients first: [Q, S] of an edge is small beside its [S, C] features.
+    coupled_EQS: Tensor = (harmonics_ES @ couplings).unflatten(-1, (len(path_Q), -1))
+    message_EQC = torch.bmm(coupled_EQS, features_NSC.index_select(0, source_E))
+    return message_EQC * weights_EKC.index_select(1, path_Q)
+
+
+def radial_weights(
+    fades_functions: bool, radial_ER: Tensor, envelope_E1: Tensor, width: int, *layers: Tensor
+) -> Tensor:
+    """Return the weights of all paths, [E, K, C], from functions of the distance.
+
+    layers: weights of the radial network, each followed by its bias unless functions of distance fade.
+    """
     each = 1 if fades_functions else 2
     weights_EK = cast_linear(radial_ER, *layers[:each])
     for start in range(each, len(layers), each):
@@ -323,11 +357,8 @@ def couple_messages(
     if not fades_functions:
         # The envelope fades the weights, not the products: one narrow multiplication instead of a wide one.
         weights_EK = weights_EK * envelope_E1
-    weights_EKC: Tensor = weights_EK.unflatten(-1, (-1, features_NSC.shape[-1]))
-    # Directions meet the coupling coefficients first: [Q, S] of an edge is small beside its [S, C] features.
-    coupled_EQS: Tensor = (harmonics_ES @ couplings).unflatten(-1, (len(path_Q), -1))
-    message_EQC = torch.bmm(coupled_EQS, features_NSC.index_select(0, source_E))
-    return message_EQC * weights_EKC.index_select(1, path_Q)
+    weights_EKC: Tensor = weights_EK.unflatten(-1, (-1, width))
+    return weights_EKC
 
 
 _SAME = 1e-6
@@ -429,6 +460,57 @@ def harmonic_steps(degree: int) -> list[Constant]:
     return steps
 
 
+class Selection:
+    """Which rows of a tensor are taken, each more than once: `select_rows` is for few that are taken often."""
+
+    def __init__(self, rows: list[int], count: int) -> None:
+        """count: rows that there are."""
+        self.rows = rows
+        self.index_P = Constant(torch.tensor(rows, dtype=torch.int64, device="cpu"))
+        self.matrix_SP = Constant(torch.eye(count, dtype=torch.float64, device="cpu")[:, rows])
+        """Of zeros and ones: its product with what was taken adds that up by row."""
+
+
+def select_rows(x_NSC: Tensor, selection: Selection) -> Tensor:
+    """Return the rows of a selection, [N, P, C]."""
+    index_P = selection.index_P.on(x_NSC.device, torch.int64)
+    if inside_transform():
+        return x_NSC.index_select(1, index_P)
+    selected: Tensor = _SelectedRows.apply(x_NSC, index_P, selection.matrix_SP.on(x_NSC.device, x_NSC.dtype))
+    return selected
+
+
+def multiply_rows(matrix_QP: Tensor, x_NPC: Tensor) -> Tensor:
+    """Multiply the rows of each atom by a matrix, [N, Q, C]."""
+    return torch.bmm(matrix_QP.expand(len(x_NPC), -1, -1), x_NPC)
+
+
+class _SelectedRows(torch.autograd.Function):
+    """Rows whose gradient is a product: PyTorch's own adds them up one by one, each where others add too."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NSC: Tensor, index_P: Tensor, matrix_SP: Tensor) -> Tensor:
+        ctx.save_for_backward(index_P, matrix_SP)
+        return x_NSC.index_select(1, index_P)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _SummedRows.apply(grads[0], *ctx.saved_tensors), None, None
+
+
+class _SummedRows(torch.autograd.Function):
+    """The gradient of selected rows, whose own is a selection again."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NPC: Tensor, index_P: Tensor, matrix_SP: Tensor) -> Tensor:
+        ctx.save_for_backward(index_P, matrix_SP)
+        return multiply_rows(matrix_SP, x_NPC)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _SelectedRows.apply(grads[0], *ctx.saved_tensors), None, None
+
+
 class Products(NamedTuple):
     """All products of `order` of `count` numbers, and how to form them from those of one factor less."""
 
@@ -450,10 +532,10 @@ def monomial_products(count: int, order: int) -> Products:
 @cache
 def contraction_constants(
     degree: int, correlation: int, outside: int
-) -> tuple[list[Constant], list[tuple[Constant, Constant]]]:
+) -> tuple[list[Constant], list[tuple[Selection, Selection]]]:
     """Return of each order the polynomials of all degrees up to `outside`, [Q, P], and how to form their P products.
 
-    That is, of each order from 2 on, int64 [P]: which product of one factor less is multiplied, and by which component.
+    That is, of each order from 2 on: which product of one factor less is multiplied, and by which component.
     Each distinct product comes once, since factors commute, and only if a polynomial has it or a longer one is made of it:
     most polynomials are made of few.
     """
@@ -470,13 +552,54 @@ def contraction_constants(
         wanted = table.shorter_P[needed_P]
         needed_by_order.append(needed_P)
     place_P = torch.arange(count, device="cpu")
-    kept, indices = [bases[0]], []
+    kept, indices = [bases[0]], list[tuple[Selection, Selection]]()
     for basis, table, needed_P in zip(bases[1:], tables, reversed(needed_by_order), strict=True):
-        indices.append((Constant(place_P[table.shorter_P[needed_P]]), Constant(table.factor_P[needed_P])))
+        shorter, factor = place_P[table.shorter_P[needed_P]].tolist(), table.factor_P[needed_P].tolist()
+        indices.append((Selection(shorter, kept[-1].shape[1]), Selection(factor, count)))
         kept.append(basis[:, needed_P])
         place_P = torch.zeros(basis.shape[1], dtype=torch.int64, device="cpu")
         place_P[needed_P] = torch.arange(len(needed_P), device="cpu")
     return [Constant(basis) for basis in kept], indices
+
+
+@cache
+def polynomial_places(degree: int, correlation: int, outside: int) -> list[tuple[int, int]]:
+    """Return of each component of the same polynomials its polynomial, and the component of the result that it adds to."""
+    places, number = list[tuple[int, int]](), 0
+    for order, result in product(range(1, correlation + 1), range(outside + 1)):
+        for _ in range(len(equivariant_polynomials(degree, order, result))):
+            places += [(number, component) for component in range(result**2, (result + 1) ** 2)]
+            number += 1
+    return places
+
+
+@cache
+def contraction_terms(degree: int, correlation: int, outside: int) -> tuple[Term, ...]:
+    """Return the same polynomials term by term: weight, components that are multiplied, component of the result."""
+    basis, indices = contraction_constants(degree, correlation, outside)
+    places = iter(polynomial_places(degree, correlation, outside))
+    factors = [(component,) for component in range(count_components(degree))]
+    terms = list[Term]()
+    for order, polynomials in enumerate(basis):
+        if order:
+            pairs = zip(*(selection.rows for selection in indices[order - 1]), strict=True)
+            factors = [(*factors[shorter], factor) for shorter, factor in pairs]
+        for values in polynomials.values:
+            weight, component = next(places)
+            held = (abs(values) > _SAME).nonzero()[0].tolist()
+            terms += [((weight, *factors[p], component), float(values[p])) for p in held]
+    return tuple(terms)
+
+
+@cache
+def coupling_terms(paths: tuple[Path, ...], inside: int, harmonics: int) -> tuple[Term, ...]:
+    """Return couplings term by term: path, component of the features, harmonic, component of the sum."""
+    couplings, path_of = stack_couplings(paths, inside, harmonics)
+    values_HQS = couplings.values.reshape(harmonics, path_of.values.size, inside)
+    return tuple(
+        ((int(path_of.values[q]), s, h, q), float(values_HQS[h, q, s]))
+        for h, q, s in zip(*(axis.tolist() for axis in (abs(values_HQS) > _SAME).nonzero()), strict=True)
+    )
 
 
 @cache
