@@ -29,9 +29,6 @@ from phalanx.planner.trace.traced_model import Kernel, TracedModel
 
 FloatArray = npt.NDArray[np.float64]
 
-_CHUNK = 16384
-"""Layouts judged at a time: their arrays stay in the processor's cache."""
-
 
 @dataclass(frozen=True)
 class Kernels:
@@ -100,16 +97,16 @@ def memory(
     # A rank with all of the model and one of a pipeline are counted in different ways.
     for group in (~pipelined, pipelined):
         places = np.flatnonzero(group)
-        for start in range(0, len(places), _CHUNK):
-            chunk = places[start : start + _CHUNK]
-            some = candidates.take(chunk)
-            state = _memory_state(model, some, parts.take(chunk), kernels, peer_copies)
-            allocated[chunk], rank[chunk], moments = _worst_ranks(model, some, state)
-            for place, name in zip(chunk.tolist(), moments, strict=True):
-                moment[place] = name
-            if peer_copies:
-                held = _parts_at(model, some, rank[chunk])
-                peer_buffers[chunk] = peer_buffer_bytes(state, held) + sequence_buffer_bytes(model, some)
+        if not len(places):
+            continue
+        some = candidates.take(places)
+        state = _memory_state(model, some, parts.take(places), kernels, peer_copies)
+        allocated[places], rank[places], moments = _worst_ranks(model, some, state)
+        for place, name in zip(places.tolist(), moments, strict=True):
+            moment[place] = name
+        if peer_copies:
+            held = _parts_at(model, some, rank[places])
+            peer_buffers[places] = peer_buffer_bytes(state, held) + sequence_buffer_bytes(model, some)
     return MemoryEstimates(allocated, rank, moment, peer_buffers, host_bytes(model, candidates, parts))
 
 
