@@ -266,10 +266,8 @@ class Planner:
         """
         peak, p_fits = np.full(len(layouts), np.nan), np.zeros(len(layouts))
         possible = bound_memory(task.model, layouts) <= self.models.device_bytes
-        # One integer for each split: sorting these is much faster than sorting rows.
-        numbers = (layouts.tp << 40) + (layouts.cp << 20) + (layouts.streamed << 2) + layouts.context
-        numbers = distinct_rows([numbers, layouts.ep, layouts.expert_tp])[1]
-        splits, split = np.unique(numbers, return_inverse=True)
+        alike = ("tp", "cp", "streamed", "context", "ep", "expert_tp")
+        splits, split = distinct_rows([getattr(layouts, name) for name in alike])
         effort = -layouts.recompute
         hopeless: list[tuple[Bools, int, int]] = []
         for microbatch in np.unique(layouts.microbatch).tolist():
@@ -347,8 +345,7 @@ def fastest_of_each_split(layouts: LayoutTable, seconds: Floats) -> Ints:
 
 def number_splits(layouts: LayoutTable) -> Ints:
     """Return a number for each layout that is the same where tp, cp, pp, ep and expert_tp are."""
-    split = (layouts.tp << 40) + (layouts.cp << 20) + layouts.pp
-    return np.asarray(distinct_rows([split, layouts.ep, layouts.expert_tp])[1])
+    return distinct_rows([layouts.tp, layouts.cp, layouts.pp, layouts.ep, layouts.expert_tp])[1]
 
 
 _MAIN_BYTES = 4
