@@ -197,10 +197,11 @@ def test_a_number_scales_all_tasks_alike() -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
 
-def test_one_program_serves_batches_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("body", ["painn", "mace"])
+def test_one_program_serves_batches_of_all_sizes(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph that the compiler is given; tests/torch_compat/test_compat_program.py compiles one."""
     monkeypatch.setattr(SizedProgram, "compile", lambda program, dtype: program)
-    run = run_of("painn")
+    run = run_of(body)
     net = network(run)
     capture = StepCapture(lambda: network(run), source=0, cutoff=run.model.cutoff, compiled=True)
     scale = torch.linspace(0.5, 1.5, 5, dtype=torch.float64)

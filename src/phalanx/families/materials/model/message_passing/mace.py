@@ -104,7 +104,7 @@ class EquivariantConvolution(nn.Module):
         given_NSC = self.inward(features_NSC) * self.scale
         shared = (geometry.exchange.atoms(given_NSC), *layer_values(self.radial))
         # Q components of all paths, those of one degree together.
-        if self.fused and geometry.chunk is None and len(radial_ER) and has_kernels(shared[0]):
+        if self.fused and geometry.chunk is None and radial_ER.shape[0] and has_kernels(shared[0]):
             weights_EKC = radial_weights(self.fades_functions, radial_ER, envelope_E1, given_NSC.shape[-1], *shared[1:])
             sums_NQC = sum_coupled(
                 coupling_terms(tuple(self.paths), given_NSC.shape[1], geometry.harmonics_ES.shape[1]),
@@ -482,7 +482,7 @@ def select_rows(x_NSC: Tensor, selection: Selection) -> Tensor:
 
 def multiply_rows(matrix_QP: Tensor, x_NPC: Tensor) -> Tensor:
     """Multiply the rows of each atom by a matrix, [N, Q, C]."""
-    return torch.bmm(matrix_QP.expand(len(x_NPC), -1, -1), x_NPC)
+    return torch.bmm(matrix_QP.expand(x_NPC.shape[0], -1, -1), x_NPC)
 
 
 class _SelectedRows(torch.autograd.Function):

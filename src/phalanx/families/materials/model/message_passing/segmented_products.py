@@ -34,7 +34,7 @@ def has_kernels(*tensors_NSC: Tensor) -> bool:
         return False
     # Their sums over edges are in no fixed order; they have no rule for vmap, and none for nothing.
     free = not torch.are_deterministic_algorithms_enabled() and not inside_transform()
-    return free and all(len(tensor) for tensor in tensors_NSC) and _kernels_are_there()
+    return free and all(tensor.shape[0] for tensor in tensors_NSC) and _kernels_are_there()
 
 
 @cache
