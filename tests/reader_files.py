@@ -35,7 +35,8 @@ from phalanx.study.hyperparameters.hyperparameter_space import build_hyperparame
 from phalanx.study.hyperparameters.tuner import describe_study
 from phalanx.study.trial import OK, Outcome
 from published_climax import PublishedClimaX, published_state
-from small_models import READER, huggingface_config, random_decoder, save_huggingface, save_run
+from small_models import READER, random_decoder, save_run
+from small_transformers import huggingface_config, save_huggingface
 from token_data import write_token_folder
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from field_files import dataset
 from phalanx.families.weather.config import WeatherModel
 from published_climax import PublishedClimaX, published_state
-from small_models import GPT, LLAMA, READER, huggingface_config, random_decoder, save_huggingface, save_run
+from small_models import GPT, LLAMA, READER, random_decoder, save_run
+from small_transformers import huggingface_config, save_huggingface
 from token_data import write_token_folder
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import pytest
 import phalanx_processes
 from phalanx.cli.main import run_command_line
 from phalanx.families.language.data.token_shards import read_token_manifest
-from small_models import LLAMA, huggingface_config, random_decoder, save_huggingface, save_run
+from small_models import LLAMA, random_decoder, save_run
+from small_transformers import huggingface_config, save_huggingface
 from token_data import write_run_file, write_token_folder
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from terminal import run_in_terminal
 
-from small_models import READER, huggingface_config, random_decoder, save_huggingface, save_run
+from small_models import READER, random_decoder, save_run
+from small_transformers import huggingface_config, save_huggingface
 
 if TYPE_CHECKING:
     from command_line import Call

@@ -17,7 +17,8 @@ from phalanx.config.layers import LatentSizes, RopeScaling
 from phalanx.config.model import LanguageModel
 from phalanx.families.language.decoder import Decoder
 from phalanx.families.language.huggingface.tensor_rules import Counterpart, tensor_rules
-from small_models import random_tokens, random_transformers
+from small_models import random_tokens
+from small_transformers import random_transformers
 
 _SIZE = {"n_layers": 4, "d_model": 48, "n_heads": 6, "n_kv_heads": 2, "d_ff": 80, "vocab_size": 97, "max_positions": 64}
 _THEIRS = {

@@ -17,17 +17,8 @@ from phalanx.config.model import LanguageModel
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.families.language.evaluation.convert_weights import convert_weights
 from phalanx.families.language.evaluation.load_weights import load_for_inference, open_weights
-from small_models import (
-    FAMILIES,
-    LLAMA,
-    READER,
-    byte_tokenizer,
-    huggingface_config,
-    random_decoder,
-    random_tokens,
-    save_huggingface,
-    save_run,
-)
+from small_models import FAMILIES, LLAMA, READER, byte_tokenizer, random_decoder, random_tokens, save_run
+from small_transformers import huggingface_config, save_huggingface
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from phalanx.errors import CheckpointError
 from phalanx.families.language.huggingface.architecture import Architecture
 from phalanx.families.language.huggingface.find_architecture import ARCHITECTURES, read_config
-from small_models import CONFIGS, huggingface_config
+from small_transformers import CONFIGS, huggingface_config
 
 BY_TYPE = {architecture.model_type: architecture for architecture in ARCHITECTURES}
 NAMES = list(CONFIGS)

@@ -17,7 +17,8 @@ from phalanx.families.language.huggingface.checkpoint_folder import HuggingFaceF
 from phalanx.families.language.huggingface.export_folder import Export, write_folder
 from phalanx.families.language.huggingface.find_architecture import architecture_for
 from phalanx.families.language.huggingface.folder_files import TokenizerFiles
-from small_models import FAMILIES, LLAMA, huggingface_config, random_decoder, random_tokens, save_huggingface
+from small_models import FAMILIES, LLAMA, random_decoder, random_tokens
+from small_transformers import huggingface_config, save_huggingface
 
 ROPE = {
     "rope_type": "llama3",

@@ -14,7 +14,7 @@ from phalanx.checkpoint import saver, shard_plan
 from phalanx.families.language.evaluation import load_weights
 from phalanx.families.language.evaluation.convert_weights import convert_weights
 from phalanx.families.language.evaluation.load_weights import open_weights
-from small_models import huggingface_config, save_huggingface
+from small_transformers import huggingface_config, save_huggingface
 
 WIDE = {"num_hidden_layers": 8, "num_experts": 16, "moe_intermediate_size": 32, "intermediate_size": 32}
 
