@@ -26,6 +26,7 @@ from torch import Tensor
 
 from compile_time import batch, now, run_of
 from data_loading import machine
+from phalanx.families.materials.model.message_passing import equivariant_constants as constants
 from phalanx.families.materials.model.message_passing import mace
 from phalanx.families.materials.model.message_passing.segmented_products import contract_components, sum_coupled
 from phalanx.hardware.device import choose_device, device_name
@@ -159,11 +160,11 @@ def replay(run: Callable[..., Sequence[Tensor]], tensors: list[Tensor], repeats:
 def message_case(model: Any, number: int) -> Case:
     """Return sums of coupled messages: of radial weights, features and harmonics."""
     options = model.mace
-    inside = mace.count_components(0 if number == 0 else options.hidden_degree)
-    paths = tuple(mace.coupling_paths(0 if number == 0 else options.hidden_degree, options.degree, options.degree))
-    harmonics = mace.count_components(options.degree)
-    couplings, path_of = mace.stack_couplings(paths, inside, harmonics)
-    terms = mace.coupling_terms(paths, inside, harmonics)
+    inside = constants.count_components(0 if number == 0 else options.hidden_degree)
+    paths = tuple(constants.coupling_paths(0 if number == 0 else options.hidden_degree, options.degree, options.degree))
+    harmonics = constants.count_components(options.degree)
+    couplings, path_of = constants.stack_couplings(paths, inside, harmonics)
+    terms = constants.coupling_terms(paths, inside, harmonics)
 
     def own(weights: Tensor, features: Tensor, directions: Tensor, source: Tensor, target: Tensor) -> Tensor:
         path_Q = path_of.on(weights.device, torch.int64)
@@ -206,10 +207,10 @@ def contraction_case(model: Any, number: int) -> Case:
         return contraction(features_NSC, features_NSC)  # type: ignore[no-any-return]
 
     def fused(weights_NKC: Tensor, features_NSC: Tensor) -> Tensor:
-        return contract_components(contraction.terms, mace.count_components(outside), weights_NKC, features_NSC)
+        return contract_components(contraction.terms, constants.count_components(outside), weights_NKC, features_NSC)
 
     def tensors(atoms: int, edges_2E: Tensor) -> list[Tensor]:
-        device, components = edges_2E.device, mace.count_components(model.mace.degree)
+        device, components = edges_2E.device, constants.count_components(model.mace.degree)
         drawn = torch.Generator(device).manual_seed(0)
         shapes = ((atoms, weights, model.d_model), (atoms, components, model.d_model))
         return [torch.randn(shape, device=device, generator=drawn) for shape in shapes]

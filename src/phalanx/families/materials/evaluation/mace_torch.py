@@ -25,13 +25,13 @@ from phalanx.errors import CheckpointError
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.trained_elements import TrainedElements, write_elements
 from phalanx.families.materials.model.geometry import COVALENT_RADII
-from phalanx.families.materials.model.message_passing.mace import (
+from phalanx.families.materials.model.message_passing.equivariant_constants import (
     count_components,
     coupling_paths,
     equivariant_polynomials,
     monomial_products,
-    outgoing_degree,
 )
+from phalanx.families.materials.model.message_passing.mace import outgoing_degree
 from phalanx.families.materials.model.network import MaterialsNetwork
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.files import new_folder, write_atomically

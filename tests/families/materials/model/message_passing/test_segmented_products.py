@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from atom_graphs import batch_of, random_structure
+from phalanx.families.materials.model.message_passing import equivariant_constants as constants
 from phalanx.families.materials.model.message_passing import mace, segmented_products
 from phalanx.families.materials.model.message_passing.segmented_products import Term
 from phalanx.families.materials.model_config import EnergyHead
@@ -35,12 +36,15 @@ def numbers(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("inside", [0, 1])
 def test_terms_of_messages_are_those_that_are_coupled(inside: int) -> None:
-    paths, components = tuple(mace.coupling_paths(inside, 2, 2)), mace.count_components(inside)
-    couplings, path_of = mace.stack_couplings(paths, components, 9)
+    paths, components = (
+        tuple(constants.coupling_paths(inside, 2, 2)),
+        constants.count_components(inside),
+    )
+    couplings, path_of = constants.stack_couplings(paths, components, 9)
     weights, features, harmonics = numbers(5, len(paths), 3), numbers(5, components, 3), numbers(5, 9)
     coupled = (harmonics @ couplings.on(features.device, features.dtype)).unflatten(1, (-1, components))
     wanted = torch.bmm(coupled, features) * weights[:, path_of.values]
-    terms = mace.coupling_terms(paths, components, 9)
+    terms = constants.coupling_terms(paths, components, 9)
     found = add_terms(terms, path_of.values.size, weights, features, harmonics[:, :, None].expand(-1, -1, 3))
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
@@ -55,7 +59,7 @@ def test_terms_of_contractions_are_those_that_are_formed(outside: int) -> None:
         torch.nn.init.normal_(table.weight)
     species, features = torch.tensor([1, 6, 8, 1]), numbers(4, 9, 3)
     weights = torch.cat([table(species, torch.float64) for table in contraction.weights], dim=1)
-    found = add_terms(contraction.terms, mace.count_components(outside), weights, features)
+    found = add_terms(contraction.terms, constants.count_components(outside), weights, features)
     torch.testing.assert_close(found, contraction(features, species), rtol=1e-12, atol=1e-12)
 
 

@@ -10,7 +10,8 @@ import torch
 
 from phalanx.families.materials.model.geometry import Geometry
 from phalanx.families.materials.model.layers import Atoms, silu
-from phalanx.families.materials.model.message_passing.mace import EquivariantConvolution, by_component, component_range
+from phalanx.families.materials.model.message_passing.equivariant_constants import component_range
+from phalanx.families.materials.model.message_passing.mace import EquivariantConvolution, by_component
 from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.nn.layers import Linear
 

@@ -8,7 +8,7 @@ from e3nn import o3
 from torch import Tensor
 
 from atom_graphs import orthogonal
-from phalanx.families.materials.model.message_passing.mace import (
+from phalanx.families.materials.model.message_passing.equivariant_constants import (
     component_range,
     contraction_constants,
     count_components,
@@ -16,8 +16,8 @@ from phalanx.families.materials.model.message_passing.mace import (
     coupling_paths,
     equivariant_polynomials,
     monomial_products,
-    spherical_harmonics,
 )
+from phalanx.families.materials.model.message_passing.mace import spherical_harmonics
 from phalanx.families.materials.sizes import _polynomial_count
 
 DEGREE = 3
