@@ -157,9 +157,6 @@ class Steps:
     trained_tensors: Tensors
     """Those whose gradients are reduced."""
     streams: Streams
-    alike: Ints
-    """Layouts with the same number have the same parts of the model, as many gathered together, and shards and replicas
-    that lie alike: their data-parallel ranks exchange the same."""
     hidden_bytes: Floats
     """Activations of one micro-batch between two stages, on one rank."""
     shards: Placement
@@ -231,8 +228,7 @@ class Steps:
     def joined_up(cls, several: Sequence[Steps]) -> Steps:
         """Return the steps of several lists, one after the other."""
         starts = np.cumsum([0, *(steps.parts.count for steps in several)])
-        kinds = np.cumsum([0, *(int(steps.alike.max(initial=-1)) + 1 for steps in several)])
-        # Numbers of parts, and of layouts that exchange alike, begin anew in each list.
+        # Numbers of parts begin anew in each list.
         moved = [
             replace(
                 steps,
@@ -240,9 +236,8 @@ class Steps:
                 block=steps.block + start,
                 leading=steps.leading + start,
                 head=steps.head + start,
-                alike=steps.alike + kind,
             )
-            for steps, start, kind in zip(several, starts, kinds, strict=False)
+            for steps, start in zip(several, starts, strict=False)
         ]
         values: dict[str, object] = {"parts": Parts.joined([steps.parts for steps in several])}
         for field in fields(cls):
@@ -292,8 +287,6 @@ def steps_of(
     ranks = list_rank_parts(plain, layouts, framework)
     unit = np.minimum(gather_blocks, np.ceil(ranks.most_layers / layouts.stages_per_rank).astype(np.int64))
     width = setting.model.d_model * PRECISIONS[setting.precision].compute_dtype.itemsize * setting.model.rows_per_sample
-    _, like_parts = distinct_rows([layouts.tp, layouts.cp, layouts.ep, layouts.expert_tp, layouts.streamed, one_stage])
-    groups, like_groups = _place_groups(machine, layouts)
     return Steps(
         layouts=layouts,
         parts=parts_of([(name, one, size) for one, size in settings for name in kinds], framework),
@@ -317,11 +310,10 @@ def steps_of(
         tensors=sizes.tensors,
         trained_tensors=trained.tensors,
         streams=Streams.of(blocks, recompute, tracer.random_drops()).take(which),
-        alike=distinct_rows([like_parts, *like_groups, unit])[1],
         hidden_bytes=layouts.microbatch * (setting.length // layouts.cp) * width / layouts.tp,
         trained_passes=np.full(len(layouts), setting.passes.trained),
         forecasts=np.full(len(layouts), setting.passes.forecasts),
-        **groups,
+        **_place_groups(machine, layouts),
     )
 
 
@@ -380,11 +372,8 @@ def _setting_at(plain: Setting, key: Sequence[int], chunk_tokens: Mapping[int, i
     return one if chunk_tokens is None else replace(one, chunk_tokens=chunk_tokens[tp]), microbatch
 
 
-def _place_groups(machine: Machine, layouts: LayoutTable) -> tuple[dict[str, Placement], list[Ints]]:
-    """Return where the groups of ranks lie, as fields of `Steps`, and columns that tell data-parallel groups apart.
-
-    Layouts with equal numbers in such a column have groups of that kind that lie alike. Raises ConfigError as `steps_of`.
-    """
+def _place_groups(machine: Machine, layouts: LayoutTable) -> dict[str, Placement]:
+    """Return where the groups of ranks lie, as fields of `Steps`. Raises ConfigError as `steps_of`."""
     experts = layouts.ep > 1
     sizes_and_strides = {
         "shards": (layouts.shards, layouts.tp),
@@ -397,15 +386,12 @@ def _place_groups(machine: Machine, layouts: LayoutTable) -> tuple[dict[str, Pla
         "pipeline": (layouts.pp, layouts.world_size // layouts.pp),
     }
     placed: dict[str, Placement] = {}
-    alike: list[Ints] = []
     for name, (size, stride) in sizes_and_strides.items():
         # A group of one rank lies the same whatever its stride.
         used_stride = np.where(size > 1, stride, 1)
         first, which = distinct_rows([size, used_stride])
         placed[name] = at(place_groups(machine, size[first], used_stride[first]), which)
-        if name != "pipeline":
-            alike.append(which)
-    return placed, alike
+    return placed
 
 
 @dataclass(frozen=True)

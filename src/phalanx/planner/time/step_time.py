@@ -19,7 +19,7 @@ from phalanx.hardware.collectives import Constants, all_gather, all_reduce, all_
 from phalanx.planner.time.framework import FrameworkProfile
 from phalanx.planner.time.host_time import HostWaits
 from phalanx.planner.time.operation_time import Direction, Floats, Ints, PartBreakdown
-from phalanx.planner.time.part_time import PartTimes, at, in_training
+from phalanx.planner.time.part_time import PartTimes, in_training
 from phalanx.planner.time.pipeline_time import PipelineModel, simulate_pipelines
 from phalanx.planner.time.profile import Profile
 from phalanx.planner.time.step_parts import Steps
@@ -344,43 +344,40 @@ class DataParallel:
         return np.asarray(blocks.units * seconds)
 
     def _exchanges(self, steps: Steps) -> _Exchanges:
-        """Return the seconds of exchanges, computed once for all layouts with the same `Steps.alike`."""
-        first = np.zeros(int(steps.alike.max()) + 1, np.int64)
-        first[steps.alike] = np.arange(len(steps))
-        few = steps.take(first)
-        one = replace(self, copied=self.copied[first])
-        own, streamed = few.trained, few.streams.parameters
-        unit = few.unit * (few.block_parameters - streamed - few.expert_parameters)
-        leading = few.unit * few.leading_parameters if np.any(few.leading_layers) else unit
-        held = (unit, leading, few.embedding_parameters, few.head_parameters)
+        """Return the seconds of what data-parallel ranks exchange of each part, [layouts]."""
+        own, streamed = steps.trained, steps.streams.parameters
+        unit = steps.unit * (steps.block_parameters - streamed - steps.expert_parameters)
+        leading = steps.unit * steps.leading_parameters if np.any(steps.leading_layers) else unit
+        held = (unit, leading, steps.embedding_parameters, steps.head_parameters)
         # Nobody exchanges gradients of what is frozen.
-        trained_unit = few.unit * (own.block - streamed - own.experts)
-        trained_leading = few.unit * own.leading if np.any(few.leading_layers) else trained_unit
+        trained_unit = steps.unit * (own.block - streamed - own.experts)
+        trained_leading = steps.unit * own.leading if np.any(steps.leading_layers) else trained_unit
         trained = (trained_unit, trained_leading, own.embedding, own.head)
 
         def of_each(seconds: Callable[[Steps, Floats], Floats], elements: Sequence[Floats]) -> _OfEach:
-            return _OfEach(*(np.where(some > 0, seconds(few, some), 0.0)[steps.alike] for some in elements))
+            return _OfEach(*(np.where(some > 0, seconds(steps, some), 0.0) for some in elements))
 
-        ring = one._ring(few) if np.any(streamed) else None
-        gather, scatter = of_each(one.gather, held), of_each(one.scatter, trained)
-        if np.any(few.quantised_parameters) and self.framework.quantised_bytes < self.framework.gather_bytes:
+        ring = self._ring(steps) if np.any(streamed) else None
+        gather, scatter = of_each(self.gather, held), of_each(self.scatter, trained)
+        if np.any(steps.quantised_parameters) and self.framework.quantised_bytes < self.framework.gather_bytes:
             # As if so many elements less were gathered.
-            saved = few.unit * (1 - self.framework.quantised_bytes / self.framework.gather_bytes)
-            narrow = one.gather(few, unit - saved * few.quantised_parameters)[steps.alike]
-            first_narrow = one.gather(few, leading - saved * few.leading_quantised)[steps.alike]
+            saved = steps.unit * (1 - self.framework.quantised_bytes / self.framework.gather_bytes)
+            narrow = self.gather(steps, unit - saved * steps.quantised_parameters)
+            first_narrow = self.gather(steps, leading - saved * steps.leading_quantised)
             gather = replace(gather, unit=narrow, leading=first_narrow)
-        summed = of_each(one.sum_replicas, trained) if np.any(few.replicas.size > 1) else None
+        summed = of_each(self.sum_replicas, trained) if np.any(steps.replicas.size > 1) else None
         experts = np.zeros(len(steps))
-        if np.any(few.expert_parameters):
-            size = few.unit * own.experts * self.framework.reduce_bytes
-            experts = all_gather(few.expert_parameters * self.framework.gather_bytes, few.expert_shards, self.constants)
-            experts = experts[steps.alike]
-            reduced = reduce_scatter(size, few.expert_shards, self.constants)[steps.alike]
+        if np.any(steps.expert_parameters):
+            size = steps.unit * own.experts * self.framework.reduce_bytes
+            experts = all_gather(
+                steps.expert_parameters * self.framework.gather_bytes, steps.expert_shards, self.constants
+            )
+            reduced = reduce_scatter(size, steps.expert_shards, self.constants)
             scatter = replace(scatter, unit=scatter.unit + reduced)
-            added = all_reduce(size / few.layouts.expert_shards, few.expert_replicas, self.constants)[steps.alike]
+            added = all_reduce(size / steps.layouts.expert_shards, steps.expert_replicas, self.constants)
             summed = summed or _OfEach(*np.zeros((4, len(steps))))
             summed = replace(summed, unit=summed.unit + added)
-        return _Exchanges(gather, scatter, summed, None if ring is None else at(ring, steps.alike), experts)
+        return _Exchanges(gather, scatter, summed, ring, experts)
 
     def _ring(self, steps: Steps) -> _Ring:
         streams, width = steps.streams, self.framework.gather_bytes
