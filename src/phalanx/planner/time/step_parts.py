@@ -211,19 +211,6 @@ class Steps:
         counts = ((ranks.blocks, block), (ranks.leading, leading), (ranks.embedding, embedding), (ranks.head, head))
         return np.asarray(sum(count * each[:, None] for count, each in counts))
 
-    def take(self, which: Ints) -> Steps:
-        """Return those at these positions."""
-        values: dict[str, object] = {"parts": self.parts}
-        for field in fields(self):
-            column = getattr(self, field.name)
-            if isinstance(column, LayoutTable | Streams):
-                values[field.name] = column.take(which)
-            elif isinstance(column, Placement | RankParts | Tensors | TrainedParameters):
-                values[field.name] = at(column, which)
-            elif field.name != "parts":
-                values[field.name] = column[which]
-        return Steps(**values)  # type: ignore[arg-type]
-
     @classmethod
     def joined_up(cls, several: Sequence[Steps]) -> Steps:
         """Return the steps of several lists, one after the other."""
