@@ -112,15 +112,20 @@ search:
     return file
 
 
+def words_of(file: Path) -> list[str]:
+    """The arguments of a search, on trials of two ranks each."""
+    words = ["search", str(file), "--storage", str(file.parent / "s.log"), "--cluster", "h200-x4", "--devices", "2"]
+    return [*words, "--engine", "exhaustive", "--measure", "3", "--json"]
+
+
 def start(file: Path) -> subprocess.Popen[str]:
-    words = ["--cluster", "h200-x4", "--devices", "2", "--engine", "exhaustive", "--measure", "3", "--json"]
-    command = [sys.executable, "-m", "phalanx", "search", str(file), *words, "--storage", str(file.parent / "s.log")]
+    command = [sys.executable, "-m", "phalanx", *words_of(file)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env=environment, **pipes)
 
 
-def test_a_real_search_that_is_killed_and_goes_on(real: Path) -> None:
+def test_a_real_search_that_is_killed_and_goes_on(real: Path, call: Call) -> None:
     trials = real.parent / "s.log.trials"
     first = start(real)
     # Killed while the ranks of the second trial run: the first one has ended.
@@ -132,10 +137,9 @@ def test_a_real_search_that_is_killed_and_goes_on(real: Path) -> None:
     while trial_processes(trials):
         assert time.monotonic() < deadline, ranks
         time.sleep(0.02)
-    second = start(real)
-    out, errors = second.communicate(timeout=240)
-    assert second.returncode == 0, errors
-    facts = json.loads(out)
+    second = call(*words_of(real))
+    assert second.code == 0, second.err
+    facts = json.loads(second.out)
     states = [(row["state"], row["values"]["training.seed"]) for row in facts["trials"]]
     assert states == [("ok", 0), ("interrupted", 1), ("wrong_loss", 1)]
     assert facts["failures"] == {"interrupted": 1, "wrong_loss": 1}
@@ -144,7 +148,9 @@ def test_a_real_search_that_is_killed_and_goes_on(real: Path) -> None:
     assert not trial_processes(trials) and not (trials / "0" / "run").exists() and (trials / "0" / "log").exists()
 
     # The trials ran on this machine's CPU, whatever --cluster says, and are filed as such.
-    assert errors.startswith("warning: --cluster h200-x4 has H200, but trials with --where local run on this machine")
+    assert second.err.startswith(
+        "warning: --cluster h200-x4 has H200, but trials with --where local run on this machine"
+    )
     assert facts["measured_on"] == ["CPU"] and facts["cluster_device"] == "H200"
     assert facts["best"]["device"] == "CPU"
     lines = write_search_lines(facts, 80)

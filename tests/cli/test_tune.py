@@ -65,14 +65,13 @@ def test_a_study_that_is_killed_goes_on(tmp_path: Path, call: Call) -> None:
     wait_for(None, lambda: not trial_processes(out), 400)
     scored = finished_trials(out)
     assert len(scored) == 1 and (scored[0].run_dir / "checkpoints").exists()
-    second = start(file, out)
-    text, errors = second.communicate(timeout=400)
-    assert second.returncode == 0, errors
-    facts = json.loads(text)
+    second = call("tune", str(file), "--out", str(out), "--devices", "1", "--slots", "1", "--json")
+    assert second.code == 0, second.err
+    facts = json.loads(second.out)
     assert [row["state"] for row in facts["trials"]] == ["scored", "scored"] and facts["failures"] == {"interrupted": 1}
     assert finished_trials(out)[0].score == facts["best"]["score"] == min(row["score"] for row in facts["trials"])
     # What was known before the kill was not done again, and the run's log has each step once.
-    assert errors.count("to step") == 1
+    assert second.err.count("to step") == 1
     steps = load_run(file).training.steps
     for row in facts["trials"]:
         logged = [one["step"] for one in lines(Path(row["run_dir"]) / "metrics.jsonl")]
