@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.host_memory import CopyStream
+from phalanx.copy_stream import Copies, CopyStream
 from phalanx.layout import offloaded_activations
 from phalanx.layout.offloaded_activations import OffloadedActivations, offload_blocks
 from phalanx.layout.prepare_blocks import recompute_block
@@ -40,10 +40,10 @@ class LateStream(CopyStream):
         """Bytes copied in all."""
 
     @contextmanager
-    def behind_present(self) -> Iterator[None]:
+    def behind_present(self) -> Iterator[Copies]:
         """Keep the copies that are asked for inside; what they are made to holds nothing good until then."""
         with _Deferred(self):
-            yield
+            yield Copies()
 
     def hold_present(self) -> None:
         """Make all copies so far."""
