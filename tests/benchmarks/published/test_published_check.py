@@ -58,9 +58,9 @@ def test_a_mixture_of_experts_is_predicted_by_a_profile_that_was_fitted_to_none(
     if not RUNS.exists():
         pytest.skip(f"{RUNS} with published runs is not there")
     some = [run for run in read_published_runs(RUNS) if run.row_id in ("megatron-bridge-0096", "megatron-bridge-0142")]
-    # GPT OSS 120B on 64 H100s, twice; docs/guides/planning.md has all of them.
+    # GPT OSS 120B on 64 H100s, twice: planned too fast, as all its runs are; docs/guides/planning.md has all of them.
     for row in check_published(some):
-        assert row.error is not None and abs(row.error) < 0.15
+        assert row.error is not None and 0.0 < row.error < 0.25
 
 
 def test_the_best_layout_is_found(runs: list[PublishedRun], rows: list[CheckedRun]) -> None:
