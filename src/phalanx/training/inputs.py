@@ -168,6 +168,10 @@ class TrainableModel(LayoutModel, DataModel):
         """Return the command that makes a checkpoint of `path`, as the rest of an error message; by default nothing."""
         return ""
 
+    def notes_of_kernels(self, device: torch.device) -> Sequence[str]:
+        """Return which kernels of the run file do not compute on `device`, for a person; by default nothing."""
+        return ()
+
     @abstractmethod
     def open_inputs(self, layout: ResolvedLayout, mesh: Mesh, device: torch.device, *, first: bool) -> Inputs:
         """Open every source of the run file. first: whether this rank does what is done once.

@@ -373,6 +373,7 @@ def _opening_lines(
     words = layout.in_words(run.layout)
     yield f"layout  {words}; {run.layout.precision}, attention {attention.name}"
     yield f"device  {layout.world_size} x {device_name(place.device)}"
+    yield from model.notes_of_kernels(place.device)
     batch = f"{layout.global_batch:,} samples"
     if positions > 1:
         batch += f" = {layout.global_batch * positions:,} {unit}"

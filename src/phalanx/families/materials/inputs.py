@@ -40,6 +40,7 @@ from phalanx.families.materials.evaluation.prediction_errors import (
 from phalanx.families.materials.fitted_units import settle_units
 from phalanx.families.materials.graph_parallel.cut_batches import ShareStream, cutting_of
 from phalanx.families.materials.model.losses import learned_tasks
+from phalanx.families.materials.model.message_passing.segmented_products import why_no_kernels
 from phalanx.families.materials.model_config import (
     GRAPH_LEVELS,
     PROPERTY_HEADS,
@@ -210,6 +211,14 @@ class MaterialsInputs(TrainableModel):
                 rows = match_rows(_output_names(old), _output_names(new), "properties")
                 found.append((f"head.{name}.copies.*.{new.layers - 1}.*", rows))
         return found
+
+    def notes_of_kernels(self, device: torch.device) -> Sequence[str]:
+        """See `TrainableModel`."""
+        model = self.run.model
+        if model.body != "mace" or model.mace.kernels != "cuequivariance":
+            return ()
+        reason = why_no_kernels(device, self.precision.compute_dtype, model.d_model)
+        return (f"kernels  own: cuEquivariance computes nothing of this run, as {reason}",) if reason else ()
 
     def check_inputs(self) -> str:
         """See `families.family.DataModel`."""

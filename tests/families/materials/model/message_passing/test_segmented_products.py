@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from atom_graphs import batch_of, random_structure
+from materials_cases import run_of
 from phalanx.families.materials.model.message_passing import equivariant_constants as constants
 from phalanx.families.materials.model.message_passing import mace, segmented_products
 from phalanx.families.materials.model.message_passing.segmented_products import Term
 from phalanx.families.materials.model_config import EnergyHead
+from phalanx.families.registry import bind
+from phalanx.training.inputs import TrainableModel
 from small_networks import filled_network, small_model
 
 OPTIONS = {"degree": 2, "hidden_degree": 1, "correlation": 3}
@@ -65,6 +68,33 @@ def test_terms_of_contractions_are_those_that_are_formed(outside: int) -> None:
 
 def test_nothing_changes_where_there_are_no_kernels() -> None:
     assert not segmented_products.has_kernels(numbers(2, 3, 32))
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "installed", "words"),
+    [
+        ("cpu", torch.float32, 32, True, "for NVIDIA devices"),
+        ("cuda", torch.bfloat16, 32, True, "no kernels for bfloat16"),
+        ("cuda", torch.float32, 40, True, "a width that 32 divides, not 40"),
+        ("cuda", torch.float32, 32, False, "not both installed"),
+        ("cuda", torch.float64, 64, True, ""),
+    ],
+)
+def test_a_run_is_told_why_its_kernels_do_not_compute(
+    device: str, dtype: torch.dtype, width: int, installed: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segmented_products, "is_rocm", lambda: False)
+    monkeypatch.setattr(segmented_products, "_kernels_are_there", lambda: installed)
+    reason = segmented_products.why_no_kernels(torch.device(device), dtype, width)
+    assert words in reason and bool(reason) == bool(words)
+    precision = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}[dtype]
+    run = run_of("mace", 1, precision)
+    for kernels, told in (("own", ""), ("cuequivariance", reason)):
+        model = run.model.model_copy(
+            update={"d_model": width, "mace": run.model.mace.model_copy(update={"kernels": kernels})}
+        )
+        notes = bind(run.model_copy(update={"model": model}), TrainableModel).notes_of_kernels(torch.device(device))
+        assert [told in note for note in notes] == [True] * bool(told)
 
 
 def test_cuequivariance_gives_our_energies_forces_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

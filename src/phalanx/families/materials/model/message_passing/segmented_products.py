@@ -30,11 +30,25 @@ _WARP = 32
 def has_kernels(*tensors_NSC: Tensor) -> bool:
     """Return whether cuEquivariance is installed with kernels for tensors [N, ..., C] of one device and format."""
     device, dtype, width = tensors_NSC[0].device, tensors_NSC[0].dtype, tensors_NSC[0].shape[-1]
-    if device.type != "cuda" or is_rocm() or dtype not in (torch.float32, torch.float64) or width % _WARP:
+    if why_no_kernels(device, dtype, width) or inside_transform():
+        # They have no rule for vmap, and none for nothing.
         return False
-    # Their sums over edges are in no fixed order; they have no rule for vmap, and none for nothing.
-    free = not torch.are_deterministic_algorithms_enabled() and not inside_transform()
-    return free and all(tensor.shape[0] for tensor in tensors_NSC) and _kernels_are_there()
+    return all(tensor.shape[0] for tensor in tensors_NSC)
+
+
+def why_no_kernels(device: torch.device, dtype: torch.dtype, width: int) -> str:
+    """Return why cuEquivariance computes nothing of this format and so many channels on `device`; empty where it does."""
+    if device.type != "cuda" or is_rocm():
+        return "its kernels are for NVIDIA devices"
+    if dtype not in (torch.float32, torch.float64):
+        return f"it has no kernels for {str(dtype).removeprefix('torch.')}"
+    if width % _WARP:
+        return f"its kernels want a width that {_WARP} divides, not {width}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "its sums over edges are in no fixed order, and training.deterministic asks for one"
+    if not _kernels_are_there():
+        return "cuequivariance-torch and cuequivariance-ops-torch are not both installed"
+    return ""
 
 
 @cache
