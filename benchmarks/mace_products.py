@@ -191,6 +191,7 @@ def contraction_case(model: Any, number: int) -> Case:
     outside = mace.outgoing_degree(model, number)
     contraction = mace.SymmetricContraction(model, outside)
     weights, sizes = sum(contraction.counts), contraction.counts
+    terms = constants.contraction_terms(*contraction.sizes)
 
     class Given:
         """Weights of an order that are there already."""
@@ -207,7 +208,7 @@ def contraction_case(model: Any, number: int) -> Case:
         return contraction(features_NSC, features_NSC)  # type: ignore[no-any-return]
 
     def fused(weights_NKC: Tensor, features_NSC: Tensor) -> Tensor:
-        return contract_components(contraction.terms, constants.count_components(outside), weights_NKC, features_NSC)
+        return contract_components(terms, constants.count_components(outside), weights_NKC, features_NSC)
 
     def tensors(atoms: int, edges_2E: Tensor) -> list[Tensor]:
         device, components = edges_2E.device, constants.count_components(model.mace.degree)

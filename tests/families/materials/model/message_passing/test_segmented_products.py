@@ -62,7 +62,9 @@ def test_terms_of_contractions_are_those_that_are_formed(outside: int) -> None:
         torch.nn.init.normal_(table.weight)
     species, features = torch.tensor([1, 6, 8, 1]), numbers(4, 9, 3)
     weights = torch.cat([table(species, torch.float64) for table in contraction.weights], dim=1)
-    found = add_terms(contraction.terms, constants.count_components(outside), weights, features)
+    found = add_terms(
+        constants.contraction_terms(*contraction.sizes), constants.count_components(outside), weights, features
+    )
     torch.testing.assert_close(found, contraction(features, species), rtol=1e-12, atol=1e-12)
 
 

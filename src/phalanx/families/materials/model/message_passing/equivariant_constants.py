@@ -106,12 +106,11 @@ def harmonic_steps(degree: int) -> list[Constant]:
     return steps
 
 
-class Selection:
-    """Which rows of a tensor are taken, each more than once: `select_rows` is for few that are taken often."""
+class RepeatedRows:
+    """Names the rows of a tensor that are taken, each more than once: `select_rows` is for few that are taken often."""
 
     def __init__(self, rows: list[int], count: int) -> None:
         """count: rows that there are."""
-        self.rows = rows
         self.index_P = Constant(torch.tensor(rows, dtype=torch.int64, device="cpu"))
         self.matrix_SP = Constant(torch.eye(count, dtype=torch.float64, device="cpu")[:, rows])
         """Of zeros and ones: its product with what was taken adds that up by row."""
@@ -138,7 +137,7 @@ def monomial_products(count: int, order: int) -> Products:
 @cache
 def contraction_constants(
     degree: int, correlation: int, outside: int
-) -> tuple[list[Constant], list[tuple[Selection, Selection]]]:
+) -> tuple[list[Constant], list[tuple[Constant, RepeatedRows]]]:
     """Return of each order the polynomials of all degrees up to `outside`, [Q, P], and how to form their P products.
 
     That is, of each order from 2 on: which product of one factor less is multiplied, and by which component.
@@ -158,10 +157,10 @@ def contraction_constants(
         wanted = table.shorter_P[needed_P]
         needed_by_order.append(needed_P)
     place_P = torch.arange(count, device="cpu")
-    kept, indices = [bases[0]], list[tuple[Selection, Selection]]()
+    kept, indices = [bases[0]], list[tuple[Constant, RepeatedRows]]()
     for basis, table, needed_P in zip(bases[1:], tables, reversed(needed_by_order), strict=True):
-        shorter, factor = place_P[table.shorter_P[needed_P]].tolist(), table.factor_P[needed_P].tolist()
-        indices.append((Selection(shorter, kept[-1].shape[1]), Selection(factor, count)))
+        shorter_P, factor = place_P[table.shorter_P[needed_P]], table.factor_P[needed_P].tolist()
+        indices.append((Constant(shorter_P), RepeatedRows(factor, count)))
         kept.append(basis[:, needed_P])
         place_P = torch.zeros(basis.shape[1], dtype=torch.int64, device="cpu")
         place_P[needed_P] = torch.arange(len(needed_P), device="cpu")
@@ -188,8 +187,9 @@ def contraction_terms(degree: int, correlation: int, outside: int) -> tuple[Term
     terms = list[Term]()
     for order, polynomials in enumerate(basis):
         if order:
-            pairs = zip(*(selection.rows for selection in indices[order - 1]), strict=True)
-            factors = [(*factors[shorter], factor) for shorter, factor in pairs]
+            shorter, factor = indices[order - 1]
+            pairs = zip(shorter.values.tolist(), factor.index_P.values.tolist(), strict=True)
+            factors = [(*factors[before], component) for before, component in pairs]
         for values in polynomials.values:
             weight, component = next(places)
             held = (abs(values) > _SAME).nonzero()[0].tolist()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from phalanx.families.materials.model.geometry import Constant, Geometry
 from phalanx.families.materials.model.layers import Atoms, ElementTable, Mlp, cast_linear, layer_values, silu
 from phalanx.families.materials.model.message_passing.equivariant_constants import (
-    Selection,
+    RepeatedRows,
     contraction_constants,
     contraction_terms,
     count_components,
@@ -200,12 +200,11 @@ class SymmetricContraction(nn.Module):
     def __init__(self, config: MaterialsModel, outside: int) -> None:
         super().__init__()
         options = config.mace
-        sizes = options.degree, options.correlation, outside
+        self.sizes = options.degree, options.correlation, outside
         self.outside, self.fused = outside, options.kernels == "cuequivariance"
-        self.basis, self.indices = contraction_constants(*sizes)
-        self.terms = contraction_terms(*sizes)
-        weight_of, component_of = zip(*polynomial_places(*sizes), strict=True)
-        self.weight_of = Selection(list(weight_of), weight_of[-1] + 1)
+        self.basis, self.indices = contraction_constants(*self.sizes)
+        weight_of, component_of = zip(*polynomial_places(*self.sizes), strict=True)
+        self.weight_of = RepeatedRows(list(weight_of), weight_of[-1] + 1)
         # Of each result the components of polynomials that add up to it.
         self.sums = Constant(
             torch.eye(count_components(outside), dtype=torch.float64, device="cpu")[:, list(component_of)]
@@ -224,13 +223,14 @@ class SymmetricContraction(nn.Module):
         device, dtype = features_NSC.device, features_NSC.dtype
         if self.fused and has_kernels(features_NSC):
             weights_NKC = join_degrees(*(weight(species_N, dtype) for weight in self.weights))
-            return contract_components(self.terms, count_components(self.outside), weights_NKC, features_NSC)
+            terms = contraction_terms(*self.sizes)
+            return contract_components(terms, count_components(self.outside), weights_NKC, features_NSC)
         products_NPC, polynomials = features_NSC, []
         for order, basis in enumerate(self.basis):
             if order:
                 # Products of one more factor.
                 shorter, factor = self.indices[order - 1]
-                shorter_NPC = products_NPC.index_select(1, shorter.index_P.on(device, torch.int64))
+                shorter_NPC = products_NPC.index_select(1, shorter.on(device, torch.int64))
                 products_NPC = shorter_NPC * select_rows(features_NSC, factor)
             polynomials.append(multiply_rows(basis.on(device, dtype), products_NPC))
         weights_NKC = join_degrees(*(weight(species_N, dtype) for weight in self.weights))
@@ -380,7 +380,7 @@ class _JoinedDegrees(torch.autograd.Function):
         return parts_NSC
 
 
-def select_rows(x_NSC: Tensor, selection: Selection) -> Tensor:
+def select_rows(x_NSC: Tensor, selection: RepeatedRows) -> Tensor:
     """Return the rows of a selection, [N, P, C]."""
     index_P = selection.index_P.on(x_NSC.device, torch.int64)
     if inside_transform():

@@ -27,13 +27,12 @@ _WARP = 32
 """Channels that a group of its threads computes together: other widths would leave some idle."""
 
 
-def has_kernels(*tensors_NSC: Tensor) -> bool:
-    """Return whether cuEquivariance is installed with kernels for tensors [N, ..., C] of one device and format."""
-    device, dtype, width = tensors_NSC[0].device, tensors_NSC[0].dtype, tensors_NSC[0].shape[-1]
-    if why_no_kernels(device, dtype, width) or inside_transform():
+def has_kernels(x_NSC: Tensor) -> bool:
+    """Return whether cuEquivariance is installed with kernels for a tensor such as this."""
+    if why_no_kernels(x_NSC.device, x_NSC.dtype, x_NSC.shape[-1]) or inside_transform():
         # They have no rule for vmap, and none for nothing.
         return False
-    return all(tensor.shape[0] for tensor in tensors_NSC)
+    return bool(x_NSC.shape[0])
 
 
 def why_no_kernels(device: torch.device, dtype: torch.dtype, width: int) -> str:
@@ -110,7 +109,7 @@ def _polynomial(
     operations = []
     for factors in sorted({len(segments) for segments, _ in terms}):
         last = len(counts) - 1
-        places = tuple(range(factors)) if last == factors - 1 and last > 2 else (0, *[1] * (factors - 2), last)
+        places = (0, *(range(1, last) if factors == len(counts) else [1] * (factors - 2)), last)
         product = cue.SegmentedTensorProduct.from_subscripts(",".join("u" if counts[p][1] else "" for p in places))
         for operand, place in enumerate(places):
             count, channels = counts[place]
