@@ -1,4 +1,4 @@
-"""The sum of parts, such as arrive from several ranks, in a wider format and in their order."""
+"""Sums of parts, such as arrive from several ranks, and of gradients of several micro-batches, in a wider format."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels import LARGE, kernels_for
+from phalanx.torch_compat import common as compat
 
 
 def sum_parts(parts: Tensor, total: Tensor, *, add: bool = False) -> None:
@@ -44,6 +45,28 @@ def add_gradient(gradient: Tensor, total: Tensor | None, dtype: torch.dtype) -> 
         total.add_(gradient)
     return total
 
+
+def add_weight_gradient(total: Tensor, grad_NO: Tensor, x_NI: Tensor) -> None:
+    """Add the gradient of a weight, [out, in], to `total`, of its shape: the product of the transposed `grad` and x.
+
+    Devices whose products add to matrices of a wider format round nothing before the sum, and make no pass over it. Graphs
+    of several micro-batches may keep `total` to add to it: autograd does not take it for changed.
+    """
+    torch.ops.phalanx.add_weight_gradient(total, grad_NO, x_NI)
+
+
+# Not `custom_op`, which would tell autograd that `total` has changed.
+torch.library.define("phalanx::add_weight_gradient", "(Tensor(a!) total, Tensor grad, Tensor x) -> ()")
+
+
+def _add_weight_gradient(total: Tensor, grad_NO: Tensor, x_NI: Tensor) -> None:
+    compat.add_matmul(total.data, grad_NO.t(), x_NI, total.dtype)
+
+
+torch.library.impl("phalanx::add_weight_gradient", "CompositeExplicitAutograd", _add_weight_gradient)
+
+
+torch.library.register_fake("phalanx::add_weight_gradient", lambda _total, _grad, _x: None)
 
 _MOST_RANKS = 16
 """A kernel is compiled for each number of ranks: those of one machine."""

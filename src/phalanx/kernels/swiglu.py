@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.kernels import kernels_for
+from phalanx.kernels.parts_sum import add_weight_gradient
 
 SMALLEST_BLOCK = 16
 """Shorter groups leave threads too little contiguous memory; a generated kernel does no worse there."""
@@ -28,13 +29,16 @@ def swiglu(gate_up: Tensor, block: int) -> Tensor:
     return hidden
 
 
-def gated_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
+def gated_linear(
+    gate_up: Tensor, weight: Tensor, bias: Tensor | None, block: int, gradient_sum: Tensor | None = None
+) -> Tensor:
     """Return swiglu(gate_up) W^T + b; keeps `gate_up` and `weight` for the backward pass, and no product of theirs.
 
     The gradients of input and weight come from one node: that of the weight takes the input's as well.
-    gate_up: [..., 2F] as in `swiglu`; weight: [D, F]; bias: [D]; all of one format. Returns [..., D].
+    gate_up: [..., 2F] as in `swiglu`; weight: [D, F]; bias: [D]; all of one format. gradient_sum: [D, F], what the backward
+    pass adds the weight's gradient to in place of giving it to autograd. Returns [..., D].
     """
-    promise: Tensor = _Gradient.apply(gate_up, weight, bias, block)
+    promise: Tensor = _Gradient.apply(gate_up, weight, bias, block, gradient_sum)
     result: Tensor = _Value.apply(promise, gate_up, weight, bias, block)
     return result
 
@@ -47,24 +51,30 @@ class _Gradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, block: int) -> Tensor:
-        ctx.save_for_backward(gate_up, weight)
+    def forward(
+        ctx: Any, gate_up: Tensor, weight: Tensor, bias: Tensor | None, block: int, gradient_sum: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up, weight, gradient_sum)
         ctx.block = block
         ctx.biased = bias is not None
         # One element of memory, whatever the shape: only the shape is read.
         return gate_up.new_empty(1).expand(*gate_up.shape[:-1], weight.shape[0])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
-        gate_up, weight = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, weight, gradient_sum = ctx.saved_tensors
         grad_ND = grad.reshape(-1, grad.shape[-1])
         gate_up_NF = gate_up.reshape(-1, gate_up.shape[-1])
         grad_gate_up, hidden_NF = swiglu_backward(grad_ND @ weight, gate_up_NF, ctx.block)
         # Frozen ones have no gradient.
-        _, trains_weight, trains_bias, _ = ctx.needs_input_grad
-        grad_weight = grad_ND.t() @ hidden_NF if trains_weight else None
+        _, trains_weight, trains_bias, *_ = ctx.needs_input_grad
+        grad_weight = None
+        if gradient_sum is not None:
+            add_weight_gradient(gradient_sum, grad_ND, hidden_NF)
+        elif trains_weight:
+            grad_weight = grad_ND.t() @ hidden_NF
         grad_bias = grad_ND.sum(0) if ctx.biased and trains_bias else None
-        return grad_gate_up.view(gate_up.shape), grad_weight, grad_bias, None
+        return grad_gate_up.view(gate_up.shape), grad_weight, grad_bias, None, None
 
 
 class _Value(torch.autograd.Function):

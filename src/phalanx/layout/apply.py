@@ -122,6 +122,21 @@ class ParallelModel:
             pipeline = Pipeline(self.stages, layout, self.mesh.pp, self.pipeline.device)
         return replace(self, layout=layout, pipeline=pipeline)
 
+    def begin_sums(self) -> None:
+        """Let layers add gradients of their weights to sums over micro-batches, where these are reduced once a step."""
+        layout = self.layout
+        reduces_each = self.mesh.data is not None and bool(layout.table.reduces_each[0])
+        # Backward passes in two parts run an operation once for each of its gradients, and would add twice.
+        if layout.accumulation > 1 and not (reduces_each or layout.splits_backward):
+            for stage in self.stages:
+                self.sharding.begin_sums(stage)
+
+    def end_sums(self) -> None:
+        """Let layers give autograd the gradients of their weights again, and drop sums that nothing has taken."""
+        if self.layout.accumulation > 1:
+            for stage in self.stages:
+                self.sharding.end_sums(stage)
+
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of the gradients of the whole model, equal on every rank."""
         return gradient_norm_over_ranks(self.mesh, self.parameters, self.splits, self.tied, self.branch, self.experts)

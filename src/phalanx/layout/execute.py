@@ -47,6 +47,7 @@ class Executor:
             if not stage.training:
                 stage.train()
         training = TrainingPass(step, scale, adds_gradients=not self.applied.gradients_followed)
+        self.applied.begin_sums()
         if self.applied.pipeline is not None:
             x, inputs = batch.inputs()
             if self._is_cold("train", x, inputs):
@@ -55,11 +56,13 @@ class Executor:
                 first = next(iter(batch.split(self.layout.accumulation)))
                 self.applied.pipeline.warm_up(*first.inputs(), first.sample_indices, training)
                 self.discard_gradients()
+                self.applied.begin_sums()
             # A schedule mixes the passes of many micro-batches.
             self.heartbeat.enter("forward")
             total = self.applied.pipeline.forward_backward(x, inputs, batch.sample_indices, training)
         else:
             total = self._run_microbatches(batch, training)
+        self.applied.end_sums()
         self.heartbeat.enter("collective")
         self._sum_gradients()
         return self._count_once(total)
@@ -101,6 +104,7 @@ class Executor:
 
     def discard_gradients(self) -> None:
         """Drop whatever passes since the last step have left: they are to be done again, or were none of training."""
+        self.applied.end_sums()
         running = [parameter for stage in self.applied.stages for parameter in stage.parameters()]
         for parameter in (*running, *self.applied.parameters.values()):
             parameter.grad = None

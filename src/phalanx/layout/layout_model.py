@@ -113,6 +113,16 @@ class WholeParameters:
     def prepare_microbatch(self, stage: nn.Module, *, last: bool) -> None:
         """Say what `stage` communicates in the next micro-batch. last: whether it is the last of this optimizer step."""
 
+    def begin_sums(self, stage: Stage) -> None:
+        """Let layers of `stage` add gradients of their weights, in products, to the sums over micro-batches."""
+        if stage.low_precision is not None:
+            stage.low_precision.begin_sums(stage.summing_layers)
+
+    def end_sums(self, stage: Stage) -> None:
+        """Let the layers give autograd each gradient again, and drop what no reduction has taken."""
+        if stage.low_precision is not None:
+            stage.low_precision.end_sums()
+
     def finish_gradients(self) -> None:
         """Complete the gradients of a step after its last micro-batch."""
 
@@ -218,6 +228,15 @@ class Stage(nn.Module, ABC):
         """Positions of a sample."""
         self.low_precision: LowPrecisionParameters | None = None
         """Joins the parameters that compute with the main parameters, where the two differ."""
+
+    @cached_property
+    def summing_layers(self) -> list[Linear]:
+        """Layers of blocks that can add gradients of their weights to a sum in a product.
+
+        None where a forward pass contains a backward pass: what is added in place cannot be differentiated.
+        """
+        layers = [module for block in self.part.blocks for module in block.modules() if isinstance(module, Linear)]
+        return [] if self.one_unit else [layer for layer in layers if layer.sums_gradients]
 
     @abstractmethod
     def forward(

@@ -193,8 +193,9 @@ class _Group:
             return False
         if self.parameters is None:
             # Asked here, once parameters have been gathered.
-            quantised = tree_leaves([one.held for one in self.block.modules() if isinstance(one, Linear)])
-            held: Iterator[Tensor] = chain(self.block.parameters(), self.block.buffers(), quantised)
+            layers = [one for one in self.block.modules() if isinstance(one, Linear)]
+            beside = tree_leaves([(layer.held, layer.gradient_sum) for layer in layers])
+            held: Iterator[Tensor] = chain(self.block.parameters(), self.block.buffers(), beside)
             self.parameters = {compat.storage_key(one) for one in held if one is not None}
         return key not in self.parameters
 

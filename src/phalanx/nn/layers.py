@@ -7,7 +7,7 @@ code runs with float32 main parameters and bfloat16 activations, or with paramet
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from phalanx.config.layers import MLPConfig, NormConfig
 from phalanx.kernels.float8 import QuantisedCopy, measure_copies, power_of_two_scale
 from phalanx.kernels.float8_swiglu import quantises_gradients
+from phalanx.kernels.parts_sum import add_weight_gradient
 from phalanx.kernels.swiglu import gated_linear, swiglu
 from phalanx.nn.declared_layers import gate_block
 from phalanx.nn.float8_linear import (
@@ -47,6 +48,9 @@ class Linear(nn.Module):
     """The weight as `multiply` reads it, where `quantise_weights` makes that once a step."""
     quantised_copy: QuantisedCopy | None = None
     """What `held` is made of where the whole weight has one scale."""
+    gradient_sum: Tensor | None = None
+    """The weight's gradients of several micro-batches, [out, in], in a format wider than that of the activations: what
+    backward passes add to in place of giving each gradient to autograd. None where autograd gets them."""
     input_group = output_group = ""
     """Names of the groups of ranks over which the features are sharded."""
 
@@ -78,6 +82,11 @@ class Linear(nn.Module):
         return self.multiply is None and self.lora_A is None
 
     @property
+    def sums_gradients(self) -> bool:
+        """Whether backward passes can add the weight's gradient to `gradient_sum`: products of 8 bits cannot add."""
+        return self.multiply is None and self.weight.requires_grad
+
+    @property
     def exchanges(self) -> tuple[SequenceExchange | None, SequenceExchange | None]:
         """Ranks over which positions of the input are sharded before `gather_input`, of the result after `join_output`."""
         return None, None
@@ -99,7 +108,10 @@ class Linear(nn.Module):
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x W^T + `bias`, which is None where the bias joins later. x: [..., in] -> [..., out]."""
         bias = None if bias is None else bias.to(x.dtype)
-        if self.multiply is None:
+        y: Tensor
+        if self.multiply is None and self.gradient_sum is not None:
+            y = _SummedLinear.apply(x, self.weight.to(x.dtype), bias, self.gradient_sum)
+        elif self.multiply is None:
             y = F.linear(x, self.weight.to(x.dtype), bias)
         else:
             y = self.multiply(x, self.weight, bias, self.held)
@@ -114,6 +126,23 @@ class Linear(nn.Module):
         if self.lora_A is None or self.lora_B is None:
             return self.weight
         return self.weight + self.adapter_scale * (self.lora_B @ self.lora_A)
+
+
+class _SummedLinear(torch.autograd.Function):
+    """x W^T + b, whose backward pass adds the gradient of W to a sum (Megatron's `gradient_accumulation_fusion`)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradient_sum: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, gradient_sum)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, gradient_sum = ctx.saved_tensors
+        grad_NO = grad.reshape(-1, grad.shape[-1])
+        add_weight_gradient(gradient_sum, grad_NO, x.reshape(-1, x.shape[-1]))
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        return grad_x, None, grad_NO.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
 class GatedLinear(Linear):
@@ -132,7 +161,8 @@ class GatedLinear(Linear):
         # product apart.
         if not self.joint_gradients or self.multiply is not None or self.lora_A is not None:
             return super().product(swiglu(x, self.block), bias)
-        return gated_linear(x, self.weight.to(x.dtype), None if bias is None else bias.to(x.dtype), self.block)
+        bias = None if bias is None else bias.to(x.dtype)
+        return gated_linear(x, self.weight.to(x.dtype), bias, self.block, self.gradient_sum)
 
 
 def separate_gradients(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ saves these copies. Private names are used in this file alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -60,12 +60,41 @@ class AddUp(Protocol):
         """Return `gradient` added to `total`, which may be used up; `gradient` in `dtype` where there is none yet."""
 
 
+class SumHolder(Protocol):
+    """A module whose backward passes add the gradient of `weight` to a sum where there is one."""
+
+    gradient_sum: Tensor | None
+
+
 def accumulate_by(modules: Iterable[FSDPModule], add_up: AddUp) -> None:
     """Let `modules` sum up gradients over micro-batches by `add_up`, wherever FSDP2 sums them in a wider format."""
     for group in _parameter_groups(modules):
         for parameter in group.fsdp_params:
             parameter.__class__ = _Accumulated
             cast(_Accumulated, parameter).add_up = add_up
+
+
+def begin_sums(modules: Iterable[FSDPModule], holders: Collection[SumHolder]) -> None:
+    """Let sums of gradients over micro-batches begin anew: with zeros for the weights of `holders`, which add to them by
+    themselves, where FSDP2 sums in a wider format; with the first gradient for all others.
+
+    To be called after `accumulate_by`, before a step whose gradients are reduced after its last micro-batch alone.
+    """
+    # By identity: modules and parameters are compared so.
+    summing = {id(holder) for holder in holders}
+    for group in _parameter_groups(modules):
+        for parameter in group.fsdp_params:
+            assert isinstance(parameter, _Accumulated)
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+            info, dtype = parameter._module_info, parameter.mp_policy.reduce_dtype
+            sums = id(info.module) in summing and info.param_name == "weight"
+            if sums and dtype not in (None, _compute_dtype(parameter)):
+                parameter.holder = cast(SumHolder, info.module)
+                parameter.unsharded_accumulated_grad = torch.zeros(
+                    parameter._orig_size, dtype=dtype, device=group.device
+                )
 
 
 def gather_as_bytes(modules: Iterable[FSDPModule], owners: Iterable[nn.Module]) -> list[ByteShard]:
@@ -143,8 +172,12 @@ def exchange_in_place(
 
 def _shard_size(parameter: FSDPParam) -> ShardSize:
     as_bytes = isinstance(parameter, _GatheredAsBytes)
-    computed = parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
-    return ShardSize(parameter.padded_sharded_param_size.numel(), torch.uint8 if as_bytes else computed)
+    dtype = torch.uint8 if as_bytes else _compute_dtype(parameter)
+    return ShardSize(parameter.padded_sharded_param_size.numel(), dtype)
+
+
+def _compute_dtype(parameter: FSDPParam) -> torch.dtype:
+    return parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
 
 
 def _parameter_groups(modules: Iterable[FSDPModule]) -> list[FSDPParamGroup]:
@@ -157,6 +190,20 @@ class _Accumulated(FSDPParam):
     """A parameter with its gradients of the micro-batches so far, in `reduce_dtype`."""
 
     add_up: AddUp
+    holder: SumHolder | None = None
+    """The module that adds to the sum by itself."""
+    _sum: Tensor | None = None
+
+    @property
+    def unsharded_accumulated_grad(self) -> Tensor | None:
+        """The sum so far, if it has begun; FSDP2 takes it away to reduce it."""
+        return self._sum
+
+    @unsharded_accumulated_grad.setter
+    def unsharded_accumulated_grad(self, total: Tensor | None) -> None:
+        self._sum = total
+        if self.holder is not None:
+            self.holder.gradient_sum = total
 
     def to_accumulated_grad_if_needed(self) -> None:
         """Begin a sum with the gradient at hand; one in the format of sums stays where autograd adds to it."""

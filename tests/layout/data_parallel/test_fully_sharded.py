@@ -23,7 +23,13 @@ from whole_model import CPU, backward, parts_of
 WAYS = ("PyTorch's", "small", "large")
 
 
-def gradients(words: dict[str, object]) -> tuple[dict[str, dict[str, Tensor]], list[tuple[bool, torch.dtype]]]:
+def nothing(*_: object) -> None:
+    """In place of what changes how FSDP2 sums."""
+
+
+def gradients(
+    words: dict[str, object], in_products: bool
+) -> tuple[dict[str, dict[str, Tensor]], list[tuple[bool, torch.dtype]]]:
     """Gradients of this rank's shards after a step, summed in each of WAYS; and of what sums were made: whether begun, in
     which format the gradient was."""
     found, sums = {}, []
@@ -34,9 +40,10 @@ def gradients(words: dict[str, object]) -> tuple[dict[str, dict[str, Tensor]], l
         return add_gradient(gradient, total, dtype)
 
     for way in WAYS:
-        accumulate = (lambda modules, add_up: None) if way == WAYS[0] else compat_fsdp.accumulate_by
+        theirs = way == WAYS[0]
         with (
-            patch.object(compat_fsdp, "accumulate_by", accumulate),
+            patch.object(compat_fsdp, "accumulate_by", nothing if theirs else compat_fsdp.accumulate_by),
+            patch.object(compat_fsdp, "begin_sums", nothing if theirs or not in_products else compat_fsdp.begin_sums),
             patch("phalanx.layout.data_parallel.fully_sharded.add_gradient", noted),
             patch("phalanx.kernels.parts_sum.LARGE", 1 if way == "large" else 1 << 20),
         ):
@@ -51,9 +58,10 @@ def gradients(words: dict[str, object]) -> tuple[dict[str, dict[str, Tensor]], l
     return found, sums
 
 
+@pytest.mark.parametrize("in_products", [False, True])
 @pytest.mark.parametrize("words", [{"dp_shard": 2, "zero": 1}, {"dp_replicate": 2, "dp_shard": 1, "zero": 0}])
-def test_sums_over_micro_batches_are_those_of_pytorch_to_the_bit(words: dict[str, object]) -> None:
-    for found, sums in run_ranks(gradients, 2, words):
+def test_sums_over_micro_batches_are_those_of_pytorch_to_the_bit(words: dict[str, object], in_products: bool) -> None:
+    for found, sums in run_ranks(gradients, 2, words, in_products):
         begun = sum(first for first, _ in sums)
         # Four micro-batches: one begins each sum, three are added.
         assert begun > 0

@@ -122,13 +122,13 @@ class FullySharded(WholeParameters):
             self._shard([one], apart, self.data, reshard_after_forward=False)
         # The backward pass of the root follows at once too: freeing it between would cost a gather and save nothing.
         self._shard([root], apart, self.data, reshard_after_forward=False)
-        sharded = [module for module in root.modules() if isinstance(module, FSDPModule)]
-        spread = set(experts)
+        sharded = _sharded_modules(root)
+        spread = {id(one) for one in experts}
         compat_fsdp.accumulate_by(sharded, add_gradient)
         self.quantised.add(sharded, [module for module in root.modules() if isinstance(module, Linear)])
-        choose_exchanges([module for module in sharded if module not in spread], self.copy_engine)
+        choose_exchanges([module for module in sharded if id(module) not in spread], self.copy_engine)
         # Copy engines know the ranks of the data mesh alone.
-        choose_exchanges([module for module in sharded if module in spread], None)
+        choose_exchanges([module for module in sharded if id(module) in spread], None)
         _set_prefetching(_as_fsdp(first), _as_fsdp([unit[0] for unit in units]), _as_fsdp(last), options.prefetch_depth)
 
     def _shard(
@@ -165,6 +165,17 @@ class FullySharded(WholeParameters):
         stage.set_requires_all_reduce(last)
         if self.options.zero < 3:
             stage.set_reshard_after_backward(last)
+
+    def begin_sums(self, stage: Stage) -> None:
+        """See `WholeParameters`."""
+        assert isinstance(stage, FSDPModule)
+        compat_fsdp.begin_sums(_sharded_modules(stage), stage.summing_layers)
+        # Until whoever runs the passes says which is the last.
+        stage.set_requires_gradient_sync(False)
+
+    def end_sums(self, stage: Stage) -> None:
+        """See `WholeParameters`."""
+        compat_fsdp.begin_sums(_sharded_modules(stage), [])
 
     def publish_parameters(self, written: Collection[Tensor] = ()) -> None:
         """See `WholeParameters`."""
@@ -214,6 +225,10 @@ def _set_prefetching(
         unit.set_modules_to_backward_prefetch([unit])
     for unit in last:
         unit.set_modules_to_backward_prefetch(list(blocks[-1:] or first or [unit]))
+
+
+def _sharded_modules(root: nn.Module) -> list[FSDPModule]:
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def _as_fsdp(modules: Sequence[nn.Module]) -> list[FSDPModule]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.kernels.parts_sum import add_gradient
+from phalanx.nn.layers import Linear
 
 
 class LowPrecisionParameters:
@@ -26,6 +27,8 @@ class LowPrecisionParameters:
         self._compute: list[Tensor] = list(compute.parameters())
         names = [name for name, _ in main.named_parameters()]
         assert names == [name for name, _ in compute.named_parameters()]
+        self._summing: list[Linear] = []
+        """Layers that add to sums of gradients by themselves, from `begin_sums` to `end_sums`."""
         # By identity: tensors are compared element by element.
         self._main_of = {id(one): main for one, main in zip(self._compute, self._main, strict=True)}
         for parameter in compute.parameters():
@@ -50,15 +53,30 @@ class LowPrecisionParameters:
         stale = [place for place, one in enumerate(self._compute) if id(one) not in done]
         torch._foreach_copy_([self._compute[place] for place in stale], [self._main[place] for place in stale])
 
+    def begin_sums(self, layers: Iterable[Linear]) -> None:
+        """Let `layers` of the module that computes add to the gradients of their main parameters, which are 0 at first."""
+        self._summing = list(layers)
+        for layer in self._summing:
+            main = self._main_of[id(layer.weight)]
+            if main.grad is None:
+                main.grad = torch.zeros_like(main)
+            layer.gradient_sum = main.grad
+
+    def end_sums(self) -> None:
+        """Let the layers give autograd their gradients again."""
+        for layer in self._summing:
+            layer.gradient_sum = None
+
     @torch.no_grad()
     def collect(self, parameters: Iterable[Tensor]) -> None:
         """Sum up gradients of compute parameters that were set without hooks, as split backward passes set them."""
         for parameter in parameters:
-            if parameter.grad is not None:
-                self._move_gradient(parameter)
+            self._move_gradient(parameter)
 
     def _move_gradient(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        # Autograd calls this too where a layer has added the gradient to the sum by itself, and given none.
+        if parameter.grad is None:
+            return
         # Summed in the main parameter's format, micro-batch by micro-batch: bfloat16 sums would lose small addends.
         main = self._main_of[id(parameter)]
         main.grad = add_gradient(parameter.grad, main.grad, main.dtype)

@@ -17,63 +17,73 @@ from torch import Tensor
 
 from phalanx.copy_stream import Copies
 from phalanx.kernels.float8 import scaled_product, scaled_product_into
+from phalanx.kernels.parts_sum import add_weight_gradient
 from phalanx.kernels.swiglu import swiglu, swiglu_backward
 from phalanx.layout.mesh import Axis
 from phalanx.layout.tensor_parallel.peer_exchange import PeerExchange, exchange_of
 
 
-def gather_multiply(x_BsI: Tensor, weight_OI: Tensor, tp: Axis) -> Tensor:
-    """Return x W^T of all ranks' positions: [B, S/tp, in] -> [B, S, out]; the backward pass sums over ranks and scatters."""
-    y: Tensor = _GatherMultiply.apply(x_BsI, weight_OI, tp.group_name)
+def gather_multiply(x_BsI: Tensor, weight_OI: Tensor, tp: Axis, gradient_sum: Tensor | None = None) -> Tensor:
+    """Return x W^T of all ranks' positions: [B, S/tp, in] -> [B, S, out]; the backward pass sums over ranks and scatters.
+
+    gradient_sum: see `nn.layers.Linear`.
+    """
+    y: Tensor = _GatherMultiply.apply(x_BsI, weight_OI, tp.group_name, gradient_sum)
     return y
 
 
-def multiply_scatter(x_BSI: Tensor, weight_OI: Tensor, tp: Axis, block: int = 0) -> Tensor:
+def multiply_scatter(
+    x_BSI: Tensor, weight_OI: Tensor, tp: Axis, block: int = 0, gradient_sum: Tensor | None = None
+) -> Tensor:
     """Return x W^T summed over ranks, of this rank's positions: [B, S, in/tp] -> [B, S/tp, out]; backward gathers.
 
     block: where it is not 0, swiglu(x) (see `kernels.swiglu`) is in place of x, which is then [B, S, 2 in/tp] and all that
-    is kept for the backward pass.
+    is kept for the backward pass. gradient_sum: see `nn.layers.Linear`.
     """
-    promise: Tensor = _ScatterGradient.apply(x_BSI, weight_OI, tp.group_name, tp.size, block)
+    promise: Tensor = _ScatterGradient.apply(x_BSI, weight_OI, tp.group_name, tp.size, block, gradient_sum)
     y: Tensor = _ScatterValue.apply(promise, x_BSI, weight_OI, tp.group_name, block)
     return y
 
 
 class _GatherMultiply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: str, gradient_sum: Tensor | None) -> Tensor:
         ctx.group = group
         y: Tensor
         y, whole = gather_product(x, weight, group)
-        ctx.save_for_backward(whole, weight)
+        ctx.save_for_backward(whole, weight, gradient_sum)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        whole, weight = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
+        whole, weight, gradient_sum = ctx.saved_tensors
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
         if not needs_x:
-            return None, weight_gradient(grad, whole), None
-        grad_x, grad_weight = scatter_gradients(grad, weight, whole if needs_weight else None, ctx.group)
-        return grad_x, grad_weight if needs_weight else None, None
+            return None, weight_gradient(grad, whole, gradient_sum), None, None
+        kept = whole if needs_weight else None
+        grad_x, grad_weight = scatter_gradients(grad, weight, kept, gradient_sum, ctx.group)
+        return grad_x, grad_weight if needs_weight and gradient_sum is None else None, None, None
 
 
 class _ScatterGradient(torch.autograd.Function):
     """The backward pass of `multiply_scatter`, ahead of its value: see `kernels.swiglu` for the reason."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: str, size: int, block: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, group: str, size: int, block: int, gradient_sum: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, gradient_sum)
         ctx.group, ctx.block = group, block
         return x.new_empty(1).expand(x.shape[0], x.shape[1] // size, weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, gradient_sum = ctx.saved_tensors
         grad_x, whole = gather_product(grad, weight.t(), ctx.group)
         if ctx.block:
             grad_x, x = swiglu_backward(grad_x, x, ctx.block)
-        return grad_x, weight_gradient(whole, x) if ctx.needs_input_grad[1] else None, None, None, None
+        grad_weight = weight_gradient(whole, x, gradient_sum) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None, None, None, None
 
 
 class _ScatterValue(torch.autograd.Function):
@@ -89,9 +99,16 @@ class _ScatterValue(torch.autograd.Function):
         return grad, None, None, None, None
 
 
-def weight_gradient(grad_BSO: Tensor, x_BSI: Tensor) -> Tensor:
-    """Return the gradient of a weight, [out, in], from those of its results and what it was multiplied by."""
-    return grad_BSO.reshape(-1, grad_BSO.shape[-1]).t() @ x_BSI.reshape(-1, x_BSI.shape[-1])
+def weight_gradient(grad_BSO: Tensor, x_BSI: Tensor, gradient_sum: Tensor | None) -> Tensor | None:
+    """Return the gradient of a weight, [out, in], from those of its results and what it was multiplied by.
+
+    gradient_sum: where there is one, the gradient is added to it, and None is returned.
+    """
+    grad_NO, x_NI = grad_BSO.reshape(-1, grad_BSO.shape[-1]), x_BSI.reshape(-1, x_BSI.shape[-1])
+    if gradient_sum is None:
+        return grad_NO.t() @ x_NI
+    add_weight_gradient(gradient_sum, grad_NO, x_NI)
+    return None
 
 
 # --- what the compiler sees as one operation each -----------------------------------------------------------------------
@@ -123,23 +140,52 @@ def _(x_BSI: Tensor, weight_OI: Tensor, group: str) -> Tensor:
     return _empty_scattered(x_BSI, weight_OI, x_BSI.dtype, group)
 
 
-@torch.library.custom_op("phalanx::scatter_gradients", mutates_args=())
 def scatter_gradients(
-    grad_BSO: Tensor, weight_OI: Tensor, whole_BSI: Tensor | None, group: str
+    grad_BSO: Tensor, weight_OI: Tensor, whole_BSI: Tensor | None, gradient_sum: Tensor | None, group: str
 ) -> tuple[Tensor, Tensor]:
     """Return both gradients of `gather_product`, of x, [B, S/tp, in], and of W, [out, in]: sums travel beside the second.
 
-    whole: all ranks' x, or None where the gradient of W is not wanted, which is then empty.
+    whole: all ranks' x, or None where the gradient of W is not wanted. gradient_sum: what the gradient of W is added to, if
+    that is wanted instead. In both cases the gradient that is returned is empty.
     """
+    both: tuple[Tensor, Tensor] = torch.ops.phalanx.scatter_gradients(
+        grad_BSO, weight_OI, whole_BSI, gradient_sum, group
+    )
+    return both
+
+
+# For the reason of `kernels.parts_sum.add_weight_gradient`.
+torch.library.define(
+    "phalanx::scatter_gradients",
+    "(Tensor grad, Tensor weight, Tensor? whole, Tensor(a!)? gradient_sum, str group) -> (Tensor, Tensor)",
+)
+
+
+def _scatter_gradients(
+    grad_BSO: Tensor, weight_OI: Tensor, whole_BSI: Tensor | None, gradient_sum: Tensor | None, group: str
+) -> tuple[Tensor, Tensor]:
     grad_x = _empty_scattered(grad_BSO, weight_OI.t(), grad_BSO.dtype, group)
-    beside = _nothing(grad_BSO) if whole_BSI is None else partial(weight_gradient, grad_BSO, whole_BSI)
-    return grad_x, _scatter(grad_BSO, grad_x, partial(_multiply, weight_OI.t()), beside, exchange_of(group))
+
+    def form_weight_gradient() -> Tensor:
+        formed = None if whole_BSI is None else weight_gradient(grad_BSO, whole_BSI, gradient_sum)
+        return grad_BSO.new_empty(0) if formed is None else formed
+
+    multiply = partial(_multiply, weight_OI.t())
+    return grad_x, _scatter(grad_BSO, grad_x, multiply, form_weight_gradient, exchange_of(group))
 
 
-@scatter_gradients.register_fake
-def _(grad_BSO: Tensor, weight_OI: Tensor, whole_BSI: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
-    grad_weight = weight_OI.new_empty((0,) if whole_BSI is None else weight_OI.shape)
+torch.library.impl("phalanx::scatter_gradients", "CompositeExplicitAutograd", _scatter_gradients)
+
+
+def _empty_gradients(
+    grad_BSO: Tensor, weight_OI: Tensor, whole_BSI: Tensor | None, gradient_sum: Tensor | None, group: str
+) -> tuple[Tensor, Tensor]:
+    formed = whole_BSI is not None and gradient_sum is None
+    grad_weight = weight_OI.new_empty(weight_OI.shape if formed else (0,))
     return _empty_scattered(grad_BSO, weight_OI.t(), grad_BSO.dtype, group), grad_weight
+
+
+torch.library.register_fake("phalanx::scatter_gradients", _empty_gradients)
 
 
 @torch.library.custom_op("phalanx::gather_scaled_product", mutates_args=())

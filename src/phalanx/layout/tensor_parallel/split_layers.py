@@ -139,7 +139,7 @@ class ColumnLinear(Linear):
         """[B, S/tp, in] -> [B, S, out/tp]."""
         if not (self.plain and self.ranks.overlaps(x_BsD[0].numel() * x_BsD.itemsize)):
             return super().forward(x_BsD)
-        y = gather_multiply(x_BsD, self.weight.to(x_BsD.dtype), self.tp)
+        y = gather_multiply(x_BsD, self.weight.to(x_BsD.dtype), self.tp, self.gradient_sum)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def gather_input(self, x_BsD: Tensor) -> Tensor:
@@ -164,7 +164,8 @@ class RowLinear(Linear):
         part = x.shape[SEQUENCE] // self.tp.size * self.out_features
         if not (self.plain and self.ranks.overlaps(part * x.itemsize)):
             return super().forward(x)
-        return self.add_bias(multiply_scatter(x, self.weight.to(x.dtype), self.tp, self.activation_block))
+        weight = self.weight.to(x.dtype)
+        return self.add_bias(multiply_scatter(x, weight, self.tp, self.activation_block, self.gradient_sum))
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """[B, S, in/tp] -> [B, S, out], of this rank's features; `bias` joins after the sum, once."""
