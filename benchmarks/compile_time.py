@@ -8,6 +8,9 @@ structures. Variants: `traced_again` has AOTAutograd trace the step's graph agai
 several tilings of each pointwise kernel; `fixed_sizes` is compiled for one size of batch alone; `captured` is not compiled;
 `apart` mixes each degree by itself, and takes parts of tensors by slices; `ordered` has the compiler try other orders
 of loops to fuse more.
+`seconds` is what the first step takes, and `since_start` all of the process until that step is done. The compiler is loaded
+in a thread from when the step is made, as in training, beside what goes before the first step: here the network runs once
+(`before`), in training data are opened and parameters get their values. What is left of that (`waited`) is part of `trace`.
 `trace`, `lower` and `first_run` (Triton's choices between tilings, the warm-up and the capture) add up to `seconds`.
 `difference` is that of the gradients from those of the network by itself, over their norm. `inside` are the compiler's
 own figures, which overlap.
@@ -68,9 +71,10 @@ def main() -> None:
     parser.add_argument("--model", default="{}", help="fields of `model`, YAML, to try it out with a narrow one")
     parser.add_argument("--seconds", type=float, default=540.0, help="after which no measurement begins")
     parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one is not None:
-        asked.out.write_text(json.dumps(measure(asked.one, asked.structures, asked.steps, asked.model)))
+        asked.out.write_text(json.dumps(measure(asked.one, asked.structures, asked.steps, asked.model, asked.started)))
         return
     end, rows = time.monotonic() + asked.seconds, []
     for variant in asked.variants:
@@ -95,7 +99,7 @@ def in_process(variant: str, caches: Path, asked: argparse.Namespace) -> dict[st
     """Return a measurement made in a process of its own, whose compiler keeps its caches in `caches`."""
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"), "TRITON_CACHE_DIR": str(caches / "triton")}
     words = [sys.executable, __file__, "--one", variant, "--out", str(caches / "found.json"), "--model", asked.model]
-    words += ["--structures", str(asked.structures), "--steps", str(asked.steps)]
+    words += ["--structures", str(asked.structures), "--steps", str(asked.steps), "--started", str(time.time())]
     done = subprocess.run(words, env={**os.environ, **kept}, check=False, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         return {"failed": done.stderr.splitlines()[-12:]}
@@ -103,8 +107,11 @@ def in_process(variant: str, caches: Path, asked: argparse.Namespace) -> dict[st
     return found
 
 
-def measure(variant: str, structures: int, steps: int, model: str) -> dict[str, Any]:
-    """Compile and capture a step, run it `steps` times, and compare it with the network itself."""
+def measure(variant: str, structures: int, steps: int, model: str, started: float) -> dict[str, Any]:
+    """Compile and capture a step, run it `steps` times, and compare it with the network itself.
+
+    started: time at which this process was.
+    """
     device = choose_device("auto", 0)
     run = run_of(yaml.safe_load(model))
     tensors, network = batch(run, structures, device), network_of(run, device)
@@ -112,6 +119,7 @@ def measure(variant: str, structures: int, steps: int, model: str) -> dict[str, 
     phases: dict[str, float] = {}
     count_seconds(compiler.SizedProgram, "__init__", "trace", phases)
     count_seconds(compiler.SizedProgram, "compile", "lower", phases)
+    made = time.perf_counter()
     capture = StepCapture(
         lambda: network_of(run, device), source=0, cutoff=run.model.cutoff, compiled=variant != "captured"
     )
@@ -119,9 +127,13 @@ def measure(variant: str, structures: int, steps: int, model: str) -> dict[str, 
     # Loaded and warm before: kernels of the network by itself, and memory.
     wanted = network(**tensors)
     gradients = torch.autograd.grad(wanted.sum(), parameters, allow_unused=True)
-    begin = now(device)
+    begin, waited = now(device), 0.0
+    if variant != "captured":
+        compiler.begin_loading().join()
+        waited = time.perf_counter() - begin
     capture.add_gradients(tensors, parameters, 1.0)
-    seconds = now(device) - begin
+    seconds, since_start = now(device) - begin, time.time() - started
+    phases["trace"] = phases.get("trace", 0.0) + waited
     # Later steps add to them.
     found = [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
     milliseconds = []
@@ -134,6 +146,9 @@ def measure(variant: str, structures: int, steps: int, model: str) -> dict[str, 
     whole = sum(float(b.double().square().sum()) for _, b in pairs)
     return {
         "seconds": round(seconds, 2),
+        "since_start": round(since_start, 2),
+        "before": round(begin - made, 2),
+        "waited": round(waited, 2),
         **{name: round(value, 2) for name, value in phases.items()},
         "first_run": round(seconds - sum(phases.values()), 2),
         "step_ms": round(statistics.median(milliseconds), 3),

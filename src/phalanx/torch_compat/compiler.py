@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -206,6 +207,31 @@ def load_compiler() -> None:
             gc.freeze()
 
 
+@cache
+def begin_loading() -> Thread:
+    """Start to load what makes programs of graphs, which takes seconds, while the caller does something else.
+
+    Who needs it waits for the end of the thread that is returned, always the same one.
+    """
+    loading = Thread(target=_load_lowering, name="compiler", daemon=True)
+    loading.start()
+    return loading
+
+
+def _load_lowering() -> None:
+    """Import what lowers graphs, start the processes that compile kernels, and read what keys of caches are made of."""
+    from torch._inductor import async_compile, compile_fx  # noqa: F401, PLC0415
+    from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key  # noqa: PLC0415
+
+    if torch.accelerator.is_available():
+        # They take as long to be ready; kernels that are written before are compiled once all are written.
+        async_compile.AsyncCompile.wakeup()
+    _inductor_decompositions()
+    if HAS_TRITON:
+        # A hash of all of Triton's files, which is kept.
+        triton_key()
+
+
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Keep the garbage collector from looking through graphs as they grow, which takes it a twentieth of a compilation."""
@@ -283,8 +309,7 @@ class SizedProgram:
                 sizes[dimension] = self._symbols[name]
             with mode:
                 self._examples.append(torch.empty(sizes, dtype=argument.dtype, device=argument.device))
-        if any(argument.device.type != "cpu" for argument in arguments):
-            _wake_workers()
+        begin_loading().join()
         # In the compiler's own operations: it can then take the graph as it is, without tracing it twice more.
         trace = make_fx(
             function,
@@ -324,14 +349,6 @@ class SizedProgram:
     def __call__(self, *arguments: Tensor) -> Any:
         """Return what the function gives for arguments whose sizes it holds for."""
         return self._program(*arguments)
-
-
-def _wake_workers() -> None:
-    """Start the processes that compile kernels; they take seconds to be ready, as tracing does."""
-    # Kernels that are written before they are ready are compiled once all are written.
-    from torch._inductor.async_compile import AsyncCompile  # noqa: PLC0415
-
-    AsyncCompile.wakeup()
 
 
 _QUICK = {

@@ -209,7 +209,7 @@ def test_one_program_serves_batches_of_all_sizes(body: str, monkeypatch: pytest.
     for step, structures in ((1, 12), (2, 24), (3, 5)):
         compare(net, capture, inputs_of(run, step, structures), scale)
         assert capture._program is not None
-        programs.append(capture._program.run)
+        programs.append(capture._program._function)
     assert len(capture._captured) == 3
     assert programs == [programs[0]] * 3
     assert isinstance(programs[0], SizedProgram)
@@ -218,6 +218,16 @@ def test_one_program_serves_batches_of_all_sizes(body: str, monkeypatch: pytest.
     assert not any(one._schema.is_mutable for one in targets if isinstance(one, torch._ops.OpOverload))
     # A copy from host memory would wait for the device, which a capture cannot.
     assert not any("lift_fresh" in str(node.target) for node in programs[0].graph.graph.nodes)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_compiler_is_loaded_while_what_goes_before_a_step_runs(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(step_capture, "begin_loading", lambda: begun.append("compiler"))
+    StepCapture(lambda: network(run_of("mace")), source=0, cutoff=5.0, compiled=compiled)
+    assert begun == ["compiler"] * compiled
 
 
 WHEN = {

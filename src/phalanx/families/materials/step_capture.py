@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from phalanx.families.materials.data.graph_batches import PER_ATOM
-from phalanx.torch_compat.compiler import SizedProgram
+from phalanx.torch_compat.compiler import SizedProgram, begin_loading
 
 _MARGIN = 0.08
 """Room of a captured step beyond the batch that it is made for."""
@@ -44,6 +44,9 @@ class StepCapture:
         self._source = source
         self._cutoff = cutoff
         self._compiled = compiled
+        if compiled:
+            # Until the first batch is there: parameters get their values, and data are opened.
+            begin_loading()
         self._captured: list[_CapturedStep] = []
         self._pool: Any = None
 
@@ -117,20 +120,26 @@ class _StepProgram:
         self._trained = [parameter.requires_grad for parameter in replica.parameters()]
         self.used = [True] * len(self.parameters)
         """Whether anything depends on a parameter."""
-        self.run: Callable[..., tuple[Tensor, Tensor]] = self._losses_and_gradients
+        self._function: Callable[..., Sequence[Tensor]] = self._losses_and_gradients
 
     def compile(self, example: list[Tensor], room: BatchSizes) -> None:
         """Fuse what can be, of the same numbers up to rounding; nothing new where that is done for such sizes already."""
-        if isinstance(self.run, SizedProgram) and self.run.holds_for(asdict(room)):
+        if isinstance(self._function, SizedProgram) and self._function.holds_for(asdict(room)):
             return
         # Constants are on the device from then on, and need not be brought there by the program.
         self._losses_and_gradients(*example)
         varying = [None] * len(self.parameters) + [varying_size(name) for name in self._inputs] + [None]
         program = SizedProgram(self._losses_and_gradients, example, varying)
-        self.run = program.compile(self.parameters[0].dtype)
+        self._function = program.compile(self.parameters[0].dtype)
 
-    def _losses_and_gradients(self, *arguments: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self, arguments: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the summed losses, and the gradients one behind the other."""
+        losses, *gradients = self._function(*arguments)
+        # Joined out here: in the program that would be a kernel a parameter, each compiled by itself.
+        return losses, torch.cat([gradient.flatten() for gradient in gradients])
+
+    def _losses_and_gradients(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        """Return the summed losses, and the gradients of all parameters that have one."""
         count = len(self.parameters)
         inputs = dict(zip(self._inputs, arguments[count:-1], strict=True))
         with torch.enable_grad():
@@ -145,8 +154,7 @@ class _StepProgram:
             found = [next(formed) if trained else None for trained in self._trained]
         # Known once it has run: a parameter that is frozen, or that nothing depends on, has no gradient, rather than zeros.
         self.used = [gradient is not None for gradient in found]
-        whole = (torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True))
-        return losses.detach(), torch.cat([gradient.flatten() for gradient in whole])
+        return losses.detach(), *(gradient for gradient in found if gradient is not None)
 
 
 class _CapturedStep:
@@ -173,12 +181,12 @@ class _CapturedStep:
         aside.wait_stream(device.current_stream())
         with device.stream(aside):
             for _ in range(_WARM_UP):
-                self._program.run(*self.arguments())
+                self._program.run(self.arguments())
         device.current_stream().wait_stream(aside)
         graph = device.CUDAGraph()
         # Other threads may allocate meanwhile: batches are read ahead into pinned memory.
         with device.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            self._results = self._program.run(*self.arguments())
+            self._results = self._program.run(self.arguments())
         self._replay = graph.replay
         return graph.pool() if pool is None else pool
 
@@ -202,14 +210,14 @@ class _CapturedStep:
         else:
             self._scale.fill_(scale)
         if self._replay is None:
-            losses, gradients = self._program.run(*self.arguments())
+            losses, gradients = self._program.run(self.arguments())
         else:
             self._replay()
             # The next replay writes to the same memory.
             losses, gradients = (result.clone() for result in self._results)
-        parts = gradients.split([parameter.numel() for parameter in self._program.parameters])
-        found = zip(parts, self._program.parameters, self._program.used, strict=True)
-        return losses, [part.view_as(parameter) if used else None for part, parameter, used in found]
+        pairs = list(zip(self._program.parameters, self._program.used, strict=True))
+        parts = iter(gradients.split([parameter.numel() for parameter, used in pairs if used]))
+        return losses, [next(parts).view_as(parameter) if used else None for parameter, used in pairs]
 
 
 class _CapturedLosses(torch.autograd.Function):
