@@ -126,7 +126,7 @@ def sweep_model(name: str, ranks: int, options: argparse.Namespace) -> dict[str,
     else:
         layouts = draw_layouts(run, ranks, options.each, options.seed)
     start = time.monotonic()
-    found: list[Found] = run_ranks(verify_on_rank, ranks, run, layouts, timeout_s=3600.0)[0]
+    found: list[Found] = run_ranks(verify_on_rank, ranks, run, layouts, timeout_s=6 * 3600.0)[0]
     ratios: dict[str, list[float]] = defaultdict(list)
     for one in found:
         for what, values in one.ratios.items():
