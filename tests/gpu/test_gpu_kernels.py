@@ -14,7 +14,7 @@ from phalanx.config.schema import Optimizer
 from phalanx.kernels import LARGE
 from phalanx.kernels.flash4 import flash4_attention, import_flash4
 from phalanx.kernels.float8 import QuantisedCopy, measure_copies, power_of_two_scale, quantise_reference
-from phalanx.kernels.parts_sum import sum_parts
+from phalanx.kernels.parts_sum import add_weight_gradient, sum_parts
 from phalanx.kernels.swiglu import swiglu_backward, swiglu_backward_reference
 from phalanx.nn.cross_entropy import IGNORED, chunk_loss
 from phalanx.optimizers import build_optimizer
@@ -81,6 +81,19 @@ def test_sum_of_parts(dtype: torch.dtype, parts: int, elements: int, add: bool) 
     again = start.clone() if add else torch.full_like(wanted, math.nan)
     sum_parts(values, again, add=add)
     assert torch.equal(found, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "out", "into"), [(8192, 4096, 1024), (777, 1001, 333), (1, 64, 8)])
+def test_weight_gradient_in_a_product(rows: int, out: int, into: int, dtype: torch.dtype) -> None:
+    """Where devices add in the product, nothing is rounded to 16 bits before the sum."""
+    grad, x = random(rows, out, dtype=dtype, seed=8), random(rows, into, dtype=dtype, seed=9)
+    total = random(out, into, dtype=torch.float32, seed=10)
+    wanted = total.double() + 2.0 * (grad.double().t() @ x.double())
+    for _ in range(2):
+        add_weight_gradient(total, grad, x)
+    wide = compat._wide_matmul(total.device, dtype, torch.float32)
+    assert relative_error(total, wanted) <= (1e-5 if wide else torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("elements", [LARGE + 5, 4 * LARGE])
