@@ -13,7 +13,7 @@ from phalanx.layout.layout_model import Stage, TrainingPass
 from phalanx.layout.mesh import Axis
 from phalanx.layout.spec import ResolvedLayout
 from phalanx.layout.stage_assignment import TORCH_SCHEDULES, rank_of_stage
-from phalanx.torch_compat.pipeline_stage import LeanStage, gather_stages_once
+from phalanx.torch_compat.pipeline_stage import LeanStage, gather_stages_once, run_microbatches
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 SampleShape = tuple[int, torch.Size, torch.dtype]
@@ -110,7 +110,10 @@ class Pipeline:
         # Losses are sums: no division by the number of micro-batches.
         options = {"n_microbatches": layout.accumulation, "loss_fn": self._loss, "scale_grads": False}
         if issubclass(schedule, PipelineScheduleSingle):
+            # Of the two schedules with one stage a rank GPipe's alone may have fewer micro-batches than stages.
+            options["n_microbatches"] = max(layout.accumulation, layout.n_stages)
             single: PipelineScheduleSingle = schedule(built[0], **options)
+            run_microbatches(single, layout.accumulation)
             return single
         several: PipelineScheduleMulti = schedule(built, **options)
         # PyTorch's schedules would gather a stage's parameters again for every micro-batch.

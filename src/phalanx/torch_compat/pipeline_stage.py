@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from phalanx.torch_compat.split_backward import input_gradients
 
@@ -113,6 +113,11 @@ class LeanStage(PipelineStage):
     def _takes_gradients(self) -> Callable[[Sequence[Tensor]], None]:
         """Return what is done with gradients that are set without hooks; asked once parameters have been gathered."""
         return _adding_up(self.submod) if isinstance(self.submod, FSDPModule) else self.collect or _leave_gradients
+
+
+def run_microbatches(schedule: PipelineScheduleSingle, count: int) -> None:
+    """Let `schedule` run `count` micro-batches, which may be fewer than its stages: PyTorch 2.10 makes none for so few."""
+    schedule._n_microbatches = count
 
 
 def gather_stages_once(schedule: PipelineScheduleMulti) -> None:
