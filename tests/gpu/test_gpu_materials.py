@@ -20,8 +20,9 @@ from phalanx.config.load import load_run
 from phalanx.families.materials.config import MaterialsRun
 from phalanx.families.materials.data.prepare_structures import prepare_graphs
 from phalanx.families.materials.evaluation.network_predictions import split_errors
+from phalanx.families.materials.model.message_passing.segmented_products import why_no_kernels
 from phalanx.families.materials.model.network import MaterialsNetwork
-from phalanx.families.materials.model_config import Branch, EnergyHead
+from phalanx.families.materials.model_config import Branch, EnergyHead, MaceOptions
 from phalanx.families.materials.step_capture import StepCapture
 from small_networks import BODIES, filled_network, small_model
 
@@ -119,6 +120,33 @@ def test_captured_steps_are_those_of_the_cpu(body: str, compiled: bool, dtype: t
             for net in (exact, found):
                 for parameter in net.parameters():
                     parameter.mul_(1.1)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.float32, SINGLE)], ids=str)
+def test_cuequivariances_kernels_give_our_predictions_and_gradients(dtype: torch.dtype, tolerance: float) -> None:
+    pytest.importorskip("cuequivariance_ops_torch", reason="needs cuequivariance-torch and cuequivariance-ops-torch")
+    batch, device = labelled(stress=False), accelerator()
+    # Small enough for their compilation to take seconds.
+    options = MaceOptions(degree=2, hidden_degree=1, correlation=2, kernels="cuequivariance")
+    fields: dict[str, Any] = {
+        "d_model": 32,
+        "charges": None,
+        "dipole": None,
+        "properties": None,
+        "atom_properties": None,
+    }
+    exact, found = (
+        network("mace", given, place, **fields, mace=options)
+        for given, place in ((torch.float64, CPU), (dtype, device))
+    )
+    assert not why_no_kernels(device, dtype, 32)
+    seen = {name: value for name, value in batch.items() if name not in ("energy_G", "forces_N3")}
+    wanted, predicted = exact.predict(**seen, forces=True), found.predict(**placed(seen, device, dtype), forces=True)
+    for ours, theirs in ((wanted.energy_G, predicted.energy_G), (wanted.forces_N3, predicted.forces_N3)):
+        assert relative_error(theirs.detach().cpu(), ours.detach()) < tolerance
+    losses, given_losses = exact(**batch), found(**placed(batch, device, dtype))
+    assert relative_error(given_losses.detach(), losses.detach()) < tolerance
+    assert relative_error(gradients(given_losses, found), gradients(losses, exact)) < tolerance
 
 
 @pytest.fixture(scope="module")

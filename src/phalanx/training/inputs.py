@@ -169,7 +169,7 @@ class TrainableModel(LayoutModel, DataModel):
         return ""
 
     def notes_of_kernels(self, device: torch.device) -> Sequence[str]:
-        """Return which kernels of the run file do not compute on `device`, for a person; by default nothing."""
+        """Return which kernels compute on `device`, for a person who may wonder or wait; by default nothing."""
         return ()
 
     @abstractmethod

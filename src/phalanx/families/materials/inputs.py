@@ -40,7 +40,6 @@ from phalanx.families.materials.evaluation.prediction_errors import (
 from phalanx.families.materials.fitted_units import settle_units
 from phalanx.families.materials.graph_parallel.cut_batches import ShareStream, cutting_of
 from phalanx.families.materials.model.losses import learned_tasks
-from phalanx.families.materials.model.message_passing.segmented_products import why_no_kernels
 from phalanx.families.materials.model_config import (
     GRAPH_LEVELS,
     PROPERTY_HEADS,
@@ -48,6 +47,7 @@ from phalanx.families.materials.model_config import (
     MaterialsModel,
     PropertyHead,
 )
+from phalanx.families.materials.step_kernels import kernel_notes
 from phalanx.files import write_atomically
 from phalanx.layout.apply import ParallelModel
 from phalanx.layout.data_parallel.task_heads import branch_groups
@@ -214,11 +214,7 @@ class MaterialsInputs(TrainableModel):
 
     def notes_of_kernels(self, device: torch.device) -> Sequence[str]:
         """See `TrainableModel`."""
-        model = self.run.model
-        if model.body != "mace" or model.mace.kernels != "cuequivariance":
-            return ()
-        reason = why_no_kernels(device, self.precision.compute_dtype, model.d_model)
-        return (f"kernels  own: cuEquivariance computes nothing of this run, as {reason}",) if reason else ()
+        return kernel_notes(self.run, device, self.precision.compute_dtype)
 
     def check_inputs(self) -> str:
         """See `families.family.DataModel`."""

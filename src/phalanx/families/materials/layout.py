@@ -16,7 +16,9 @@ from phalanx.families.materials.graph_parallel.halo_exchange import HaloExchange
 from phalanx.families.materials.model.geometry import NO_EXCHANGE
 from phalanx.families.materials.model.losses import split_labels, summed_losses
 from phalanx.families.materials.model.network import MaterialsNetwork
+from phalanx.families.materials.model_config import MaterialsModel
 from phalanx.families.materials.step_capture import StepCapture
+from phalanx.families.materials.step_kernels import steps_have_kernels
 from phalanx.layout.context_parallel.split_context import SequenceShare
 from phalanx.layout.layout_model import BuildContext, LayoutModel, Stage, TrainingPass
 from phalanx.layout.place import TensorSplits
@@ -106,10 +108,14 @@ class MaterialsLayout(LayoutModel):
 
     def build(self, building: BuildContext, part: ModelChunk) -> tuple[MaterialsNetwork, TensorSplits]:
         """Return the whole network: nothing is split."""
-        run = self.run
-        chunk = None if run.layout.recompute == "none" else _EDGE_CHUNK
+        return self._build_network(building, part, self.run.model)
+
+    def _build_network(
+        self, building: BuildContext, part: ModelChunk, config: MaterialsModel
+    ) -> tuple[MaterialsNetwork, TensorSplits]:
+        chunk = None if self.run.layout.recompute == "none" else _EDGE_CHUNK
         with torch.device("meta"):
-            model = MaterialsNetwork(run.model, dtype=self.precision.compute_dtype, edge_chunk=chunk, part=part)
+            model = MaterialsNetwork(config, dtype=self.precision.compute_dtype, edge_chunk=chunk, part=part)
         if building.branches is not None:
             model.head.keep(building.branches)
         return model, building.split_parameters(model, self.splits())
@@ -124,10 +130,15 @@ class MaterialsLayout(LayoutModel):
         if _captures_steps(run, building):
             # A program needs all parameters at once.
             stage.one_unit = True
+            config = run.model
+            if steps_have_kernels(run, building.device, self.precision.compute_dtype):
+                config = config.model_copy(
+                    update={"mace": config.mace.model_copy(update={"kernels": "cuequivariance"})}
+                )
 
             def build_replica() -> nn.Module:
                 """Return a second network of the same kind on the device, its parameters without values."""
-                replica, _ = self.build(building, network.part)
+                replica, _ = self._build_network(building, network.part, config)
                 (dtype,) = {parameter.dtype for parameter in network.parameters()}
                 # Frozen parameters are frozen in both.
                 for mine, theirs in zip(replica.parameters(), network.parameters(), strict=True):

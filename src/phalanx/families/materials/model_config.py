@@ -92,9 +92,10 @@ class MaceOptions(Section):
     """How elements weigh the skip connection: channel by channel, or as in mace-torch each by matrices of its own."""
     first_skip: bool = True
     """Whether the first block has a skip connection; without one its messages pass through matrices of the element."""
-    kernels: Literal["own", "cuequivariance"] = "own"
+    kernels: Literal["auto", "own", "cuequivariance"] = "auto"
     """What computes messages and symmetric contractions: own operations, or cuEquivariance where it is installed and has
-    kernels for device, format and width; the same up to rounding."""
+    kernels for device, format and width; the same up to rounding. auto takes them for captured steps of fp32 trainings that
+    have 10,000 and more, which make up for a slower start, and own operations for all else."""
     density: bool = False
     """Whether sums of messages are divided by a learned density of neighbours, plus 1, in place of mean_neighbors."""
 

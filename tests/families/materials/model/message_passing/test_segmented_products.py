@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from atom_graphs import batch_of, random_structure
-from materials_cases import run_of
 from phalanx.families.materials.model.message_passing import equivariant_constants as constants
 from phalanx.families.materials.model.message_passing import mace, segmented_products
 from phalanx.families.materials.model.message_passing.segmented_products import Term
 from phalanx.families.materials.model_config import EnergyHead
-from phalanx.families.registry import bind
-from phalanx.training.inputs import TrainableModel
 from small_networks import filled_network, small_model
 
 OPTIONS = {"degree": 2, "hidden_degree": 1, "correlation": 3}
@@ -82,21 +81,31 @@ def test_nothing_changes_where_there_are_no_kernels() -> None:
         ("cuda", torch.float64, 64, True, ""),
     ],
 )
-def test_a_run_is_told_why_its_kernels_do_not_compute(
+def test_reasons_name_what_there_are_no_kernels_for(
     device: str, dtype: torch.dtype, width: int, installed: bool, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segmented_products, "is_rocm", lambda: False)
     monkeypatch.setattr(segmented_products, "_kernels_are_there", lambda: installed)
     reason = segmented_products.why_no_kernels(torch.device(device), dtype, width)
     assert words in reason and bool(reason) == bool(words)
-    precision = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}[dtype]
-    run = run_of("mace", 1, precision)
-    for kernels, told in (("own", ""), ("cuequivariance", reason)):
-        model = run.model.model_copy(
-            update={"d_model": width, "mace": run.model.mace.model_copy(update={"kernels": kernels})}
-        )
-        notes = bind(run.model_copy(update={"model": model}), TrainableModel).notes_of_kernels(torch.device(device))
-        assert [told in note for note in notes] == [True] * bool(told)
+
+
+def test_compiled_kernels_are_kept_in_the_users_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NVRTC_CACHE_DIR", "PARALLEL_COMPILE"):
+        # So that what is set is taken back.
+        monkeypatch.setenv(f"CUEQUIVARIANCE_OPS_{name}", "")
+        monkeypatch.delenv(f"CUEQUIVARIANCE_OPS_{name}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keep = segmented_products.keep_compiled_kernels.__wrapped__
+    folder = tmp_path / "phalanx" / "cuequivariance"
+    assert keep() == folder and folder.is_dir()
+    assert os.environ["CUEQUIVARIANCE_OPS_NVRTC_CACHE_DIR"] == str(folder)
+    assert os.environ["CUEQUIVARIANCE_OPS_PARALLEL_COMPILE"] == "1"
+    monkeypatch.setenv("CUEQUIVARIANCE_OPS_NVRTC_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert keep() == tmp_path / "elsewhere"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUEQUIVARIANCE_OPS_NVRTC_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert keep() is None
 
 
 def test_cuequivariance_gives_our_energies_forces_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

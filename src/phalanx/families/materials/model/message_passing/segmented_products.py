@@ -9,14 +9,17 @@ elsewhere it computes the same by operations of PyTorch, which tests use.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx.files import user_cache
 from phalanx.torch_compat.common import inside_transform, is_rocm
 
 Segments = tuple[int, ...]
@@ -25,6 +28,8 @@ Term = tuple[Segments, float]
 Polynomial = Callable[..., list[Tensor]]
 _WARP = 32
 """Channels that a group of its threads computes together: other widths would leave some idle."""
+_KERNEL_FOLDER = "CUEQUIVARIANCE_OPS_NVRTC_CACHE_DIR"
+"""Variable of cuEquivariance for the folder of compiled kernels; without one it keeps none."""
 
 
 def has_kernels(x_NSC: Tensor) -> bool:
@@ -53,6 +58,23 @@ def why_no_kernels(device: torch.device, dtype: torch.dtype, width: int) -> str:
 @cache
 def _kernels_are_there() -> bool:
     return find_spec("cuequivariance_torch") is not None and find_spec("cuequivariance_ops_torch") is not None
+
+
+@cache
+def keep_compiled_kernels() -> Path | None:
+    """Have cuEquivariance keep the kernels that it compiles, and return the folder; None where none can be written.
+
+    To be called before it is loaded. What the environment says already holds.
+    """
+    # Several versions of each kernel are compiled and compared: here at the same time.
+    os.environ.setdefault("CUEQUIVARIANCE_OPS_PARALLEL_COMPILE", "1")
+    folder = Path(os.environ.get(_KERNEL_FOLDER) or user_cache() / "cuequivariance")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    os.environ[_KERNEL_FOLDER] = str(folder)
+    return folder
 
 
 def sum_coupled(
@@ -104,6 +126,7 @@ def _polynomial(
 
     In a term of more factors than there are inputs, all between the first and the result are of the second input.
     """
+    keep_compiled_kernels()
     cue: Any = importlib.import_module("cuequivariance")
     cuet: Any = importlib.import_module("cuequivariance_torch")
     operations = []
