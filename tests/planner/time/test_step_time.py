@@ -103,7 +103,7 @@ def test_one_rank_takes_what_its_operations_take(steps: Steps) -> None:
     # The host may be slower than the device, and gradients of further micro-batches are added.
     assert of_parts >= BATCH * kernels
     quick = _seconds(steps, replace(PROFILE, host_s=0.0))[0, : len(PartBreakdown)].sum()
-    added = (BATCH - 1) * steps.ranks.blocks[0].max() * steps.block_parameters[0] * 10 / PROFILE.memory_b_s
+    added = (BATCH - 1) * steps.ranks.blocks[0].max() * steps.block_parameters[0] * 6 / PROFILE.memory_b_s
     assert quick == pytest.approx(BATCH * kernels + added, rel=0.02)
     assert np.all(
         found[[StepBreakdown.TP, StepBreakdown.CP, StepBreakdown.BUBBLE, StepBreakdown.TRANSFER, StepBreakdown.DATA]]
@@ -146,12 +146,37 @@ def test_what_ranks_exchange_and_pass_over_grows_with_the_numbers(precision: str
     assert found.hidden_bytes[0] == 1024 * 1024 * width
 
 
-def test_weights_with_several_scales_are_read_again_behind_the_update(steps: Steps) -> None:
+def test_products_add_to_the_sums_that_are_reduced_once_a_step(steps: Steps) -> None:
+    def memory(steps: Steps, sums_in_products: bool) -> np.ndarray:
+        framework = replace(COMPILED, sums_in_products=sums_in_products)
+        return _seconds(steps, framework=framework)[:, StepBreakdown.MEMORY]
+
+    saved = memory(steps, False) - memory(steps, True)
+    once = (MANY.accumulation > 1) & ~(MANY.reduces_each & (MANY.data_ranks * MANY.cp > 1)) & ~MANY.splits_backward
+    assert np.array_equal(saved > 0, once) and once.any() and not once.all()
+    # Of a product that adds nothing is written in 16 bits and read again.
+    blocks = RUN.model.n_layers * steps.block_parameters[0]
+    assert saved[0] == pytest.approx(4 * (MANY.accumulation[0] - 1) * blocks / PROFILE.memory_b_s)
+    assert COMPILED.computing_in("fp16").sums_in_products and not COMPILED.computing_in("fp32").sums_in_products
+    # Products of 8 bits, nearly all of a block's, cannot.
+    eight = _steps_in("fp8-row")
+    assert (memory(eight, False) - memory(eight, True) < 0.01 * saved + 1e-12).all()
+
+
+def _steps_in(precision: str) -> Steps:
+    """The steps of `MANY` in another precision."""
+    run = RUN.model_copy(update={"layout": RUN.layout.model_copy(update={"precision": precision})})
+    return steps_of_run(bind(run, TracedModel), MANY, MACHINE, EAGER, attention="math")
+
+
+def test_weights_with_several_scales_are_read_again_behind_the_update() -> None:
+    steps = _steps_in("fp8-row")
     seconds = {
         precision: _seconds(steps, framework=COMPILED.computing_in(precision))[:, StepBreakdown.OPTIMIZER]
         for precision in ("bf16", "fp8-tensor", "fp8-row")
     }
     weights = steps.sum_quantised().max(axis=1) / steps.layouts.shards
+    assert (weights > 0).all()
     assert (seconds["fp8-tensor"] == seconds["bf16"]).all()
     assert seconds["fp8-row"] - seconds["bf16"] == pytest.approx(9 * weights / PROFILE.memory_b_s)
 

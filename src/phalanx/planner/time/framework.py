@@ -42,6 +42,9 @@ class FrameworkProfile:
     low_precision_copy: bool = True
     """Whether a rank that holds whole parameters, or gathers them once a step, has them in 16 bits and passes their
     gradients on into 32-bit sums."""
+    sums_in_products: bool = True
+    """Whether products that form gradients of blocks' weights add them to the sums over micro-batches. Ours of 16-bit
+    numbers do, but for those of experts."""
     optimizer_bytes: int = 30
     """Bytes an optimizer step reads and writes for each parameter: 32-bit main parameter, two moments and gradient read, all
     but the gradient written, and the 16-bit copy."""
@@ -64,6 +67,7 @@ class FrameworkProfile:
             gather_bytes=width,
             reduce_bytes=max(width, self.reduce_bytes),
             low_precision_copy=self.low_precision_copy and width < 4,
+            sums_in_products=self.sums_in_products and width < 4,
             optimizer_bytes=self.optimizer_bytes - self.gather_bytes + _ADAMW_VALUE_PASSES * (width - 4),
         )
 
@@ -75,6 +79,12 @@ class FrameworkProfile:
     def sum_bytes(self) -> int:
         """Bytes read and written to add an element of a micro-batch's gradient to the sum of those before."""
         return self.gather_bytes + 2 * self.reduce_bytes
+
+    @property
+    def product_sum_bytes(self) -> int:
+        """The same where the product adds it: the sum is read and written in place of a product that is written."""
+        in_product = 2 * self.reduce_bytes - self.gather_bytes
+        return min(self.sum_bytes, in_product) if self.sums_in_products else self.sum_bytes
 
     def part_operations(self, name: PartName, setting: Setting, microbatch: int) -> tuple[Operation, ...]:
         """List what a part of the model runs, forward and backward, for a micro-batch of so many samples."""

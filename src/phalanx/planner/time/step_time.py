@@ -139,8 +139,11 @@ def time_steps(
     # Gradients of further micro-batches are added to what is there, unless they are reduced first.
     reduced = layouts.reduces_each & data.reduces_each_microbatch
     added = np.where(reduced, mine, trained) * framework.sum_bytes
-    # Those of the first are where nobody reduces them at once brought into the sums' format, where that is another.
     alone = (steps.shards.size == 1) & (steps.replicas.size == 1)
+    once = (alone | ~reduced) & ~layouts.splits_backward
+    by_themselves = np.where(once, summed_in_products(steps), 0.0)
+    added -= by_themselves * (framework.sum_bytes - framework.product_sum_bytes)
+    # Those of the first are where nobody reduces them at once brought into the sums' format, where that is another.
     waits_for_more = ~layouts.reduces_each & (count > 1)
     begun = np.where((alone | waits_for_more) & framework.low_precision_copy, trained, 0.0) * (
         framework.gather_bytes + framework.reduce_bytes
@@ -159,6 +162,13 @@ def most_trained(steps: Steps) -> tuple[Floats, Floats]:
     experts = steps.ranks.blocks * steps.trained.experts[:, None]
     mine = (trained - experts) / layouts.shards[:, None] + experts / layouts.expert_shards[:, None]
     return trained.max(axis=1), mine.max(axis=1)
+
+
+def summed_in_products(steps: Steps) -> Floats:
+    """Return the most elements of a rank whose gradients our products add to sums by themselves, [layouts]."""
+    own, ranks = steps.trained, steps.ranks
+    of_blocks = ranks.blocks * (own.block - own.experts)[:, None] + ranks.leading * own.leading[:, None]
+    return np.asarray((of_blocks - steps.sum_quantised()).max(axis=1).clip(min=0.0))
 
 
 def busiest_rank(steps: Steps, times: PartTimes) -> Busiest:
