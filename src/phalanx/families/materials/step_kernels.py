@@ -13,8 +13,8 @@ from phalanx.families.materials.model.message_passing.segmented_products import 
 )
 
 _PAYS_FROM = 10_000
-"""Steps of a training from which on faster steps make up for a slower start: a step of a thousand atoms is 2 to 5 ms faster,
-and a training begins 10 s later with compiled kernels, a minute later without."""
+"""Steps of a training from which on faster steps make up for a slower start: on an H200 a step of a thousand atoms is 4 ms
+faster, and a training begins 6 s later with compiled kernels, 47 s later without."""
 
 
 def steps_have_kernels(run: MaterialsRun, device: torch.device, dtype: torch.dtype) -> bool:
