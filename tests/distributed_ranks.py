@@ -17,8 +17,6 @@ PRELOADED = (
     "pytest",
     *local_ranks.PRELOADED,
     "e3nn.o3",
-    # What `torch.compile` loads as it first compiles.
-    "torch._inductor.compile_fx",
     "phalanx.cli.main",
     "phalanx.cli.train",
     "phalanx.planner.dryrun.run_step",

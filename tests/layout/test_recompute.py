@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.config.model import LanguageModel
 from phalanx.layout.prepare_blocks import recompute_block
 from phalanx.layout.spec import Recompute
+from phalanx.nn.layers import Linear, choose_products
+from phalanx.nn.precision import PRECISIONS
 from phalanx.torch_compat import common as compat
 from small_models import FAMILIES, random_decoder, random_tokens
 
@@ -93,3 +95,36 @@ def test_what_is_computed_twice(mode: Recompute, attention: int, activations: in
     # Selective repeats the products that widen by more than half: the MLP's first, and queries, keys and values of these
     # models. Full repeats all but the last product of the layer, which no gradient needs.
     assert repeated == {"none": 0, "selective": 2, "full": 3}[mode]
+
+
+def saved_bytes(precision: str | None, sums: bool) -> int:
+    """Bytes that a compiled block keeps for its backward pass in a full recompute, beside what it is called with, its
+    parameters and their sums."""
+    decoder = random_decoder(FAMILIES["llama"]).bfloat16()
+    block = decoder.blocks[0]
+    if precision is not None:
+        choose_products(block, PRECISIONS[precision], torch.device("cpu"))
+    recompute_block(block, "full")
+    block.compile(backend="aot_eager_decomp_partition")
+    held = [*block.parameters()]
+    for layer in block.modules():
+        if sums and isinstance(layer, Linear):
+            layer.gradient_sum = torch.zeros(layer.weight.shape)
+            held.append(layer.gradient_sum)
+    known = {compat.storage_key(tensor) for tensor in held}
+    kept: dict[object, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[compat.storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        decoder(random_tokens(2, 32), random_tokens(2, 32, seed=2))
+    return sum(size for key, size in kept.items() if key not in known)
+
+
+def test_a_compiled_block_keeps_no_more_for_gradients_of_its_own() -> None:
+    """Compilers may keep what is computed inside functions that bring their own backward pass."""
+    plain = saved_bytes(None, sums=False)
+    assert saved_bytes(None, sums=True) == plain
+    assert saved_bytes("fp8-tensor", sums=False) == plain

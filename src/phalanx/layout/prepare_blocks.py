@@ -60,21 +60,28 @@ def recompute_policy(mode: Recompute) -> Callable[[Any, Sequence[Any]], Checkpoi
         return None
     if mode == "selective":
         return lambda operation, arguments: _choose_policy(None, operation, *arguments)
-    return lambda _operation, _arguments: CheckpointPolicy.PREFER_RECOMPUTE
+    return _recompute_all
 
 
 @cache
 def _recomputed_class(kind: Any, mode: Recompute) -> Any:
     # Dropout is a function of counters, not of generator state: there is none to save and restore.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _choose_policy)
+    policy = _choose_policy if mode == "selective" else _recompute_all
+    chosen = options | {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
 
     # The block's own forward, by its class: through the instance this one would call itself.
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-        return checkpoint(kind.forward, self, *args, **options, **named)
+        # Compilers of PyTorch 2.11 keep what functions with gradients of their own compute, unless each operation is told.
+        # Not compiled, a whole recompute needs nobody to look at operations, which takes the host time.
+        told = mode == "selective" or torch.compiler.is_compiling()
+        return checkpoint(kind.forward, self, *args, **(chosen if told else options), **named)
 
     return type(f"Recomputed{kind.__name__}", (kind,), {"forward": forward})
+
+
+def _recompute_all(*_: Any, **_named: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _choose_policy(_context: Any, operation: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
