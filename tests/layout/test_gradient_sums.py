@@ -42,12 +42,14 @@ FOUR_RANKS: dict[str, Fields] = {
     "zero 1": {"dp_shard": 4, "zero": 1},
     "1f1b": {"pp": 4},
     "1f1b, shards": {"pp": 2, "dp_shard": 2},
-    "interleaved": {"pp": 2, "tp": 2, "schedule": "interleaved_1f1b"},
     "exchanges beside products": {"tp": 2, "dp_replicate": 2, "zero": 0, "peer_copies": True},
 }
 APART: dict[str, Fields] = {
     "reduced each time": {"dp_shard": 4, "zero": 2},
     "one micro-batch": {"dp_shard": 4, "zero": 1, "microbatch": 4},
+    "interleaved": {"pp": 2, "tp": 2, "schedule": "interleaved_1f1b"},
+    "gpipe": {"pp": 2, "dp_shard": 2, "zero": 1, "schedule": "gpipe"},
+    "as many micro-batches as stages": {"pp": 4, "microbatch": 4},
     "two passes": {"pp": 2, "dp_replicate": 2, "zero": 0, "schedule": "interleaved_zero_bubble"},
 }
 """Layouts whose weight gradients autograd gets one by one."""

@@ -123,11 +123,8 @@ class ParallelModel:
         return replace(self, layout=layout, pipeline=pipeline)
 
     def begin_sums(self) -> None:
-        """Let layers add gradients of their weights to sums over micro-batches, where these are reduced once a step."""
-        layout = self.layout
-        reduces_each = self.mesh.data is not None and bool(layout.table.reduces_each[0])
-        # Backward passes in two parts run an operation once for each of its gradients, and would add twice.
-        if layout.accumulation > 1 and not (reduces_each or layout.splits_backward):
+        """Let layers add gradients of their weights to sums over micro-batches, where the layout has such sums."""
+        if self.layout.table.sums_in_products[0]:
             for stage in self.stages:
                 self.sharding.begin_sums(stage)
 

@@ -394,6 +394,17 @@ class LayoutTable:
         """Where gradients are reduced after every micro-batch; a pipeline adds them up, and reduces them once."""
         return np.asarray((self.zero >= 2) & (self.pp == 1))
 
+    @cached_property
+    def sums_in_products(self) -> Bools:
+        """Where products may add gradients of weights to sums over micro-batches, there from the first pass of a step on.
+
+        That takes no more memory where a forward pass follows the first backward pass. Other schedules have freed
+        activations, or gradients of other stages, by the time that autograd would begin the sums.
+        """
+        again = (self.pp == 1) | (self.has("schedule", "1f1b") & (self.accumulation > self.pp))
+        reduced = self.reduces_each & (self.data_ranks * self.cp > 1)
+        return np.asarray((self.accumulation > 1) & again & ~reduced)
+
 
 def encode_column(field: str, values: Sequence[Any]) -> npt.NDArray[Any]:
     """Return values of one field, written as in `ResolvedLayout`, as a column of a table."""

@@ -123,8 +123,8 @@ NAMES = [*WEATHER_LAYOUTS, "streamed text"]
 def test_memory_is_that_of_a_dry_run(name: str) -> None:
     run, layout = planned(name)
     modelled, *_ = rank_memory(bind(run, TracedModel), layout, run.layout.recompute, UNCOMPILED)
-    # Where replicas hold the same shards the model is above the code.
-    above = 0.07 if layout.dp_replicate > 1 else 0.025
+    # Where replicas hold the same shards the model is above the code, and a little where products add gradients to sums.
+    above = 0.07 if layout.dp_replicate > 1 else 0.03
     ratio = modelled.allocated / dry(name).peak
     assert 0.975 < ratio < 1 + above, (modelled, dry(name).categories)
 

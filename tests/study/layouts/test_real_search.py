@@ -1,6 +1,7 @@
 """What a search expects, beside what real trials on two H200s gave (benchmarks/results/search).
 
-In these trials tensor-parallel ranks exchanged sequences before and behind their products, and so they do here.
+In these trials tensor-parallel ranks exchanged sequences before and behind their products, and gradients of weights were
+summed behind theirs; so it is here.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ of the peak of a few of these layouts."""
 
 
 @pytest.fixture(autouse=True)
-def exposed_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plan as if no exchange of tensor parallelism ran beside a product."""
+def bare_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan as if no exchange of tensor parallelism ran beside a product, and none added to a sum."""
     ours = timing.our_framework
     for module in (timing, cost_models):
         monkeypatch.setattr(module, "our_framework", lambda *args: replace(ours(*args), overlaps_products=False))
-    monkeypatch.setattr(LayoutTable, "overlaps_products", property(lambda self: np.zeros(len(self), dtype=bool)))
+    for name in ("overlaps_products", "sums_in_products"):
+        monkeypatch.setattr(LayoutTable, name, property(lambda self: np.zeros(len(self), dtype=bool)))
 
 
 def _expected(file: str, profile: str) -> list[tuple[dict[str, Any], Prior]]:

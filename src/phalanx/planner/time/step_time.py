@@ -139,11 +139,10 @@ def time_steps(
     # Gradients of further micro-batches are added to what is there, unless they are reduced first.
     reduced = layouts.reduces_each & data.reduces_each_microbatch
     added = np.where(reduced, mine, trained) * framework.sum_bytes
-    alone = (steps.shards.size == 1) & (steps.replicas.size == 1)
-    once = (alone | ~reduced) & ~layouts.splits_backward
-    by_themselves = np.where(once, summed_in_products(steps), 0.0)
+    by_themselves = np.where(layouts.sums_in_products, summed_in_products(steps), 0.0)
     added -= by_themselves * (framework.sum_bytes - framework.product_sum_bytes)
     # Those of the first are where nobody reduces them at once brought into the sums' format, where that is another.
+    alone = (steps.shards.size == 1) & (steps.replicas.size == 1)
     waits_for_more = ~layouts.reduces_each & (count > 1)
     begun = np.where((alone | waits_for_more) & framework.low_precision_copy, trained, 0.0) * (
         framework.gather_bytes + framework.reduce_bytes
