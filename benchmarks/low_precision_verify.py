@@ -74,7 +74,8 @@ class Found:
 def spread_layouts(run: Run, ranks: int, count: int) -> list[ResolvedLayout]:
     """Return `count` of all legal layouts, evenly spread over their list."""
     layouts = list(every_layout(bind(run), ranks))
-    return [layouts[number * len(layouts) // count] for number in range(min(count, len(layouts)))]
+    count = min(count, len(layouts))
+    return [layouts[number * len(layouts) // count] for number in range(count)]
 
 
 def draw_layouts(run: Run, ranks: int, count: int, seed: int) -> list[ResolvedLayout]:
