@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from device_runs import accelerator, distance, record_steps, small_run
 from phalanx.cli.main import run_command_line as call
 from phalanx.families.registry import bind
+from phalanx.layout.data_parallel.fully_sharded import FullySharded
 from phalanx.layout.mesh import ONE_RANK, Axis
 from phalanx.layout.resolve import resolve_layout
 from phalanx.verification.family import VerifiableModel
@@ -204,7 +205,9 @@ def one_rank_group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", [1, 3])
-def test_sharding_over_one_rank_changes_nothing(one_rank_group: dist.ProcessGroup, zero: int, precision: str) -> None:
+def test_sharding_over_one_rank_changes_nothing(
+    one_rank_group: dist.ProcessGroup, zero: int, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FSDP's gathers and reductions go through the backend; what they bring is what was there."""
     device = accelerator()
     run = small_run({"layout.zero": zero, "layout.peer_copies": False}, precision, compiled=True)
@@ -212,6 +215,10 @@ def test_sharding_over_one_rank_changes_nothing(one_rank_group: dist.ProcessGrou
     data = DeviceMesh.from_group(one_rank_group, device.type, mesh_dim_names=("shards",))
     mesh = replace(ONE_RANK, shards=shards, data=data, world=one_rank_group)
     layout = replace(resolve_layout(bind(run), 1), zero=zero)
+    if zero == 3:
+        # One rank has nobody to share with, so its layout lets products add to sums over micro-batches. FSDP, which only
+        # this test gives it, reduces gradients after each.
+        monkeypatch.setattr(FullySharded, "begin_sums", lambda sharding, stage: None)
     found = record_training(bind(run, VerifiableModel), layout, mesh, device, steps=2, activations=False)
     alone = record_steps(run, device)
     apart = distance(found, alone)
